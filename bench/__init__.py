@@ -1,0 +1,1 @@
+"""One run of the benchmark, its clock, its log and its record."""

@@ -1,0 +1,94 @@
+"""Ends a run on every rank when one of them fails or is told to stop, whatever the main thread is blocked in.
+
+A main thread that waits in a collective or for the GPU runs no Python, so neither signal handlers nor exceptions reach
+it there. Two daemon threads do the watching: one for signals, through the wakeup file descriptor that CPython's C
+handler writes to, one for the other ranks, through a key in the process group's store. Both sleep in the kernel.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+from torch.distributed import TCPStore
+
+from dlrm.ranks import Ranks
+
+# A restarted worker group must not read the reason that ended the one before it.
+_KEY = f"dlrm/abort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_FOREVER = timedelta(days=3650)
+
+
+class AbortWatch:
+    """Context manager around everything after init_process_group.
+
+    `on_abort` closes what must be closed (the MLPerf log); it runs once, on the watching or the failing thread.
+    """
+
+    def __init__(self, ranks: Ranks, on_abort: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._on_abort = on_abort
+        self._ending = threading.Lock()
+
+    def __enter__(self) -> "AbortWatch":
+        self._wakeup, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous_fd = signal.set_wakeup_fd(writer.fileno())
+        threading.Thread(target=self._watch_signals, name="abort-signals", daemon=True).start()
+        if self._ranks.world_size > 1:
+            threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._ending.acquire()
+            self._on_abort()
+            self._announce(f"{type(error).__name__}: {error}")
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._writer.close()  # ends the signal thread
+
+    def _store(self) -> TCPStore:
+        """A client of its own: a blocked wait would hold the process group's."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(address, port, is_master=False, wait_for_workers=False)
+
+    def _announce(self, reason: str) -> None:
+        if self._ranks.world_size > 1:
+            self._store().set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
+
+    def _watch_signals(self) -> None:
+        received = self._wakeup.recv(1)
+        if received:
+            name = signal.Signals(received[0]).name
+            self._end(f"stopped by {name}", 128 + received[0], announce=True)
+
+    def _watch_ranks(self) -> None:
+        try:
+            store = self._store()
+            store.wait([_KEY], _FOREVER)
+            reason = store.get(_KEY).decode()
+        except RuntimeError:  # the store went away: torchrun is taking the ranks down
+            return
+        self._end(reason, 1, announce=False)
+
+    def _end(self, reason: str, code: int, announce: bool) -> None:
+        if not self._ending.acquire(blocking=False):
+            return  # this rank is ending already
+        self._on_abort()
+        print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
+        if announce:
+            # Without the store the ranks that could have read the reason are gone too.
+            with contextlib.suppress(RuntimeError):
+                self._announce(reason)
+        os._exit(code)

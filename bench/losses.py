@@ -1,0 +1,68 @@
+"""The loss of every iteration, read without stopping the GPU."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class LossHistory:
+    """Global mean losses, collected on the device and averaged over the ranks every `interval` iterations.
+
+    The averages are copied to pinned memory behind the work that is queued already and are looked at one interval
+    later, so that the launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
+    """
+
+    def __init__(self, device: torch.device, interval: int) -> None:
+        self._device = device
+        self._interval = interval
+        self._pending: list[Tensor] = []
+        self._in_flight: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._values: list[float] = []
+
+    def add(self, loss: Tensor) -> None:
+        """One iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.
+
+        Raises ValueError on every rank if a loss of the interval before was not finite.
+        """
+        self._pending.append(loss)
+        if len(self._pending) == self._interval:
+            self._collect()
+            self._average()
+
+    def finish(self) -> list[float]:
+        """All losses so far; waits for them. Collective, and raises ValueError like `add`."""
+        self._collect()
+        if self._pending:
+            self._average()
+            self._collect()
+        return self._values
+
+    def _average(self) -> None:
+        losses = torch.stack(self._pending).float()
+        self._pending = []
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+        if self._device.type == "cuda":
+            host = torch.empty(losses.shape, pin_memory=True).copy_(losses, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self._in_flight = (host, copied)
+        else:
+            self._in_flight = (losses, None)
+
+    def _collect(self) -> None:
+        if self._in_flight is None:
+            return
+        host, copied = self._in_flight
+        self._in_flight = None
+        if copied is not None:
+            copied.synchronize()
+        first = len(self._values) + 1
+        self._values += host.tolist()
+        bad = (~host.isfinite()).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise ValueError(
+                f"the loss of iteration {first + at} is {host[at].item()}: training diverged; "
+                "lower --optimizer.learning-rate or look for bad values in the data"
+            )

@@ -1,0 +1,245 @@
+"""What a run ran on: hardware through NVML, versions of the software, and the state of the source tree.
+
+What cannot be read is None in the description, never a guess, and never stops a run.
+"""
+
+import contextlib
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, TypeVar
+
+import torch
+import torch.distributed as dist
+
+try:
+    import pynvml
+except ImportError:  # a host without nvidia-ml-py
+    pynvml = None
+
+T = TypeVar("T")
+
+
+class Machine(TypedDict):
+    """The machine block of a run record. All GPUs and nodes are taken to be like rank 0's; GB are 10^9 bytes."""
+
+    nodes: int
+    """Distinct host names over all ranks."""
+    gpus: int
+    """Distinct GPUs over all ranks; 0 on CPUs."""
+    gpu: str | None
+    """Name of the GPUs; where they differ, all names joined by ' + '."""
+    gpu_memory_gb: float | None
+    cpu: str | None
+    cores: int | None
+    """Logical CPUs of a node."""
+    memory_gb: float | None
+    """Main memory of a node."""
+    driver: str | None
+    cuda: str | None
+    """CUDA version that torch was built for."""
+    nccl: str | None
+    python: str
+    torch: str
+    torchrec: str | None
+    fbgemm_gpu: str | None
+    power_limit_w: float | None
+    """Enforced limit of one GPU."""
+    sm_clock_mhz: int | None
+    """Clock of the SMs at the time of the description."""
+    sm_clock_max_mhz: int | None
+    topology: str | None
+    """How one GPU is linked to the others, such as 'nvlink: 18 links a GPU, 26.6 GB/s each, to NVSwitch'."""
+
+
+class Git(TypedDict):
+    """State of the source tree."""
+
+    commit: str | None
+    dirty: bool | None
+    """Whether tracked files differ from the commit."""
+
+
+class _Place(NamedTuple):
+    """Where one rank runs: host name, and UUID and name of its GPU, if it has one."""
+
+    host: str
+    uuid: str | None
+    gpu: str | None
+
+
+def describe_machine() -> Machine:
+    """The machine that this run's ranks share. Collective once the process group is initialised (gloo or NCCL).
+
+    A rank's GPU is its current CUDA device; a process without a process group is a run of one rank.
+    """
+    cuda = torch.cuda.is_available()
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if cuda else None
+    uuid = str(gpu.uuid) if gpu else None
+    places = _gather_places(_Place(socket.gethostname(), uuid, gpu.name if gpu else None))
+    names = sorted({place.gpu for place in places if place.gpu is not None})
+    nvml = _describe_gpu(uuid, _pci_bus_id(gpu)) if gpu else {}
+    return Machine(
+        nodes=len({place.host for place in places}),
+        gpus=len({(place.host, place.uuid) for place in places if place.uuid is not None}),
+        gpu=" + ".join(names) or None,
+        gpu_memory_gb=round(gpu.total_memory / 1e9, 1) if gpu else None,
+        cpu=_cpu_name(),
+        cores=os.cpu_count(),
+        memory_gb=_readable(lambda: round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)),
+        driver=nvml.get("driver"),
+        cuda=torch.version.cuda,
+        nccl=_readable(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda else None,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        torchrec=_installed("torchrec"),
+        fbgemm_gpu=_installed("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm_gpu-cpu"),
+        power_limit_w=nvml.get("power_limit_w"),
+        sm_clock_mhz=nvml.get("sm_clock_mhz"),
+        sm_clock_max_mhz=nvml.get("sm_clock_max_mhz"),
+        topology=nvml.get("topology"),
+    )
+
+
+def git_state(root: Path) -> Git:
+    """Commit of the source tree at `root`; where it is no git checkout, the environment variable SOURCE_COMMIT.
+
+    Untracked files do not make a tree dirty.
+    """
+    commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+    if not commit:
+        return Git(commit=os.environ.get("SOURCE_COMMIT") or None, dirty=None)
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return Git(commit=commit, dirty=None if changes is None else changes != "")
+
+
+def short_name(machine: Machine) -> str:
+    """Name for run ids: '8xh200', '2x8xh100' (two nodes of eight), 'cpu'."""
+    if machine["gpu"] is None:
+        return "cpu"
+    # The model is the first word with a digit: H200 in 'NVIDIA H200', A100 in 'NVIDIA A100-SXM4-80GB'.
+    words = re.findall(r"[a-z0-9]+", machine["gpu"].lower())
+    model = next((word for word in words if re.search(r"\d", word)), words[-1])
+    return f"{_count(machine, 'x')}x{model}"
+
+
+def platform_name(machine: Machine) -> str:
+    """Name for the MLPerf log: '8 x NVIDIA H200', '2 x 8 x NVIDIA H100 80GB HBM3', or the CPU's name."""
+    if machine["gpu"] is None:
+        return machine["cpu"] or "CPU"
+    return f"{_count(machine, ' x ')} x {machine['gpu']}"
+
+
+def _count(machine: Machine, times: str) -> str:
+    nodes, gpus = machine["nodes"], machine["gpus"]
+    return f"{nodes}{times}{gpus // nodes}" if nodes > 1 and gpus % nodes == 0 else str(gpus)
+
+
+def _gather_places(place: _Place) -> list[_Place]:
+    if not dist.is_initialized():
+        return [place]
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, place)
+    return places
+
+
+def _cpu_name() -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return None  # ARM processors give no name there
+
+
+def _installed(*distributions: str) -> str | None:
+    """Version of the first of `distributions` that is installed; nothing is imported."""
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return process.stdout.strip() if process.returncode == 0 else None
+
+
+def _readable(read: Callable[[], T]) -> T | None:
+    """What `read` returns, or None: drivers differ in what they refuse and how, and a description must not fail."""
+    try:
+        return read()
+    except Exception:
+        return None
+
+
+def _pci_bus_id(gpu: Any) -> str | None:
+    return _readable(lambda: f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+
+
+@contextlib.contextmanager
+def _nvml_session() -> Iterator[bool]:
+    """Whether NVML works here; shuts it down again."""
+    if pynvml is None or _readable(lambda: pynvml.nvmlInit() or True) is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        _readable(lambda: pynvml.nvmlShutdown())
+
+
+def _describe_gpu(uuid: str | None, bus_id: str | None) -> dict[str, Any]:
+    """NVML's view of one GPU, found by UUID, else by PCI bus id.
+
+    Never by index: NVML counts all GPUs of the node, CUDA those in CUDA_VISIBLE_DEVICES and in an order of its own.
+    """
+    with _nvml_session() as works:
+        if not works:
+            return {}
+        facts: dict[str, Any] = {"driver": _readable(lambda: pynvml.nvmlSystemGetDriverVersion())}
+        gpu = _readable(lambda: pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        gpu = gpu or _readable(lambda: pynvml.nvmlDeviceGetHandleByPciBusId(bus_id))
+        if gpu is None:
+            return facts
+        return facts | {
+            "power_limit_w": _readable(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000),
+            "sm_clock_mhz": _readable(lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
+            "sm_clock_max_mhz": _readable(lambda: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
+            "topology": _describe_links(gpu),
+        }
+
+
+def _describe_links(gpu: Any) -> str | None:
+    """The NVLinks of one GPU, or its PCIe link where it has none active."""
+    active = [link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if _link_is_active(gpu, link)]
+    if not active:
+        generation = _readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
+        width = _readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))
+        return f"pcie: generation {generation}, {width} lanes" if generation and width else None
+    text = f"nvlink: {len(active)} links a GPU"
+    speed = _readable(lambda: _link_speed_gb_s(gpu))
+    if speed:
+        text += f", {speed:.1f} GB/s each"
+    remote = _readable(lambda: pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, active[0]))
+    if remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        text += ", to NVSwitch"
+    return text
+
+
+def _link_is_active(gpu: Any, link: int) -> bool:
+    return _readable(lambda: pynvml.nvmlDeviceGetNvLinkState(gpu, link)) == pynvml.NVML_FEATURE_ENABLED
+
+
+def _link_speed_gb_s(gpu: Any) -> float | None:
+    """Speed of an active NVLink in one direction, GB/s."""
+    (field,) = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    return field.value.uiVal / 1000 if field.nvmlReturn == pynvml.NVML_SUCCESS else None

@@ -1,0 +1,251 @@
+"""One run: set up, train to the target, log, record. Holds the only training loop of the project."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.abort import AbortWatch
+from bench.clock import IterationClock, frozen_gc
+from bench.losses import LossHistory
+from bench.machine import Machine, describe_machine, git_state, platform_name, short_name
+from bench.mllog import MLPerfLog
+from bench.record import (
+    RunRecord,
+    TrainingOutcome,
+    TrainingStatus,
+    build_record,
+    create_run_folder,
+    new_run_id,
+    write_record,
+)
+from bench.schedule import Schedule
+from dlrm.config import RunConfig
+from dlrm.data.batch import Batch
+from dlrm.data.dataset import Dataset, open_dataset
+from dlrm.data.loader import Prefetcher
+from dlrm.metrics import distributed_auc
+from dlrm.ranks import Ranks
+from pipeline import build_pipeline
+from pipeline.interface import Pipeline
+
+LOG_NAME = "result_0.txt"
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """Everything the training loop works with, and how far it has come."""
+
+    config: RunConfig
+    ranks: Ranks
+    dataset: Dataset
+    schedule: Schedule
+    pipeline: Pipeline
+    log: MLPerfLog
+    clock: IterationClock
+    losses: LossHistory
+    auc: float | None = None
+
+    def train(self) -> None:
+        """The training loop: iterations, each timed; evaluations at MLPerf's cadence; stops at the target."""
+        with self._read(self.dataset.train_batches, self.pipeline.prepare) as batches, frozen_gc():
+            self.clock.start()
+            for iteration in range(1, self.schedule.iterations + 1):
+                self.losses.add(self.pipeline.train_step(batches))
+                self.clock.lap()
+                if self.schedule.evaluates_after(iteration):
+                    self.clock.pause()
+                    self.auc = self.evaluate(self.schedule.epoch_num(iteration))
+                    if self.reached_target:
+                        break
+                    self.clock.start()
+            self.clock.pause()
+
+    def evaluate(self, epoch_num: float) -> float:
+        """Exact AUC over the evaluation samples of all ranks."""
+        self.log.eval_start(epoch_num)
+        valid: list[int] = []  # the reader thread appends entry i before batch i can come out
+        logits: list[torch.Tensor] = []
+        labels: list[torch.Tensor] = []
+
+        def prepare(batch: Batch) -> Any:
+            valid.append(batch.num_valid)
+            return self.pipeline.prepare(batch)
+
+        with self._read(self.dataset.eval_batches, prepare) as batches:
+            for i, (batch_logits, batch_labels) in enumerate(self.pipeline.evaluate(batches)):
+                logits.append(batch_logits[: valid[i]].float())
+                labels.append(batch_labels[: valid[i]])
+        auc = distributed_auc(torch.cat(logits), torch.cat(labels))
+        self.log.eval_accuracy(epoch_num, auc)
+        self.log.eval_stop(epoch_num)
+        return auc
+
+    @property
+    def epoch_num(self) -> float:
+        """Fraction of the epoch trained so far."""
+        return self.schedule.epoch_num(self.clock.iterations)
+
+    @property
+    def reached_target(self) -> bool:
+        """Whether the last evaluation reached the target; False where there is none."""
+        target = self.config.target_auc
+        return target is not None and self.auc is not None and self.auc >= target
+
+    @property
+    def status(self) -> TrainingStatus:
+        """How the run ended, once its loop has."""
+        if self.config.target_auc is None:
+            return "no_target"
+        return "success" if self.reached_target else "aborted"
+
+    def _read(self, batches: Callable[..., Iterator[Batch]], prepare: Callable[[Batch], Any]) -> Prefetcher[Any]:
+        ranks = self.ranks
+        samples = batches(ranks.rank, ranks.world_size, self.config.local_batch_size, pin=ranks.device.type == "cuda")
+        return Prefetcher(samples, prepare, self.config.data.prefetch_batches)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Outcome:
+    """What a run leaves behind, on every rank."""
+
+    folder: Path
+    record: RunRecord
+
+
+def run(config: RunConfig, ranks: Ranks, command: str) -> Outcome:
+    """Train as `config` says and leave a record folder behind. Collective over all ranks.
+
+    command: the command line, for the record. ValueError on bad input; what can be known before training is, and a
+    run that fails later leaves a folder whose log is closed as aborted.
+    """
+    _set_precision(config, ranks.device)
+    ranks.init_process_group()
+    machine = describe_machine()
+    dataset = open_dataset(config.data, config.model, config.seed)
+    _check_target(config, dataset.best_auc)
+    schedule = Schedule.of(config, dataset.train_samples, ranks.world_size)
+    folder = _agree_on_folder(config, ranks, machine)
+    log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
+    this: Run | None = None
+    with AbortWatch(ranks, lambda: log.close("aborted", this.epoch_num if this else 0.0)):
+        _log_init(config, ranks, log, machine, dataset, schedule)
+        this = Run(
+            config=config,
+            ranks=ranks,
+            dataset=dataset,
+            schedule=schedule,
+            pipeline=build_pipeline(config, ranks),
+            log=log,
+            clock=IterationClock(ranks.device),
+            losses=LossHistory(ranks.device, config.loss_interval),
+        )
+        dist.barrier()
+        log.init_stop()
+        log.run_start()
+        log.epoch_start()
+        this.train()
+        losses = this.losses.finish()
+        log.close("success" if this.reached_target else "aborted", this.epoch_num)
+        record = _write(this, machine, command, folder, losses)
+    return Outcome(folder=folder, record=record)
+
+
+def _set_precision(config: RunConfig, device: torch.device) -> None:
+    if config.precision == "tf32" and device.type != "cuda":
+        raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+
+
+def _check_target(config: RunConfig, best_auc: float | None) -> None:
+    if best_auc is not None and config.target_auc is not None and config.target_auc > best_auc:
+        raise ValueError(
+            f"--target-auc {config.target_auc} is above {best_auc:.5f}, the best that any model can reach on the "
+            f"planted data of {config.data.path}: lower it"
+        )
+
+
+def _agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
+    """Global rank 0 makes the record folder; every rank learns of it, or raises rank 0's error."""
+    answer: list[Any] = [None]
+    if ranks.rank == 0:
+        run_id = config.run_id or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
+        try:
+            answer = [create_run_folder(config.results_dir, run_id)]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    return answer[0]
+
+
+def _log_init(
+    config: RunConfig, ranks: Ranks, log: MLPerfLog, machine: Machine, dataset: Dataset, schedule: Schedule
+) -> None:
+    if config.mlperf.clear_cache and ranks.local_rank == 0:
+        _drop_page_cache()
+    log.cache_clear(config.mlperf.clear_cache)
+    log.init_start()
+    log.submission(config.mlperf, config.mlperf.platform or platform_name(machine))
+    log.hyperparameters(
+        seed=config.seed,
+        global_batch_size=schedule.global_batch_size,
+        optimizer=config.optimizer,
+        train_samples=dataset.train_samples or schedule.iterations * schedule.global_batch_size,
+        eval_samples=dataset.eval_samples,
+    )
+
+
+def _drop_page_cache() -> None:
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+    except OSError as error:
+        raise ValueError(f"--mlperf.clear-cache needs root on every node: {error}") from error
+
+
+def _write(this: Run, machine: Machine, command: str, folder: Path, losses: list[float]) -> RunRecord:
+    """The record, equal on every rank; global rank 0 writes it."""
+    config, ranks = this.config, this.ranks
+    iterations_ms = this.clock.gather_ms()
+    created: list[Any] = [datetime.now(UTC)]
+    dist.broadcast_object_list(created, src=0)
+    record = build_record(
+        run_id=folder.name,
+        created=created[0],
+        command=command,
+        git=git_state(_ROOT),
+        config=config,
+        world_size=ranks.world_size,
+        machine=machine,
+        iterations_ms=iterations_ms,
+        losses=losses,
+        training=TrainingOutcome(
+            status=this.status,
+            epoch_num=this.epoch_num,
+            auc=this.auc,
+            target=config.target_auc,
+            best_auc=this.dataset.best_auc,
+        ),
+        pipeline=this.pipeline.describe(),
+        peak_memory_bytes=_peak_memory(ranks),
+    )
+    if ranks.rank == 0:
+        write_record(folder, record, iterations_ms, losses)
+    return record
+
+
+def _peak_memory(ranks: Ranks) -> list[int] | None:
+    """Largest allocation of each rank's GPU in bytes."""
+    if ranks.device.type != "cuda":
+        return None
+    peaks = [0] * ranks.world_size
+    dist.all_gather_object(peaks, torch.cuda.max_memory_allocated())
+    return peaks

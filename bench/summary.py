@@ -1,0 +1,71 @@
+"""What a run says at its end, and the exit status that goes with it."""
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from bench.mllog import check_compliance
+from bench.record import LatencySummary, RunRecord
+from bench.run import LOG_NAME, Outcome
+from dlrm.ranks import Ranks
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_TARGET_MISSED = 3
+EXIT_NOT_COMPLIANT = 4
+
+
+def print_summary(outcome: Outcome, ranks: Ranks) -> int:
+    """Global rank 0 prints latency, AUC and, where there was a target, the compliance checker's verdict.
+
+    Returns the exit status, the same on every rank: 0 if the run had no target or reached it with a compliant log.
+    Collective: no rank may leave, and have torchrun end the others, while rank 0 still prints.
+    """
+    status = [_print(outcome) if ranks.rank == 0 else 0]
+    dist.broadcast_object_list(status, src=0)
+    return status[0]
+
+
+def _print(outcome: Outcome) -> int:
+    record, training = outcome.record, outcome.record["training"]
+    assert training is not None
+    missed = training["status"] == "aborted"
+    console = Console(width=100)
+    if record["latency_ms"] is not None:
+        console.print(_latency_table(record, record["latency_ms"]))
+    else:
+        console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
+    status = EXIT_TARGET_MISSED if missed else 0
+    if training["target"] is not None:
+        best = training["best_auc"]
+        reached = "missed" if missed else "reached"
+        console.print(
+            f"AUC          {training['auc']:.5f}, target {training['target']:.5f} {reached} after "
+            f"{training['epoch_num']:.3f} epochs" + (f"; best of any model {best:.5f}" if best is not None else "")
+        )
+        verdict = check_compliance(outcome.folder / LOG_NAME)
+        console.print(f"compliance   {'SUCCESS' if verdict.passed else 'FAILURE'} (MLPerf training ruleset 6.0.0)")
+        if not verdict.passed:
+            console.print(verdict.output, markup=False, highlight=False)
+            status = status or EXIT_NOT_COMPLIANT
+    console.print(f"record       {outcome.folder}", soft_wrap=True)
+    return status
+
+
+def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
+    config = record["config"]
+    table = Table(title=f"{record['id']}: latency of an iteration (slowest rank), ms", title_justify="left")
+    for column in ("pipeline", "ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):
+        table.add_column(column, justify="right")
+    low, high = latency["ci95"]
+    table.add_row(
+        config["pipeline"],
+        str(config["world_size"]),
+        str(config["global_batch_size"]),
+        str(latency["n"]),
+        f"{latency['p50']:.3f}",
+        f"{low:.3f} .. {high:.3f}",
+        *(f"{latency[name]:.3f}" for name in ("p90", "p99", "mean")),
+        f"{record['samples_per_second']:,.0f}",
+    )
+    return table

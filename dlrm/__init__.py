@@ -1,0 +1,1 @@
+"""The model: configuration, data, sharded embeddings, dense network, AUC."""

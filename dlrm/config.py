@@ -1,0 +1,215 @@
+"""What one run is: frozen dataclasses, one field for each command-line flag.
+
+A field's docstring is its help text. Errors name the flag to change. Complete configurations live in presets.py.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Precision = Literal["fp32", "tf32", "bf16"]
+DataSource = Literal["random", "multi_hot", "one_hot"]
+PipelineName = Literal["stock"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelConfig:
+    """DLRM-DCNv2: one embedding table per categorical feature, a bottom MLP, a low-rank cross network, a top MLP."""
+
+    num_embeddings: tuple[int, ...]
+    """Rows of each embedding table, before table_scale."""
+    multi_hot_sizes: tuple[int, ...]
+    """Ids per sample of each categorical feature (fixed, MLPerf's multi-hot sizes)."""
+    table_scale: float = 1.0
+    """Factor on every table's rows (at least one row stays); below 1 it fits the tables on smaller GPUs."""
+    embedding_dim: int = 128
+    """Columns of every embedding table."""
+    dense_in_features: int = 13
+    """Dense features per sample."""
+    bottom_mlp: tuple[int, ...] = (512, 256, 128)
+    """Layer widths of the bottom MLP; the last one must equal embedding_dim."""
+    cross_layers: int = 3
+    """Layers of the cross network."""
+    cross_rank: int = 512
+    """Rank of each cross layer's two factors."""
+    top_mlp: tuple[int, ...] = (1024, 1024, 512, 256, 1)
+    """Layer widths of the top MLP; the last one must be 1, the logit."""
+
+    def __post_init__(self) -> None:
+        _require(len(self.num_embeddings) > 0, "--model.num-embeddings: at least one table is needed")
+        _require(
+            len(self.num_embeddings) == len(self.multi_hot_sizes),
+            f"--model.num-embeddings has {len(self.num_embeddings)} tables and --model.multi-hot-sizes "
+            f"{len(self.multi_hot_sizes)}: give one size for each table",
+        )
+        for flag in ("num_embeddings", "multi_hot_sizes", "bottom_mlp", "top_mlp"):
+            values = getattr(self, flag)
+            _require(
+                len(values) > 0 and min(values) > 0, f"--model.{flag.replace('_', '-')}: every number must be positive"
+            )
+        for flag in ("embedding_dim", "dense_in_features", "cross_layers", "cross_rank"):
+            _require(getattr(self, flag) > 0, f"--model.{flag.replace('_', '-')} must be positive")
+        _require(
+            self.embedding_dim % 4 == 0,
+            f"--model.embedding-dim is {self.embedding_dim}: FBGEMM's kernels need a multiple of 4",
+        )
+        _require(0 < self.table_scale <= 1, f"--model.table-scale is {self.table_scale}: choose 0 < scale <= 1")
+        _require(
+            self.bottom_mlp[-1] == self.embedding_dim,
+            f"--model.bottom-mlp ends in {self.bottom_mlp[-1]}: its last width must be "
+            f"--model.embedding-dim ({self.embedding_dim})",
+        )
+        _require(self.top_mlp[-1] == 1, f"--model.top-mlp ends in {self.top_mlp[-1]}: its last width must be 1")
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each table as built, after table_scale."""
+        return tuple(max(1, math.ceil(rows * self.table_scale)) for rows in self.num_embeddings)
+
+    @property
+    def num_features(self) -> int:
+        """Number of categorical features, which is the number of tables."""
+        return len(self.num_embeddings)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """KJT keys in table order, named as the MLPerf reference names them."""
+        return tuple(f"cat_{feature}" for feature in range(self.num_features))
+
+    @property
+    def ids_per_sample(self) -> int:
+        """Ids of one sample over all features (214 in the MLPerf model)."""
+        return sum(self.multi_hot_sizes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all tables in fp32, without optimizer state."""
+        return sum(self.rows) * self.embedding_dim * 4
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DataConfig:
+    """Where samples come from."""
+
+    source: DataSource = "random"
+    """random: in-memory batches for latency runs. multi_hot: MLPerf day files. one_hot: day files of one id per
+    feature, expanded by MLPerf's seeded tables."""
+    path: Path | None = None
+    """Directory of the day files; needed unless source is random."""
+    train_days: int = 23
+    """Days 0 to train_days - 1 train; the first half of day train_days evaluates (MLPerf: 23)."""
+    prefetch_batches: int = 16
+    """Batches that the reader thread keeps ready in pinned memory, ahead of the GPU."""
+    random_batches: int = 32
+    """Distinct batches of source random; they are drawn before the run and used in turn."""
+    random_skew: float = 1.05
+    """Zipf exponent of a feature's first id under source random; the other ids are uniform over the table."""
+
+    def __post_init__(self) -> None:
+        if self.source != "random":
+            _require(
+                self.path is not None,
+                f"--data.path is missing: --data.source {self.source} reads day files from a directory",
+            )
+        for flag in ("train_days", "prefetch_batches", "random_batches"):
+            _require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
+        _require(self.random_skew >= 0, "--data.random-skew must not be negative")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OptimizerConfig:
+    """Element-wise Adagrad on tables and dense weights; MLPerf fixes everything but the learning rate."""
+
+    learning_rate: float = 0.004
+    """Constant learning rate of tables and dense weights."""
+    eps: float = 1e-8
+    """Adagrad's epsilon."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "--optimizer.learning-rate must be positive")
+        _require(self.eps > 0, "--optimizer.eps must be positive")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MLPerfConfig:
+    """What the MLPerf log says about the submission."""
+
+    org: str = "unaffiliated"
+    """Submitting organisation."""
+    division: Literal["closed", "open"] = "open"
+    """MLPerf division; closed fixes the model, the data and the target."""
+    status: Literal["onprem", "cloud", "research", "preview"] = "onprem"
+    """Availability category."""
+    platform: str | None = None
+    """Name of the system; by default made from the machine's GPUs."""
+    clear_cache: bool = False
+    """Drop the page cache of every node before initialising, as submissions must (needs root)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunConfig:
+    """One run of the benchmark."""
+
+    preset: str
+    """The named configuration that this one started from."""
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
+    pipeline: PipelineName = "stock"
+    """stock: TorchRec's TrainPipelineSparseDist, unmodified."""
+    local_batch_size: int
+    """Samples per rank and iteration; the global batch is this times the world size."""
+    precision: Precision = "tf32"
+    """Matrix products of the dense network: fp32, tf32, or bf16 by autocast. Weights stay fp32. CPU: fp32 or bf16."""
+    iterations: int | None = None
+    """Training iterations, warm-up included; by default one epoch (source random needs a number)."""
+    warmup_iterations: int = 50
+    """First iterations that the latency summary leaves out; the raw times keep them."""
+    target_auc: float | None = None
+    """Stop with success at the first evaluation that reaches this AUC; without one nothing is evaluated."""
+    evaluations_per_epoch: int = 20
+    """An evaluation follows every floor(train samples / (this * global batch)) iterations."""
+    loss_interval: int = 100
+    """Iterations between two checks of the loss; a non-finite one stops every rank."""
+    seed: int = 0
+    """Seed of weights and random batches."""
+    results_dir: Path = Path("results")
+    """Directory of records; the run makes one folder in it and never writes into an existing one."""
+    run_id: str | None = None
+    """Name of this run's folder; by default date, machine and preset."""
+
+    def __post_init__(self) -> None:
+        _require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
+        _require(
+            self.iterations is not None or self.data.source != "random",
+            "--iterations is missing: random batches have no end",
+        )
+        _require(self.iterations is None or self.iterations > 0, "--iterations must be positive")
+        _require(self.warmup_iterations >= 0, "--warmup-iterations must not be negative")
+        _require(
+            self.iterations is None or self.warmup_iterations < self.iterations,
+            f"--warmup-iterations ({self.warmup_iterations}) leaves nothing to time: keep it below "
+            f"--iterations ({self.iterations})",
+        )
+        _require(
+            self.target_auc is None or 0.5 < self.target_auc < 1,
+            f"--target-auc is {self.target_auc}: an AUC target lies between 0.5 and 1",
+        )
+        _require(
+            self.target_auc is None or self.data.source != "random",
+            "--target-auc: random labels cannot be learned; choose --data.source multi_hot or one_hot",
+        )
+        _require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
+        _require(self.loss_interval > 0, "--loss-interval must be positive")
+        _require(self.seed >= 0, "--seed must not be negative")
+        _require(
+            self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
+            f"--run-id is {self.run_id!r}: it names a folder, without slashes",
+        )

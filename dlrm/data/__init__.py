@@ -1,0 +1,1 @@
+"""Samples: file formats, synthetic sets with a known best AUC, batches, and the reader thread."""

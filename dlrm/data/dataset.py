@@ -1,0 +1,124 @@
+"""Which samples each rank reads, in which order."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from dlrm.config import DataConfig, ModelConfig
+from dlrm.data.batch import Batch, feature_blocks
+from dlrm.data.criteo import Day, MultiHotDay, OneHotDay
+from dlrm.data.expansion import open_expansion_tables
+from dlrm.data.manifest import MARKER, read_manifest
+from dlrm.data.random_batches import RandomDataset
+
+
+class Dataset(Protocol):
+    """A source of batches. Global batch i holds samples [i * GBS, (i + 1) * GBS) with GBS = world_size * B; rank r
+    reads [i * GBS + r * B, i * GBS + (r + 1) * B)."""
+
+    train_samples: int | None
+    """Samples of one epoch; None without end."""
+    eval_samples: int
+    """Samples of one evaluation."""
+    best_auc: float | None
+    """The AUC of the true probabilities on the evaluation samples, where a generator knows it."""
+
+    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+        """One epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
+        ...
+
+    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+        """One evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
+        samples are real, possibly none, and the others have id 0, dense 0 and label 0."""
+        ...
+
+
+def open_dataset(data: DataConfig, model: ModelConfig, seed: int) -> Dataset:
+    """Open and check what `data` names; ValueError says which file or flag is wrong. `seed` draws random batches."""
+    return RandomDataset(data, model, seed) if data.source == "random" else FileDataset(data, model)
+
+
+class FileDataset:
+    """Days 0 to train_days - 1 train; the first half, (N + 1) // 2 samples, of day train_days evaluates."""
+
+    def __init__(self, data: DataConfig, model: ModelConfig) -> None:
+        assert data.path is not None
+        self._model = model
+        self.best_auc = _check_directory(data.path, data.train_days, model)
+        days = _open_days(data, data.path, model)
+        self._train_parts = [(day, day.num_samples) for day in days[:-1]]
+        self._eval_parts = [(days[-1], (days[-1].num_samples + 1) // 2)]
+        self.train_samples: int | None = sum(samples for _, samples in self._train_parts)
+        self.eval_samples = self._eval_parts[0][1]
+
+    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+        """As Dataset says; ValueError if there is not one full global batch."""
+        assert self.train_samples is not None
+        batches = self.train_samples // (world_size * local_batch_size)
+        if batches == 0:
+            raise ValueError(
+                f"the {self.train_samples} training samples do not fill one global batch of {world_size} * "
+                f"{local_batch_size}: lower --local-batch-size"
+            )
+        return self._batches(self._train_parts, batches, rank, world_size, local_batch_size, pin)
+
+    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+        """As Dataset says."""
+        batches = -(-self.eval_samples // (world_size * local_batch_size))
+        return self._batches(self._eval_parts, batches, rank, world_size, local_batch_size, pin)
+
+    def _batches(
+        self, parts: list[tuple[Day, int]], batches: int, rank: int, world_size: int, batch_size: int, pin: bool
+    ) -> Iterator[Batch]:
+        assert 0 <= rank < world_size
+        for index in range(batches):
+            batch = Batch.empty(batch_size, self._model, pin)
+            _fill(batch, parts, (index * world_size + rank) * batch_size, self._model)
+            yield batch
+
+
+def _fill(batch: Batch, parts: list[tuple[Day, int]], start: int, model: ModelConfig) -> None:
+    """Fill a batch with samples from position `start` of the concatenated parts, and pad where these end."""
+    dense, labels = batch.dense.numpy(), batch.labels.numpy()
+    blocks = [block.numpy() for block in feature_blocks(batch.ids, model.multi_hot_sizes)]
+    filled = 0
+    for day, samples in parts:
+        first, last = max(start, 0), min(start + len(labels), samples)
+        if first < last:
+            rows = slice(filled, filled + last - first)
+            day.read(first, last, dense[rows], labels[rows], [block[rows] for block in blocks])
+            filled = rows.stop
+        start -= samples
+    batch.num_valid = filled
+    for array in (dense, labels, *blocks):
+        array[filled:] = 0
+
+
+def _check_directory(path: Path, train_days: int, model: ModelConfig) -> float | None:
+    """The best AUC that the directory's manifest knows for this evaluation day, if there is one."""
+    if not path.is_dir():
+        raise ValueError(
+            f"--data.path {path} is not a directory: generate a small data set with "
+            f"'python -m dlrm.data.planted --preset smoke --path {path}', or name the directory of MLPerf's day files"
+        )
+    if (path / MARKER).exists():
+        raise ValueError(
+            f"{path} holds an unfinished data set: its generator still runs, or was interrupted; then start the same "
+            "'python -m dlrm.data.planted' again"
+        )
+    manifest = read_manifest(path)
+    if manifest is None:
+        return None
+    manifest.check_model(path, model)
+    return manifest.best_auc if train_days == len(manifest.samples_per_day) - 1 else None
+
+
+def _open_days(data: DataConfig, path: Path, model: ModelConfig) -> Sequence[Day]:
+    days = range(data.train_days + 1)
+    if data.source == "multi_hot":
+        return [MultiHotDay(path, day, model) for day in days]
+    one_hot_days = [OneHotDay(path, day, model) for day in days]
+    tables = open_expansion_tables(path, model.rows, model.multi_hot_sizes)
+    for one_hot_day in one_hot_days:
+        one_hot_day.tables = tables
+    return one_hot_days

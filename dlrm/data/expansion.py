@@ -1,0 +1,111 @@
+"""From one id per feature to several: the seeded tables of the MLPerf reference.
+
+The reference (mlcommons/training, recommendation_v2/torchrec_dlrm/multi_hot.py) draws, after np.random.seed(0), one
+table for each feature in turn: row r of a feature is r itself followed by randint(0, rows, size=(rows, hot - 1))[r].
+Here the same numbers are drawn piece by piece and kept on disk in int32, without the first column: 24.5 GB for the
+MLPerf model. All processes of a host map these files, and so share their pages.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm.data.npy import map_array, write_header
+
+REFERENCE_SEED = 0
+CHUNK_IDS = 1 << 22
+FOLDER = "expansion_tables"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpansionTables:
+    """The tables of one model: `others[f]` is int32 [rows[f], multi_hot_sizes[f] - 1]."""
+
+    others: tuple[NDArray[np.int32], ...]
+
+    def expand(self, feature: int, ids: NDArray[np.int32], out: NDArray[np.int32]) -> None:
+        """Write the multi-hot ids of `ids` [n], each in [0, rows), to `out` [n, multi_hot_size]."""
+        out[:, 0] = ids
+        if out.shape[1] > 1:
+            out[:, 1:] = self.others[feature][ids]
+
+
+def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> ExpansionTables:
+    """Map the tables of a model from `directory`/expansion_tables, drawing them first where they are missing.
+
+    They depend on all rows and sizes together (one random sequence runs through them), so each model has its own
+    folder. It appears by a rename when complete. One process draws while others that ask for the same wait.
+    Raises OSError, with a note, where the directory cannot be written.
+    """
+    key = hashlib.sha256(json.dumps([list(rows), list(multi_hot_sizes)]).encode()).hexdigest()[:16]
+    folder = directory / FOLDER / key
+    if not folder.exists():
+        try:
+            _create(folder, rows, multi_hot_sizes)
+        except OSError as error:
+            ids = sum(r * (hot - 1) for r, hot in zip(rows, multi_hot_sizes, strict=True))
+            error.add_note(
+                f"expansion tables from 1-hot to multi-hot ids are kept under {folder.parent}: it must be writable, "
+                f"with {4 * ids / 1e9:.1f} GB free"
+            )
+            raise
+    return ExpansionTables(
+        tuple(
+            map_array(folder / f"{feature}.npy", np.int32, hot - 1) if hot > 1 else np.empty((r, 0), dtype=np.int32)
+            for feature, (r, hot) in enumerate(zip(rows, multi_hot_sizes, strict=True))
+        )
+    )
+
+
+def draw_tables(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> Iterator[Iterator[NDArray[np.int32]]]:
+    """The reference's tables in order, each as consecutive pieces of its flattened [rows, hot - 1] ids.
+
+    A table's pieces must be used up before the next table is asked for. Drawing int32 in pieces gives the numbers of
+    the reference's single int64 draw: RandomState spends one 32-bit word on each try for any range below 2^32.
+    """
+    rng = np.random.RandomState(REFERENCE_SEED)
+
+    def pieces(table_rows: int, ids: int) -> Iterator[NDArray[np.int32]]:
+        for start in range(0, ids, CHUNK_IDS):
+            yield rng.randint(0, table_rows, size=min(CHUNK_IDS, ids - start), dtype=np.int32)
+
+    for table_rows, hot in zip(rows, multi_hot_sizes, strict=True):
+        yield pieces(table_rows, table_rows * (hot - 1))
+
+
+def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> None:
+    folder.parent.mkdir(exist_ok=True)
+    with _locked(folder.with_suffix(".lock")):
+        if folder.exists():  # Another process finished it while this one waited.
+            return
+        log.info("drawing expansion tables into %s", folder)
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # What a killed process left; nobody else works here now.
+        partial.mkdir()
+        for feature, pieces in enumerate(draw_tables(rows, multi_hot_sizes)):
+            if multi_hot_sizes[feature] > 1:
+                with (partial / f"{feature}.npy").open("wb") as file:
+                    write_header(file, np.int32, (rows[feature], multi_hot_sizes[feature] - 1))
+                    for piece in pieces:
+                        file.write(piece.data)
+        os.replace(partial, folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock, which the system drops when the process dies, however it dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

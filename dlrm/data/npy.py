@@ -1,0 +1,83 @@
+"""Arrays in .npy form, alone in a file or inside an uncompressed zip: written in pieces, mapped where they lie."""
+
+import struct
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import DTypeLike, NDArray
+
+COPY_AGAIN = "copy or generate it again"
+
+
+def write_header(file: IO[bytes], dtype: DTypeLike, shape: tuple[int, ...]) -> None:
+    """Begin a C-ordered .npy array; its bytes are to follow.
+
+    Plain writes rather than a writable memory map: on a full disk they raise OSError, where a map kills the process.
+    """
+    header = {"descr": npy_format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    npy_format.write_array_header_1_0(file, header)
+
+
+def map_array(
+    path: Path,
+    dtype: DTypeLike,
+    columns: int,
+    *,
+    fix: str = COPY_AGAIN,
+    member: str = "",
+    span: tuple[int, int] | None = None,
+) -> NDArray[Any]:
+    """Memory-map a C-ordered .npy array [N, columns], N > 0, that fills bytes `span` of a file (default: all of it).
+
+    The result may lie at an address that its type is not aligned to; numpy copies from there at full speed.
+    Raises ValueError, naming file, member and the way out (`fix`, where the shape is wrong), if it is anything else.
+    """
+    name = f"{path}[{member}]" if member else str(path)
+    start, end = span or (0, path.stat().st_size)
+    with path.open("rb") as file:
+        file.seek(start)
+        try:
+            version = npy_format.read_magic(file)
+            read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+            shape, fortran_order, found = read_header(file)
+        except ValueError as error:
+            raise ValueError(f"{name} is not a .npy array ({error}): {COPY_AGAIN}") from error
+        data_start = file.tell()
+    if found != dtype:
+        raise ValueError(f"{name}: expected dtype {np.dtype(dtype)}, found {found}: convert it with numpy's astype")
+    if len(shape) != 2 or shape[1] != columns or shape[0] == 0:
+        raise ValueError(f"{name}: expected shape (N, {columns}) with N > 0, found {shape}: {fix}")
+    if fortran_order:
+        raise ValueError(f"{name}: expected C order, found Fortran order: convert it with numpy.ascontiguousarray")
+    needed = shape[0] * columns * found.itemsize
+    if end - data_start < needed:
+        raise ValueError(
+            f"{name} is truncated: expected {needed} bytes of data for shape {shape}, found "
+            f"{max(end - data_start, 0)}: {COPY_AGAIN}"
+        )
+    return np.memmap(path, dtype=found, mode="r", offset=data_start, shape=shape).view(np.ndarray)
+
+
+def member_span(path: Path, info: zipfile.ZipInfo) -> tuple[int, int]:
+    """Start and end, in the zip file, of a stored member's bytes; ValueError if it is compressed or damaged.
+
+    They follow the member's local header, whose name and extra field have lengths of their own (APPNOTE.TXT 4.3.7):
+    those in the directory at the file's end, which zipfile reads, may differ.
+    """
+    name = f"{path}[{info.filename}]"
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(
+            f"{name} is compressed, and only stored members can be memory-mapped: "
+            "write the file again with numpy.savez instead of numpy.savez_compressed"
+        )
+    with path.open("rb") as file:
+        file.seek(info.header_offset)
+        header = file.read(30)
+    if len(header) < 30 or header[:4] != b"PK\x03\x04":
+        raise ValueError(f"{name} has a damaged zip header: {COPY_AGAIN}")
+    name_length, extra_length = struct.unpack("<HH", header[26:])
+    start = info.header_offset + len(header) + int(name_length) + int(extra_length)
+    return start, start + info.file_size

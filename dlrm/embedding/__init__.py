@@ -1,0 +1,1 @@
+"""Sharded embedding-bag collections and what they share."""

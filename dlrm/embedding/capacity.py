@@ -1,0 +1,36 @@
+"""Whether the tables fit, said before anything is allocated."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from dlrm.config import ModelConfig
+from dlrm.ranks import Ranks
+
+# What stays free for activations, communication buffers and the dense network.
+HEADROOM = 0.95
+
+
+def device_memory_bytes(ranks: Ranks) -> int:
+    """Memory one rank may use for its tables: its GPU's free bytes, or its share of the host's available bytes."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.mem_get_info(ranks.device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks.local_world_size
+
+
+def check_tables_fit(model: ModelConfig, available_bytes: int, device: torch.device) -> None:
+    """Raise ValueError, on every rank alike, if tables and Adagrad state exceed the memory of all ranks together.
+
+    available_bytes: this rank's; the process group sums it. Exact Adagrad keeps one fp32 state per weight.
+    """
+    total = torch.tensor([available_bytes], dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    needed, available = 2 * model.table_bytes, int(total) * HEADROOM
+    if needed > available:
+        scale = model.table_scale * available / needed
+        raise ValueError(
+            f"the embedding tables do not fit: tables and Adagrad state need {needed / 1e9:.1f} GB and the "
+            f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or shrink the tables with "
+            f"--model.table-scale {max(scale * 0.95, 1e-6):.2g}"
+        )

@@ -1,0 +1,61 @@
+"""Who this process is among all processes of a run."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Ranks:
+    """Global rank for logs and data, local rank for the GPU, and the sizes they run up to."""
+
+    rank: int
+    """Global rank, 0 .. world_size - 1 over all nodes."""
+    local_rank: int
+    """Rank on this node, 0 .. local_world_size - 1; picks the GPU."""
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @staticmethod
+    def from_environment() -> "Ranks":
+        """What torchrun says in the environment; ValueError names what is missing or does not fit this node."""
+        missing = [name for name in _VARIABLES if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} not set: start this program with torchrun, for example "
+                "`torchrun --nproc_per_node 8 launch/dlrm.py --preset launch-bound`"
+            )
+        rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in _VARIABLES[:4])
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            if local_world_size > torch.cuda.device_count():
+                raise ValueError(
+                    f"{local_world_size} ranks on a node with {torch.cuda.device_count()} GPU(s): "
+                    f"use `torchrun --nproc_per_node {torch.cuda.device_count()}`"
+                )
+            device = torch.device("cuda", local_rank)
+        return Ranks(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            device=device,
+        )
+
+    def init_process_group(self) -> None:
+        """NCCL on GPUs, gloo on CPUs; sets the current GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", device_id=self.device)
+        else:
+            dist.init_process_group("gloo")
+
+    def destroy_process_group(self) -> None:
+        """Waits for the other ranks, then leaves the group."""
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,86 @@
+"""Train DLRM-DCNv2 as a preset says, and leave an MLPerf log and a record of its latency.
+
+torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--field value ...] [--print-config]
+
+--preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --print-config shows
+the resolved configuration and stops.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+import traceback
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+# Python puts this folder first on the path, where this file would hide the package `dlrm`.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+# torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
+if not sys.warnoptions:
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR)
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+
+import tyro
+
+from bench.run import run
+from bench.summary import EXIT_BAD_INPUT, EXIT_FAILED, print_summary
+from dlrm.config import RunConfig
+from dlrm.presets import preset
+from dlrm.ranks import Ranks
+
+
+def parse(arguments: list[str]) -> RunConfig:
+    """The configuration of a command line; exits after --help and --print-config. ValueError names a bad flag."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="smoke")
+    first.add_argument("--print-config", action="store_true")
+    chosen, rest = first.parse_known_args(arguments)
+    config = tyro.cli(
+        RunConfig,
+        default=preset(chosen.preset),
+        args=rest,
+        description=__doc__,
+        console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
+    )
+    if chosen.print_config:
+        print(json.dumps(asdict(config), indent=2, default=str))
+        sys.exit()
+    return config
+
+
+def command_line(ranks: Ranks) -> str:
+    """What to type to repeat this run."""
+    nodes = ranks.world_size // ranks.local_world_size
+    torchrun = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc_per_node={ranks.local_world_size}"]
+    return shlex.join([*torchrun, "launch/dlrm.py", *sys.argv[1:]])
+
+
+def main() -> int:
+    """Returns the exit status."""
+    where = f"rank {os.environ.get('RANK', '-')}"
+    try:
+        config = parse(sys.argv[1:])
+        ranks = Ranks.from_environment()
+        outcome = run(config, ranks, command_line(ranks))
+        status = print_summary(outcome, ranks)
+        ranks.destroy_process_group()
+        return status
+    except ValueError as error:
+        print(f"{where}: error: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_INPUT
+    except Exception:
+        print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    # No interpreter shutdown after a failure: other ranks may wait in a collective that this rank's teardown joins.
+    status = main()
+    sys.stdout.flush()
+    os._exit(status) if status else sys.exit()

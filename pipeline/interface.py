@@ -1,0 +1,35 @@
+"""What the training loop asks of a pipeline, whichever it is."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dlrm.data.batch import Batch
+
+
+class Pipeline(Protocol):
+    """A sharded DLRM with its optimizer and its schedule, ready to train.
+
+    `Prepared` batches are what `prepare` makes of a Batch; the reader thread calls it, so that its cost stays off the
+    launching thread. All ranks make the same calls in the same order.
+    """
+
+    def prepare(self, batch: Batch) -> Any:
+        """The batch in the form that the other two methods take, still in (pinned) host memory."""
+        ...
+
+    def train_step(self, batches: Iterator[Any]) -> Tensor:
+        """Train on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device.
+
+        Raises StopIteration when `batches` has ended and every batch read has been trained on.
+        """
+        ...
+
+    def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a record should say about this pipeline beyond the configuration, such as the sharding plan."""
+        ...

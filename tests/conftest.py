@@ -1,0 +1,62 @@
+"""What all tests share: GPU tests are skipped with a reason where there is none, and functions run on several ranks."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus}"))
+
+
+def _rank_main(
+    rank: int, world_size: int, port: int, gpu: bool, function: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    from dlrm.ranks import Ranks
+
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    results[rank] = function(ranks, *args)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: bool = False) -> list[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_rank_main, (world_size, port, gpu, function, args, results), nprocs=world_size)
+        return [results[rank] for rank in range(world_size)]
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., list[Any]]:
+    """run_ranks(world_size, function, *args, gpu=False): what function(ranks, *args) returned on each rank.
+
+    Ranks run on the CPU with gloo, or each on its own GPU with NCCL.
+    The function must be importable (top level of a test module), arguments and results picklable.
+    """
+    return _run_ranks

@@ -1,0 +1,115 @@
+import gc
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import pytest
+
+from dlrm.config import ModelConfig
+from dlrm.data.batch import Batch
+from dlrm.data.loader import Prefetcher
+
+
+def numbered(model: ModelConfig, count: int | None, read: list[int] | None = None) -> Iterator[Batch]:
+    """Batches that carry their number in num_valid; `read` logs which have been asked for."""
+    number = 0
+    while count is None or number < count:
+        if read is not None:
+            read.append(number)
+        batch = Batch.empty(1, model)
+        batch.num_valid = number
+        yield batch
+        number += 1
+
+
+def number_of(batch: Batch) -> int:
+    return batch.num_valid
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "batch-reader"]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 100])
+def test_order_and_end(model: ModelConfig, depth: int) -> None:
+    with Prefetcher(numbered(model, 50), number_of, depth) as results:
+        assert list(results) == list(range(50))
+        assert list(results) == []
+    assert not readers()
+
+
+def test_transform_runs_on_the_reader(model: ModelConfig) -> None:
+    with Prefetcher(numbered(model, 3), lambda _: threading.current_thread(), 2) as results:
+        assert {thread.name for thread in results} == {"batch-reader"}
+
+
+def test_reads_no_further_ahead_than_depth(model: ModelConfig) -> None:
+    read: list[int] = []
+    with Prefetcher(numbered(model, None, read), number_of, 4) as results:
+        for taken in range(3):
+            deadline = time.monotonic() + 10
+            while len(read) < 4 + taken and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            assert len(read) == 4 + taken
+            assert next(results) == taken
+
+
+def test_an_exception_arrives_in_its_turn(model: ModelConfig) -> None:
+    def failing_transform(batch: Batch) -> int:
+        if batch.num_valid == 2:
+            raise KeyError("broken")
+        return batch.num_valid
+
+    with Prefetcher(numbered(model, 5), failing_transform, 10) as results:
+        assert [next(results), next(results)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(KeyError, match="broken") as caught:
+                next(results)
+            assert any(frame.name == "failing_transform" for frame in traceback.extract_tb(caught.value.__traceback__))
+
+
+def test_the_sources_exception_arrives_too(model: ModelConfig) -> None:
+    def source() -> Iterator[Batch]:
+        yield from numbered(model, 1)
+        raise ValueError("day_3_labels.npy")
+
+    with Prefetcher(source(), number_of, 2) as results:
+        assert next(results) == 0
+        with pytest.raises(ValueError, match="day_3"):
+            next(results)
+
+
+@pytest.mark.parametrize("taken", [0, 5])
+def test_close_is_prompt_however_full_the_queue(model: ModelConfig, taken: int) -> None:
+    results = Prefetcher(numbered(model, None), number_of, 3)
+    for _ in range(taken):
+        next(results)
+    started = time.monotonic()
+    results.close()
+    results.close()
+    assert time.monotonic() - started < 1
+    assert not readers()
+    assert list(results) == []
+
+
+def test_one_left_open_is_closed_when_collected(model: ModelConfig) -> None:
+    results = Prefetcher(numbered(model, None), number_of, 3)
+    assert readers()
+    del results
+    gc.collect()
+    assert not readers()
+
+
+def test_one_left_open_does_not_hinder_exit() -> None:
+    program = """
+import itertools
+from dlrm.data.loader import Prefetcher
+results = Prefetcher(itertools.repeat(None), lambda batch: sum(range(1000)), 8)
+next(results)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,86 @@
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm.data.npy import map_array, member_span, write_header
+
+
+def test_header_is_numpys() -> None:
+    array = np.arange(6, dtype=np.int32).reshape(3, 2)
+    ours, numpys = io.BytesIO(), io.BytesIO()
+    write_header(ours, np.int32, (3, 2))
+    ours.write(array.data)
+    np.save(numpys, array)
+    assert ours.getvalue() == numpys.getvalue()
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_maps_both_header_versions(tmp_path: Path, version: tuple[int, int]) -> None:
+    array = np.arange(6, dtype=np.int32).reshape(3, 2)
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.lib.format.write_array(file, array, version=version)
+    np.testing.assert_array_equal(map_array(tmp_path / "a.npy", np.int32, 2), array)
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+def test_members_are_found_whatever_their_local_header_holds(tmp_path: Path, zip64: bool) -> None:
+    """zip64 puts its sizes into an extra field of the local header, which the central one has not; odd names and a
+    foreign extra field shift the data to odd addresses."""
+    path, arrays = tmp_path / "a.zip", {}
+    with zipfile.ZipFile(path, "w") as archive:
+        for i, name in enumerate(("0.npy", "a/longer name.npy", "ä.npy")):
+            info = zipfile.ZipInfo(name)
+            info.extra = b"\x99\x99\x03\x00abc" * i
+            arrays[name] = np.arange(10 + i, dtype=np.int32).reshape(-1, 1)
+            with archive.open(info, "w", force_zip64=zip64) as member:
+                np.save(member, arrays[name])
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            found = map_array(path, np.int32, 1, member=info.filename, span=member_span(path, info))
+            np.testing.assert_array_equal(found, arrays[info.filename])
+
+
+def test_a_damaged_local_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, **{"0": np.zeros((3, 1), np.int32)})
+    content = bytearray(path.read_bytes())
+    content[0:2] = b"XX"
+    path.write_bytes(content)
+    with zipfile.ZipFile(path) as archive, pytest.raises(ValueError, match=r"\[0.npy\].*damaged"):
+        member_span(path, archive.infolist()[0])
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((4, 2), np.int64), "expected dtype int32, found int64"),
+        (np.zeros((4, 2), ">i4"), "expected dtype int32, found >i4"),
+        (np.zeros((4, 3), np.int32), r"expected shape \(N, 2\) with N > 0, found \(4, 3\): use this flag"),
+        (np.zeros(4, np.int32), r"found \(4,\)"),
+        (np.zeros((0, 2), np.int32), r"found \(0, 2\)"),
+        (np.asfortranarray(np.ones((4, 2), np.int32)), "expected C order"),
+    ],
+)
+def test_other_arrays_are_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ValueError, match=message) as caught:
+        map_array(tmp_path / "a.npy", np.int32, 2, fix="use this flag")
+    assert "a.npy" in str(caught.value)
+
+
+@pytest.mark.parametrize(("keep", "message"), [(-1, "truncated: expected 32 bytes.*found 31"), (50, "not a .npy")])
+def test_a_truncated_file(tmp_path: Path, keep: int, message: str) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((4, 2), np.int32))
+    (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:keep])
+    with pytest.raises(ValueError, match=message):
+        map_array(tmp_path / "a.npy", np.int32, 2)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    for content in (b"", b"no array at all"):
+        (tmp_path / "a.npy").write_bytes(content)
+        with pytest.raises(ValueError, match=r"not a .npy array"):
+            map_array(tmp_path / "a.npy", np.int32, 2)
