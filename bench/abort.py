@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dlrm.ranks import Ranks
 

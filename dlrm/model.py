@@ -3,6 +3,7 @@
 Naumov et al. 2019 (arXiv:1906.00091) for the model, Wang et al. 2020 (arXiv:2008.13535) for the cross network.
 """
 
+import itertools
 import math
 
 import torch
@@ -13,7 +14,7 @@ from dlrm.config import ModelConfig
 
 
 def _linear_layers(widths: tuple[int, ...]) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(i, o) for i, o in zip(widths[:-1], widths[1:], strict=True))
+    return nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(widths))
 
 
 class CrossLayer(nn.Module):

@@ -49,7 +49,7 @@ class PlantedConfig:
     """Directory to write; by default the preset's --data.path."""
     days: int | None = None
     """Days to write, the last one for evaluation; by default the preset's --data.train-days and one more."""
-    samples_per_day: int = 100_000
+    samples_per_day: int = 250_000
     """Samples of each day."""
     seed: int = 0
     """Seed of teacher and samples."""
