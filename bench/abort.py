@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -22,6 +24,9 @@ from dlrm.ranks import Ranks
 # A restarted worker group must not read the reason that ended the one before it.
 _KEY = f"dlrm/abort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _FOREVER = timedelta(days=3650)
+# An error that strikes all ranks alike, as bad input does, gets this long to reach each of them by itself: then every
+# rank says what is wrong, and ends with the status that belongs to it.
+_GRACE_S = 0.5
 
 
 class AbortWatch:
@@ -36,14 +41,16 @@ class AbortWatch:
         self._ending = threading.Lock()
 
     def __enter__(self) -> "AbortWatch":
+        if self._ranks.world_size > 1:
+            # Connected now: a rank that fails after the store's host must not wait for a connection then.
+            self._store = _connect()
+            threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
         self._wakeup, writer = socket.socketpair()
         writer.setblocking(False)
         self._writer = writer
         self._previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         self._previous_fd = signal.set_wakeup_fd(writer.fileno())
         threading.Thread(target=self._watch_signals, name="abort-signals", daemon=True).start()
-        if self._ranks.world_size > 1:
-            threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
         return self
 
     def __exit__(
@@ -51,21 +58,20 @@ class AbortWatch:
     ) -> None:
         if error is not None:
             self._ending.acquire()
-            self._on_abort()
-            self._announce(f"{type(error).__name__}: {error}")
+            try:
+                self._on_abort()
+            finally:
+                self._announce(f"{type(error).__name__}: {error}")
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._writer.close()  # ends the signal thread
 
-    def _store(self) -> TCPStore:
-        """A client of its own: a blocked wait would hold the process group's."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return TCPStore(address, port, is_master=False, wait_for_workers=False)
-
     def _announce(self, reason: str) -> None:
         if self._ranks.world_size > 1:
-            self._store().set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
+            # Without the store the ranks that could have read the reason are gone too.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
 
     def _watch_signals(self) -> None:
         received = self._wakeup.recv(1)
@@ -75,20 +81,29 @@ class AbortWatch:
 
     def _watch_ranks(self) -> None:
         try:
-            store = self._store()
+            store = _connect()
             store.wait([_KEY], _FOREVER)
             reason = store.get(_KEY).decode()
         except RuntimeError:  # the store went away: torchrun is taking the ranks down
             return
+        time.sleep(_GRACE_S)
         self._end(reason, 1, announce=False)
 
     def _end(self, reason: str, code: int, announce: bool) -> None:
         if not self._ending.acquire(blocking=False):
             return  # this rank is ending already
-        self._on_abort()
-        print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
-        if announce:
-            # Without the store the ranks that could have read the reason are gone too.
-            with contextlib.suppress(RuntimeError):
+        try:
+            print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
+            self._on_abort()
+        except Exception:  # such as a full disk: a rank that is told to end ends, and says so to the others
+            traceback.print_exc()
+        finally:
+            if announce:
                 self._announce(reason)
-        os._exit(code)
+            os._exit(code)
+
+
+def _connect() -> TCPStore:
+    """Another client of the process group's store: a blocked wait would hold the group's own."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False)

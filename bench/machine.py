@@ -65,6 +65,16 @@ class Git(TypedDict):
     """Whether tracked files differ from the commit."""
 
 
+class GpuState(NamedTuple):
+    """What a GPU does at one moment; None for what NVML does not say."""
+
+    sm_clock_mhz: float | None
+    temperature_c: float | None
+    power_w: float | None
+    clocks_event_reasons: int | None
+    """Bits of nvml.h's nvmlClocksEventReasons: why the clock is not at its largest."""
+
+
 class _Place(NamedTuple):
     """Where one rank runs: host name, and UUID and name of its GPU, if it has one."""
 
@@ -91,10 +101,10 @@ def describe_machine() -> Machine:
         gpu_memory_gb=round(gpu.total_memory / 1e9, 1) if gpu else None,
         cpu=_cpu_name(),
         cores=os.cpu_count(),
-        memory_gb=_readable(lambda: round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)),
+        memory_gb=readable(lambda: round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)),
         driver=nvml.get("driver"),
         cuda=torch.version.cuda,
-        nccl=_readable(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda else None,
+        nccl=readable(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda else None,
         python=platform.python_version(),
         torch=str(torch.__version__),
         torchrec=_installed("torchrec"),
@@ -173,8 +183,8 @@ def _git(root: Path, *arguments: str) -> str | None:
     return process.stdout.strip() if process.returncode == 0 else None
 
 
-def _readable(read: Callable[[], T]) -> T | None:
-    """What `read` returns, or None: drivers differ in what they refuse and how, and a description must not fail."""
+def readable(read: Callable[[], T]) -> T | None:
+    """What `read` returns, or None if it raises: drivers differ in what they refuse, and no description may fail."""
     try:
         return read()
     except Exception:
@@ -182,38 +192,59 @@ def _readable(read: Callable[[], T]) -> T | None:
 
 
 def _pci_bus_id(gpu: Any) -> str | None:
-    return _readable(lambda: f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    return readable(lambda: f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 @contextlib.contextmanager
-def _nvml_session() -> Iterator[bool]:
-    """Whether NVML works here; shuts it down again."""
-    if pynvml is None or _readable(lambda: pynvml.nvmlInit() or True) is None:
+def nvml_session() -> Iterator[bool]:
+    """Whether NVML works here; shuts it down again. Sessions may nest: NVML counts them."""
+    if pynvml is None or readable(lambda: pynvml.nvmlInit() or True) is None:
         yield False
         return
     try:
         yield True
     finally:
-        _readable(lambda: pynvml.nvmlShutdown())
+        readable(lambda: pynvml.nvmlShutdown())
 
 
-def _describe_gpu(uuid: str | None, bus_id: str | None) -> dict[str, Any]:
-    """NVML's view of one GPU, found by UUID, else by PCI bus id.
+def current_gpu() -> Any:
+    """NVML's handle of this rank's current CUDA device, within an nvml_session; None where there is none."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return _find_gpu(str(gpu.uuid), _pci_bus_id(gpu))
+
+
+def gpu_state(gpu: Any) -> GpuState:
+    """The state of the GPU that has this handle, within an nvml_session. Takes microseconds and does not disturb it."""
+    return GpuState(
+        sm_clock_mhz=readable(lambda: float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM))),
+        temperature_c=readable(lambda: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))),
+        power_w=readable(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+        clocks_event_reasons=readable(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))),
+    )
+
+
+def _find_gpu(uuid: str | None, bus_id: str | None) -> Any:
+    """NVML's handle of one GPU, by UUID, else by PCI bus id; None where NVML knows neither.
 
     Never by index: NVML counts all GPUs of the node, CUDA those in CUDA_VISIBLE_DEVICES and in an order of its own.
     """
-    with _nvml_session() as works:
+    gpu = readable(lambda: pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    return gpu or readable(lambda: pynvml.nvmlDeviceGetHandleByPciBusId(bus_id))
+
+
+def _describe_gpu(uuid: str | None, bus_id: str | None) -> dict[str, Any]:
+    """NVML's view of one GPU."""
+    with nvml_session() as works:
         if not works:
             return {}
-        facts: dict[str, Any] = {"driver": _readable(lambda: pynvml.nvmlSystemGetDriverVersion())}
-        gpu = _readable(lambda: pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-        gpu = gpu or _readable(lambda: pynvml.nvmlDeviceGetHandleByPciBusId(bus_id))
+        facts: dict[str, Any] = {"driver": readable(lambda: pynvml.nvmlSystemGetDriverVersion())}
+        gpu = _find_gpu(uuid, bus_id)
         if gpu is None:
             return facts
         return facts | {
-            "power_limit_w": _readable(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000),
-            "sm_clock_mhz": _readable(lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
-            "sm_clock_max_mhz": _readable(lambda: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
+            "power_limit_w": readable(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000),
+            "sm_clock_mhz": readable(lambda: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
+            "sm_clock_max_mhz": readable(lambda: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
             "topology": _describe_links(gpu),
         }
 
@@ -222,21 +253,21 @@ def _describe_links(gpu: Any) -> str | None:
     """The NVLinks of one GPU, or its PCIe link where it has none active."""
     active = [link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if _link_is_active(gpu, link)]
     if not active:
-        generation = _readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
-        width = _readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))
+        generation = readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
+        width = readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu))
         return f"pcie: generation {generation}, {width} lanes" if generation and width else None
     text = f"nvlink: {len(active)} links a GPU"
-    speed = _readable(lambda: _link_speed_gb_s(gpu))
+    speed = readable(lambda: _link_speed_gb_s(gpu))
     if speed:
         text += f", {speed:.1f} GB/s each"
-    remote = _readable(lambda: pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, active[0]))
+    remote = readable(lambda: pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, active[0]))
     if remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         text += ", to NVSwitch"
     return text
 
 
 def _link_is_active(gpu: Any, link: int) -> bool:
-    return _readable(lambda: pynvml.nvmlDeviceGetNvLinkState(gpu, link)) == pynvml.NVML_FEATURE_ENABLED
+    return readable(lambda: pynvml.nvmlDeviceGetNvLinkState(gpu, link)) == pynvml.NVML_FEATURE_ENABLED
 
 
 def _link_speed_gb_s(gpu: Any) -> float | None:

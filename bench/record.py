@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from bench.machine import Git, Machine
+from bench.monitor import Conditions
 from dlrm.config import RunConfig
 
 RECORD_SCHEMA = 1
@@ -94,13 +95,26 @@ class RunRecord(TypedDict):
     """Global batch size over mean latency; evaluations do not count."""
     memory_gb: Memory | None
     host: dict[str, float] | None
+    """From here to host_stages_ms: per iteration, mean of the ranks, in the record of an instrumented twin alone."""
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
+    """On the GPU; on the host where there is none."""
+    host_stages_ms: NotRequired[dict[str, float] | None]
+    conditions: NotRequired[Conditions | None]
     training: Training | None
 
 
+class Instruments(TypedDict):
+    """What only an instrumented twin knows; the fields are those of RunRecord."""
+
+    host: dict[str, float]
+    gpu: dict[str, float] | None
+    stages_ms: dict[str, float]
+    host_stages_ms: dict[str, float]
+
+
 _BLOCKS = {"git": Git, "machine": Machine}
-_OPTIONAL_BLOCKS = {"latency_ms": LatencySummary, "memory_gb": Memory, "training": Training}
+_OPTIONAL_BLOCKS = {"latency_ms": LatencySummary, "memory_gb": Memory, "conditions": Conditions, "training": Training}
 _TYPES = {"id": str, "created": str, "command": str, "config": dict, "pipeline": dict, "warmup_iterations": int}
 
 
@@ -196,10 +210,13 @@ def build_record(
     training: TrainingOutcome | None,
     pipeline: dict[str, Any],
     peak_memory_bytes: Sequence[int] | None = None,
+    conditions: Conditions | None = None,
+    instruments: Instruments | None = None,
 ) -> RunRecord:
     """Assembles run.json from what a run knows.
 
     iterations_ms: float32 [ranks, iterations]. losses: [iterations]. peak_memory_bytes: one number for each rank.
+    instruments: None unless the run is an instrumented twin.
     """
     global_batch_size = config.local_batch_size * world_size
     warmup = config.warmup_iterations
@@ -217,9 +234,11 @@ def build_record(
         latency_ms=latency,
         samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
-        host=None,  # these three come from an instrumented twin run
-        gpu=None,
-        stages_ms=None,
+        host=instruments["host"] if instruments else None,
+        gpu=instruments["gpu"] if instruments else None,
+        stages_ms=instruments["stages_ms"] if instruments else None,
+        host_stages_ms=instruments["host_stages_ms"] if instruments else None,
+        conditions=conditions,
         training=_training(training, losses) if training else None,
     )
 
@@ -322,7 +341,7 @@ def _check_record(path: Path, record: Any) -> None:
         if not isinstance(record[name], kind):
             raise ValueError(f"{path}: {name} is {record[name]!r}, expected {kind.__name__}")
     for name, block in (_BLOCKS | _OPTIONAL_BLOCKS).items():
-        if record[name] is not None or name in _BLOCKS:
+        if record.get(name) is not None or name in _BLOCKS:
             _check_fields(path, f"{name}.", record[name], block)
     for name, value in _numbers(record):
         if not math.isfinite(value):
@@ -330,7 +349,8 @@ def _check_record(path: Path, record: Any) -> None:
 
 
 def _check_fields(path: Path, prefix: str, block: Any, shape: Any) -> None:
-    missing = [name for name in shape.__annotations__ if not isinstance(block, dict) or name not in block]
+    required = [name for name in shape.__annotations__ if name in shape.__required_keys__]
+    missing = [name for name in required if not isinstance(block, dict) or name not in block]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(prefix + name for name in missing)}")
 

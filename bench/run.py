@@ -15,6 +15,7 @@ from bench.clock import IterationClock, frozen_gc
 from bench.losses import LossHistory
 from bench.machine import Machine, describe_machine, git_state, platform_name, short_name
 from bench.mllog import MLPerfLog
+from bench.monitor import Conditions, RunMonitor
 from bench.record import (
     RunRecord,
     TrainingOutcome,
@@ -61,6 +62,7 @@ class Run:
                 self.clock.lap()
                 if self.schedule.evaluates_after(iteration):
                     self.clock.pause()
+                    self.losses.finish()  # first, because a model that diverged has no AUC
                     self.auc = self.evaluate(self.schedule.epoch_num(iteration))
                     if self.reached_target:
                         break
@@ -127,14 +129,15 @@ def run(config: RunConfig, ranks: Ranks, command: str) -> Outcome:
     """
     _set_precision(config, ranks.device)
     ranks.init_process_group()
-    machine = describe_machine()
-    dataset = open_dataset(config.data, config.model, config.seed)
-    _check_target(config, dataset.best_auc)
-    schedule = Schedule.of(config, dataset.train_samples, ranks.world_size)
-    folder = _agree_on_folder(config, ranks, machine)
-    log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
+    log = MLPerfLog(None)
     this: Run | None = None
     with AbortWatch(ranks, lambda: log.close("aborted", this.epoch_num if this else 0.0)):
+        machine = describe_machine()
+        dataset = open_dataset(config.data, config.model, config.seed)
+        _check_target(config, dataset.best_auc)
+        schedule = Schedule.of(config, dataset.train_samples, ranks.world_size)
+        folder = _agree_on_folder(config, ranks, machine)
+        log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
         _log_init(config, ranks, log, machine, dataset, schedule)
         this = Run(
             config=config,
@@ -150,10 +153,11 @@ def run(config: RunConfig, ranks: Ranks, command: str) -> Outcome:
         log.init_stop()
         log.run_start()
         log.epoch_start()
-        this.train()
+        with RunMonitor(ranks.device, this.clock) as monitor:
+            this.train()
         losses = this.losses.finish()
         log.close("success" if this.reached_target else "aborted", this.epoch_num)
-        record = _write(this, machine, command, folder, losses)
+        record = _write(this, machine, command, folder, losses, monitor.gather())
     return Outcome(folder=folder, record=record)
 
 
@@ -211,7 +215,9 @@ def _drop_page_cache() -> None:
         raise ValueError(f"--mlperf.clear-cache needs root on every node: {error}") from error
 
 
-def _write(this: Run, machine: Machine, command: str, folder: Path, losses: list[float]) -> RunRecord:
+def _write(
+    this: Run, machine: Machine, command: str, folder: Path, losses: list[float], conditions: Conditions
+) -> RunRecord:
     """The record, equal on every rank; global rank 0 writes it."""
     config, ranks = this.config, this.ranks
     iterations_ms = this.clock.gather_ms()
@@ -236,6 +242,7 @@ def _write(this: Run, machine: Machine, command: str, folder: Path, losses: list
         ),
         pipeline=this.pipeline.describe(),
         peak_memory_bytes=_peak_memory(ranks),
+        conditions=conditions,
     )
     if ranks.rank == 0:
         write_record(folder, record, iterations_ms, losses)

@@ -1,6 +1,7 @@
 """What a run says at its end, and the exit status that goes with it."""
 
 import torch.distributed as dist
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +31,7 @@ def _print(outcome: Outcome) -> int:
     record, training = outcome.record, outcome.record["training"]
     assert training is not None
     missed = training["status"] == "aborted"
-    console = Console(width=100)
+    console = Console(width=120)
     if record["latency_ms"] is not None:
         console.print(_latency_table(record, record["latency_ms"]))
     else:
@@ -54,17 +55,19 @@ def _print(outcome: Outcome) -> int:
 
 def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
     config = record["config"]
-    table = Table(title=f"{record['id']}: latency of an iteration (slowest rank), ms", title_justify="left")
+    table = Table(
+        title=f"{record['id']}: latency of an iteration (slowest rank), ms", title_justify="left", box=box.SIMPLE_HEAD
+    )
     for column in ("pipeline", "ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     low, high = latency["ci95"]
     table.add_row(
-        config["pipeline"],
+        config["ebc"],
         str(config["world_size"]),
         str(config["global_batch_size"]),
         str(latency["n"]),
         f"{latency['p50']:.3f}",
-        f"{low:.3f} .. {high:.3f}",
+        f"{low:.3f}..{high:.3f}",
         *(f"{latency[name]:.3f}" for name in ("p90", "p99", "mean")),
         f"{record['samples_per_second']:,.0f}",
     )

@@ -10,7 +10,8 @@ from typing import Literal
 
 Precision = Literal["fp32", "tf32", "bf16"]
 DataSource = Literal["random", "multi_hot", "one_hot"]
-PipelineName = Literal["stock"]
+EBCName = Literal["torchrec", "static"]
+CudaGraph = Literal["none", "iteration"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -60,6 +61,10 @@ class ModelConfig:
             f"--model.embedding-dim is {self.embedding_dim}: FBGEMM's kernels need a multiple of 4",
         )
         _require(0 < self.table_scale <= 1, f"--model.table-scale is {self.table_scale}: choose 0 < scale <= 1")
+        _require(
+            max(self.rows) < 2**31,
+            f"--model.num-embeddings has a table of {max(self.rows)} rows: ids are 32 bits wide, so keep it below 2^31",
+        )
         _require(
             self.bottom_mlp[-1] == self.embedding_dim,
             f"--model.bottom-mlp ends in {self.bottom_mlp[-1]}: its last width must be "
@@ -119,7 +124,7 @@ class DataConfig:
             )
         for flag in ("train_days", "prefetch_batches", "random_batches"):
             _require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
-        _require(self.random_skew >= 0, "--data.random-skew must not be negative")
+        _require(0 <= self.random_skew < math.inf, "--data.random-skew must be finite and not negative")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -132,8 +137,8 @@ class OptimizerConfig:
     """Adagrad's epsilon."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "--optimizer.learning-rate must be positive")
-        _require(self.eps > 0, "--optimizer.eps must be positive")
+        _require(0 < self.learning_rate < math.inf, "--optimizer.learning-rate must be finite and positive")
+        _require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -162,8 +167,15 @@ class RunConfig:
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
-    pipeline: PipelineName = "stock"
-    """stock: TorchRec's TrainPipelineSparseDist, unmodified."""
+    ebc: EBCName = "torchrec"
+    """torchrec: TorchRec's modules under its TrainPipelineSparseDist, unmodified. static: fixed shapes straight on
+    FBGEMM's table-batched embeddings, in five stages."""
+    cuda_graph: CudaGraph = "none"
+    """iteration: all five stages in one CUDA graph (ebc static, GPU)."""
+    overlap: bool = False
+    """Run input dist, bottom MLP, weight gradients, all-reduce and dense update beside the rest (ebc static)."""
+    presort_ids: bool = False
+    """Sort ids in the input dist, a batch ahead, instead of in the embedding backward (ebc static)."""
     local_batch_size: int
     """Samples per rank and iteration; the global batch is this times the world size."""
     precision: Precision = "tf32"
@@ -186,6 +198,14 @@ class RunConfig:
     """Name of this run's folder; by default date, machine and preset."""
 
     def __post_init__(self) -> None:
+        for switch in ("overlap", "presort_ids"):
+            _require(
+                not getattr(self, switch) or self.ebc == "static",
+                f"--{switch.replace('_', '-')} applies to --ebc static only",
+            )
+        _require(
+            self.cuda_graph == "none" or self.ebc == "static", f"--cuda-graph {self.cuda_graph} needs --ebc static"
+        )
         _require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
         _require(
             self.iterations is not None or self.data.source != "random",
@@ -208,7 +228,7 @@ class RunConfig:
         )
         _require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
         _require(self.loss_interval > 0, "--loss-interval must be positive")
-        _require(self.seed >= 0, "--seed must not be negative")
+        _require(0 <= self.seed < 2**63, f"--seed is {self.seed}: choose 0 <= seed < 2^63")
         _require(
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",

@@ -16,7 +16,7 @@ def exact_auc(scores: Tensor, labels: Tensor) -> float:
     Raises ValueError for NaN scores and where one of the classes is empty.
     """
     if scores.isnan().any():
-        raise ValueError("the AUC is undefined: some scores are NaN")
+        raise ValueError("the AUC is undefined: some scores are NaN; if a model gave them, its training diverged")
     order = scores.argsort()
     sorted_scores = scores[order]
     positive = labels[order].to(torch.int64)

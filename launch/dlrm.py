@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
 import traceback
 import warnings
@@ -37,6 +38,7 @@ from dlrm.ranks import Ranks
 
 def parse(arguments: list[str]) -> RunConfig:
     """The configuration of a command line; exits after --help and --print-config. ValueError names a bad flag."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="smoke")
     first.add_argument("--print-config", action="store_true")
@@ -51,6 +53,7 @@ def parse(arguments: list[str]) -> RunConfig:
     if chosen.print_config:
         print(json.dumps(asdict(config), indent=2, default=str))
         sys.exit()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
     return config
 
 

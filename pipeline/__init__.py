@@ -3,9 +3,12 @@
 from dlrm.config import RunConfig
 from dlrm.ranks import Ranks
 from pipeline.interface import Pipeline
+from pipeline.static import StaticPipeline
 from pipeline.torchrec_stock import StockPipeline
 
 
 def build_pipeline(config: RunConfig, ranks: Ranks) -> Pipeline:
-    """The pipeline that `config.pipeline` names. Collective over all ranks."""
+    """The pipeline that `config` names. Collective over all ranks."""
+    if config.ebc == "static":
+        return StaticPipeline(config, ranks)
     return StockPipeline(config, ranks)

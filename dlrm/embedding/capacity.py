@@ -1,6 +1,6 @@
 """Whether the tables fit, said before anything is allocated."""
 
-import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,13 @@ def device_memory_bytes(ranks: Ranks) -> int:
     """Memory one rank may use for its tables: its GPU's free bytes, or its share of the host's available bytes."""
     if ranks.device.type == "cuda":
         return torch.cuda.mem_get_info(ranks.device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks.local_world_size
+    return _host_available_bytes() // ranks.local_world_size
+
+
+def _host_available_bytes() -> int:
+    """Free memory and what the kernel frees on demand: the page cache, which reading data files fills."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def check_tables_fit(model: ModelConfig, available_bytes: int, device: torch.device) -> None:

@@ -1,0 +1,189 @@
+"""Reads what one MLPerf run says in its log: a row for each run of a result_*.txt, whoever wrote it.
+
+Only events of a run's course are read; everything else in the file, and every line that is not well-formed, is skipped
+and counted. A file of any size is read through a memory map, event by event.
+"""
+
+import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+_MARKER = b":::MLLOG"
+_LONGEST_EVENT = 1 << 20
+"""Bytes. The longest event of a published log is below 10 kB; a longer line is no event but damage."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MLPerfRun:
+    """One run. None where the log does not say."""
+
+    path: Path
+    benchmark: str | None = None
+    org: str | None = None
+    division: str | None = None
+    platform: str | None = None
+    global_batch_size: int | None = None
+    train_samples: int | None = None
+    start_ms: float | None = None
+    """Unix time of run_start."""
+    stop_ms: float | None = None
+    """Unix time of run_stop."""
+    status: str = "unfinished"
+    """Of run_stop: 'success' or 'aborted'; 'unfinished' where there is no run_stop."""
+    epoch_num: float | None = None
+    """Largest fraction of the epoch that any event names."""
+    auc: float | None = None
+    """Of the last evaluation."""
+    evals_ms: list[float] = field(default_factory=list)
+    """Duration of every evaluation that began and ended."""
+    malformed_lines: int = 0
+    """Lines of the whole file that begin an event and are none."""
+
+    @property
+    def iterations(self) -> int | None:
+        """Training iterations: epoch_num * train_samples / global_batch_size."""
+        if self.epoch_num is None or not self.train_samples or not self.global_batch_size:
+            return None
+        return round(self.epoch_num * self.train_samples / self.global_batch_size) or None
+
+    @property
+    def train_ms_per_iteration(self) -> float | None:
+        """(run_stop - run_start - all evaluations) / iterations, in milliseconds."""
+        if self.start_ms is None or self.stop_ms is None or self.iterations is None:
+            return None
+        return (self.stop_ms - self.start_ms - sum(self.evals_ms)) / self.iterations
+
+    @property
+    def time_to_train_minutes(self) -> float | None:
+        """run_stop - run_start, which is what MLPerf scores, where the run succeeded."""
+        if self.start_ms is None or self.stop_ms is None or self.status != "success":
+            return None
+        return (self.stop_ms - self.start_ms) / 60_000
+
+    @property
+    def eval_seconds(self) -> float | None:
+        """Mean duration of an evaluation."""
+        return sum(self.evals_ms) / len(self.evals_ms) / 1000 if self.evals_ms else None
+
+
+def read_mlperf_log(path: Path) -> list[MLPerfRun]:
+    """All runs of a log, in order: a run begins at its run_start, or at init_start where it got no further.
+
+    ValueError, naming the file, if it cannot be read or holds no run. Damaged lines cost their own event only.
+    """
+    reader = _Reader(path)
+    try:
+        with path.open("rb") as file:
+            for line in _event_lines(file.fileno()):
+                reader.read(line)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name an MLPerf log") from error
+    if not reader.runs:
+        raise ValueError(f"{path} holds no MLPerf run: no well-formed ':::MLLOG' event begins one")
+    for run in reader.runs:
+        run.malformed_lines = reader.malformed
+    return reader.runs
+
+
+def _event_lines(descriptor: int) -> Iterator[bytes]:
+    """The bytes after each marker up to the end of its line, cut at _LONGEST_EVENT."""
+    try:
+        content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except ValueError:  # an empty file cannot be mapped
+        return
+    with content:
+        position = content.find(_MARKER)
+        while position >= 0:
+            begin = position + len(_MARKER)
+            end = content.find(b"\n", begin, begin + _LONGEST_EVENT)
+            end = end if end >= 0 else min(begin + _LONGEST_EVENT, len(content))
+            yield content[begin:end]
+            position = content.find(_MARKER, end)
+
+
+class _Reader:
+    """Goes through events in file order."""
+
+    def __init__(self, path: Path) -> None:
+        self.runs: list[MLPerfRun] = []
+        self.malformed = 0
+        self._path = path
+        self._eval_start: float | None = None
+
+    def read(self, line: bytes) -> None:
+        event = _parse(line)
+        if event is None:
+            self.malformed += 1
+            return
+        key, time, value, metadata = event
+        run = self.runs[-1] if self.runs else None
+        if run is None or _begins_another(run, key):
+            if key not in _BEGINNINGS and key not in _HEADER:
+                return  # the middle of a run whose beginning is lost
+            header = {name: getattr(run, name) for name, _ in _HEADER.values()} if run and key == "run_start" else {}
+            run = MLPerfRun(path=self._path, **header)
+            self.runs.append(run)
+            self._eval_start = None
+        if key in _HEADER:
+            name, kind = _HEADER[key]
+            if isinstance(value, kind) and not isinstance(value, bool):
+                setattr(run, name, value)
+        elif run.stop_ms is None:
+            self._follow(run, key, time, value, metadata)
+
+    def _follow(self, run: MLPerfRun, key: str, time: float, value: Any, metadata: dict[str, Any]) -> None:
+        """An event between run_start and run_stop."""
+        if key == "run_start":
+            run.start_ms = time
+        elif key == "eval_start":
+            self._eval_start = time
+        elif key == "eval_accuracy":
+            run.auc = float(value) if _is_number(value) else None
+        elif key == "eval_stop" and self._eval_start is not None:
+            run.evals_ms.append(time - self._eval_start)
+            self._eval_start = None
+        elif key == "run_stop":
+            run.stop_ms = time
+            run.status = str(metadata.get("status", "unknown"))
+        epoch = metadata.get("epoch_num")
+        if _is_number(epoch) and run.start_ms is not None:
+            run.epoch_num = max(run.epoch_num or 0.0, float(epoch))
+
+
+_HEADER: dict[str, tuple[str, type]] = {
+    "submission_benchmark": ("benchmark", str),
+    "submission_org": ("org", str),
+    "submission_division": ("division", str),
+    "submission_platform": ("platform", str),
+    "global_batch_size": ("global_batch_size", int),
+    "train_samples": ("train_samples", int),
+}
+
+
+_BEGINNINGS = ("init_start", "run_start")
+
+
+def _begins_another(run: MLPerfRun, key: str) -> bool:
+    """Whether `key` belongs to a run after `run`; a run may die anywhere, and a file go on with the next one."""
+    if key in _BEGINNINGS and run.start_ms is not None:
+        return True
+    return (key in _HEADER and run.stop_ms is not None) or (key == "init_start" and run.benchmark is not None)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # nor nan
+
+
+def _parse(line: bytes) -> tuple[str, float, Any, dict[str, Any]] | None:
+    """(key, Unix time in ms, value, metadata) of an event, or None if the line is not one."""
+    try:
+        event = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("key"), str) or not _is_number(event.get("time_ms")):
+        return None
+    metadata = event.get("metadata")
+    return event["key"], float(event["time_ms"]), event.get("value"), metadata if isinstance(metadata, dict) else {}

@@ -1,0 +1,40 @@
+"""The second stage of column sums: rows of partial sums to one row. Without atomics, so equal inputs give equal bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kernels._triton import cdiv, jit, tl
+
+
+def column_sums(partials: Tensor, out: Tensor) -> None:
+    """out[c] = sum over r of partials[r, c]. partials: fp32 [rows, columns], contiguous. out: bf16 or fp32 [columns]."""
+    assert partials.is_contiguous() and out.shape == partials.shape[1:], "partials: [rows, columns], out: [columns]"
+    sums = triton_column_sums if partials.is_cuda else plain_column_sums
+    sums(partials, out)
+
+
+def plain_column_sums(partials: Tensor, out: Tensor) -> None:
+    """What `column_sums` does, in PyTorch."""
+    out.copy_(partials.sum(0))
+
+
+def triton_column_sums(partials: Tensor, out: Tensor) -> None:
+    """What `column_sums` does, in one kernel."""
+    rows, columns = partials.shape
+    _sum_rows[(cdiv(columns, 32),)](partials, out, rows, columns, 64, 32)
+
+
+@jit
+def _sum_rows(
+    partials: Any, out: Any, rows: tl.constexpr, columns: Any, block_rows: tl.constexpr, block_columns: tl.constexpr
+) -> None:
+    column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    total = tl.zeros([block_rows, block_columns], tl.float32)
+    for start in range(0, rows, block_rows):
+        row = start + tl.arange(0, block_rows)[:, None]
+        mask = (row < rows) & (column < columns)[None, :]
+        total += tl.load(partials + row * columns + column[None, :], mask, other=0.0)
+    tl.store(out + column, tl.sum(total, 0), column < columns)

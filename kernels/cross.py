@@ -1,0 +1,128 @@
+"""The element-wise parts of the low-rank cross layer x' = x0 * (y + b) + x, whose y = W (V x) two GEMMs compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels._triton import cdiv, jit, tl
+from kernels.column_sums import column_sums
+
+_COLUMNS = 256  # of one program's block
+_FORWARD_ROWS = 8
+
+
+def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
+    """out = x0 * (y + bias) + x.
+
+    x0, x, y, out: bf16 or fp32 [batch, width], contiguous; out may be x or y. bias: bf16 or fp32 [width]. Computed in
+    fp32, rounded once. Width a multiple of 8.
+    """
+    _check(x0, x, y, out, bias=bias)
+    forward = triton_cross_forward if x0.is_cuda else plain_cross_forward
+    forward(x0, x, y, bias, out)
+
+
+def cross_backward(
+    g: Tensor, x0: Tensor, y: Tensor, bias: Tensor, dy: Tensor, dx0: Tensor, dbias: Tensor, accumulate: bool
+) -> None:
+    """From g = dL/dx': dy = g * x0; dbias = column sums of g * x0; dx0 = g * (y + bias), added to dx0 if `accumulate`.
+
+    The gradient to x through the sum is g itself and is not computed here. g, x0, y, dy, dx0: bf16 or fp32
+    [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. dbias: bf16 or fp32 [width], overwritten.
+    Computed in fp32. Width a multiple of 8.
+    """
+    _check(g, x0, y, dy, dx0, bias=bias)
+    assert dbias.shape == bias.shape, "dbias: [width]"
+    backward = triton_cross_backward if g.is_cuda else plain_cross_backward
+    backward(g, x0, y, bias, dy, dx0, dbias, accumulate)
+
+
+def _check(*matrices: Tensor, bias: Tensor) -> None:
+    assert all(matrix.is_contiguous() and matrix.shape == matrices[0].shape for matrix in matrices), "[batch, width]"
+    assert bias.shape == matrices[0].shape[1:] and bias.numel() % 8 == 0, "bias: [width], a multiple of 8"
+
+
+def plain_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
+    """What `cross_forward` does, in PyTorch."""
+    out.copy_(x0.float() * (y.float() + bias.float()) + x.float())
+
+
+def plain_cross_backward(
+    g: Tensor, x0: Tensor, y: Tensor, bias: Tensor, dy: Tensor, dx0: Tensor, dbias: Tensor, accumulate: bool
+) -> None:
+    """What `cross_backward` does, in PyTorch."""
+    product = g.float() * x0.float()
+    through_y = g.float() * (y.float() + bias.float())
+    dx0.copy_(dx0.float() + through_y if accumulate else through_y)
+    dbias.copy_(product.sum(0))
+    dy.copy_(product)
+
+
+def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
+    """What `cross_forward` does, in one kernel."""
+    batch, width = x0.shape
+    grid = (cdiv(width, _COLUMNS), cdiv(batch, _FORWARD_ROWS))
+    _forward[grid](x0, x, y, bias, out, batch, width, _FORWARD_ROWS, _COLUMNS)
+
+
+def triton_cross_backward(
+    g: Tensor, x0: Tensor, y: Tensor, bias: Tensor, dy: Tensor, dx0: Tensor, dbias: Tensor, accumulate: bool
+) -> None:
+    """What `cross_backward` does, in two kernels: partial column sums of blocks of rows, then their sum."""
+    batch, width = g.shape
+    steps = 1 if batch <= 2048 else 4  # enough programs for every multiprocessor, few partial sums
+    partials = torch.empty(cdiv(batch, _FORWARD_ROWS * steps), width, dtype=torch.float32, device=g.device)
+    _backward[(cdiv(width, _COLUMNS), len(partials))](
+        g, x0, y, bias, dy, dx0, partials, batch, width, accumulate, steps, _FORWARD_ROWS, _COLUMNS
+    )
+    column_sums(partials, dbias)
+
+
+@jit
+def _forward(
+    x0: Any, x: Any, y: Any, bias: Any, out: Any, batch: Any, width: Any, rows: tl.constexpr, columns: tl.constexpr
+) -> None:
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    mask = (row < batch)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    b = tl.load(bias + column, column < width, other=0.0).to(tl.float32)[None, :]
+    factor = tl.load(y + at, mask).to(tl.float32) + b
+    tl.store(out + at, tl.load(x0 + at, mask).to(tl.float32) * factor + tl.load(x + at, mask).to(tl.float32), mask)
+
+
+@jit
+def _backward(
+    g: Any,
+    x0: Any,
+    y: Any,
+    bias: Any,
+    dy: Any,
+    dx0: Any,
+    partials: Any,
+    batch: Any,
+    width: Any,
+    accumulate: tl.constexpr,
+    steps: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    b = tl.load(bias + column, column < width, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([rows, columns], tl.float32)
+    for step in tl.static_range(steps):
+        row = (tl.program_id(1) * steps + step) * rows + tl.arange(0, rows)
+        mask = (row < batch)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        grad = tl.load(g + at, mask, other=0.0).to(tl.float32)
+        product = grad * tl.load(x0 + at, mask, other=0.0).to(tl.float32)
+        through_y = grad * (tl.load(y + at, mask, other=0.0).to(tl.float32) + b)
+        if accumulate:
+            through_y += tl.load(dx0 + at, mask, other=0.0).to(tl.float32)
+        total += product
+        tl.store(dy + at, product, mask)
+        tl.store(dx0 + at, through_y, mask)
+    tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), column < width)

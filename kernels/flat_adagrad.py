@@ -1,0 +1,64 @@
+"""Adagrad over one flat buffer of dense weights, the working copy written in the same pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels._triton import cdiv, jit, tl
+
+_BLOCK = 2048
+
+
+def flat_adagrad(
+    master: Tensor, state: Tensor, grad: Tensor, learning_rate: Tensor, eps: float, working: Tensor | None = None
+) -> None:
+    """state += grad^2; master -= lr * grad / (sqrt(state) + eps); working = master, rounded. In place.
+
+    master, state: fp32 [n]. grad: bf16 or fp32 [n]. working: bf16 [n] or None. learning_rate: fp32, one element, on
+    the device. All contiguous; best 16-byte aligned and n a multiple of 16.
+    """
+    tensors = [master, state, grad] if working is None else [master, state, grad, working]
+    assert all(t.shape == master.shape and t.dim() == 1 and t.is_contiguous() for t in tensors), "flat buffers: [n]"
+    assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
+    assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
+    update = triton_flat_adagrad if master.is_cuda else plain_flat_adagrad
+    update(master, state, grad, learning_rate, eps, working)
+
+
+def plain_flat_adagrad(
+    master: Tensor, state: Tensor, grad: Tensor, learning_rate: Tensor, eps: float, working: Tensor | None = None
+) -> None:
+    """What `flat_adagrad` does, in PyTorch."""
+    g = grad.float()
+    state += g * g
+    master -= learning_rate * g / (state.sqrt() + eps)
+    if working is not None:
+        working.copy_(master)
+
+
+def triton_flat_adagrad(
+    master: Tensor, state: Tensor, grad: Tensor, learning_rate: Tensor, eps: float, working: Tensor | None = None
+) -> None:
+    """What `flat_adagrad` does, in one kernel."""
+    if master.numel():
+        _update[(cdiv(master.numel(), _BLOCK),)](
+            master, state, grad, working, learning_rate, eps, master.numel(), _BLOCK, num_warps=8
+        )
+
+
+@jit
+def _update(
+    master: Any, state: Any, grad: Any, working: Any, learning_rate: Any, eps: Any, count: Any, block: tl.constexpr
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < count
+    g = tl.load(grad + at, mask).to(tl.float32)
+    s = tl.load(state + at, mask) + g * g
+    w = tl.load(master + at, mask) - tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)
+    tl.store(state + at, s, mask)
+    tl.store(master + at, w, mask)
+    if working is not None:
+        tl.store(working + at, w, mask)

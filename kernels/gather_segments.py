@@ -1,0 +1,89 @@
+"""Copy many contiguous segments of ids in one launch: the layouts of the input dist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels._triton import jit, tl
+
+_PIECE = 2048  # elements that one program copies
+
+
+class Segment(NamedTuple):
+    """`length` elements from source[source_offset:] to out[out_offset:]; linear[out_offset:] gets them plus `first_row`."""
+
+    source_offset: int
+    out_offset: int
+    length: int
+    first_row: int = 0
+
+
+class SegmentTable:
+    """Segments, cut into pieces and put on the device once.
+
+    pieces: int32 [pieces, 4] with the fields of `Segment`. The segments' ranges of the output must not overlap.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.segments = tuple(segments)
+        pieces = [
+            (source + start, out + start, min(_PIECE, length - start), first_row)
+            for source, out, length, first_row in self.segments
+            for start in range(0, length, _PIECE)
+        ]
+        self.pieces = torch.tensor(pieces, dtype=torch.int32).view(-1, 4).to(device)
+        # 16-byte accesses where every piece starts and ends on 16 bytes.
+        self.alignment = 4 if all(value % 4 == 0 for piece in pieces for value in piece[:3]) else 1
+        self.source_size = max((s.source_offset + s.length for s in self.segments), default=0)
+        self.out_size = max((s.out_offset + s.length for s in self.segments), default=0)
+
+
+def gather_segments(source: Tensor, table: SegmentTable, out: Tensor, linear: Tensor | None = None) -> None:
+    """Copy each segment of `table` from `source` to `out`; into `linear` also, with the segment's first row added.
+
+    source: int32 [n]; out and linear: int32 [m], 16-byte aligned as whole tensors are, all contiguous, none overlapping
+    another. What no segment covers stays as it is.
+    """
+    tensors = [source, out] if linear is None else [source, out, linear]
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors), "contiguous int32 only"
+    assert source.numel() >= table.source_size, f"source has {source.numel()} elements, not {table.source_size}"
+    assert all(t.numel() >= table.out_size for t in tensors[1:]), f"outputs need {table.out_size} elements"
+    gather = triton_gather_segments if source.is_cuda else plain_gather_segments
+    gather(source, table, out, linear)
+
+
+def plain_gather_segments(source: Tensor, table: SegmentTable, out: Tensor, linear: Tensor | None = None) -> None:
+    """What `gather_segments` does, in PyTorch."""
+    for source_offset, out_offset, length, first_row in table.segments:
+        ids = source[source_offset : source_offset + length]
+        out[out_offset : out_offset + length] = ids
+        if linear is not None:
+            linear[out_offset : out_offset + length] = ids + first_row
+
+
+def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor, linear: Tensor | None = None) -> None:
+    """What `gather_segments` does, in one kernel."""
+    if len(table.pieces):
+        aligned = all(t.data_ptr() % 16 == 0 for t in (source, out) + (() if linear is None else (linear,)))
+        _copy_pieces[(len(table.pieces),)](
+            source, table.pieces, out, linear, table.alignment if aligned else 1, _PIECE, num_warps=4
+        )
+
+
+@jit
+def _copy_pieces(
+    source: Any, pieces: Any, out: Any, linear: Any, alignment: tl.constexpr, piece_size: tl.constexpr
+) -> None:
+    piece = pieces + 4 * tl.program_id(0)
+    source_offset = tl.multiple_of(tl.load(piece), alignment)
+    out_offset = tl.multiple_of(tl.load(piece + 1), alignment)
+    length = tl.multiple_of(tl.load(piece + 2), alignment)
+    at = tl.arange(0, piece_size)
+    ids = tl.load(source + source_offset + at, at < length)
+    tl.store(out + out_offset + at, ids, at < length)
+    if linear is not None:
+        tl.store(linear + out_offset + at, ids + tl.load(piece + 3), at < length)

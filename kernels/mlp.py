@@ -1,0 +1,94 @@
+"""Bias and ReLU behind a linear layer's GEMM, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels._triton import cdiv, jit, tl
+from kernels.column_sums import column_sums
+
+_ROWS, _COLUMNS = 16, 128  # of one program's block
+
+
+def bias_relu(z: Tensor, bias: Tensor) -> None:
+    """z = max(z + bias, 0), in place. z: bf16 or fp32 [batch, width], contiguous. bias: bf16 or fp32 [width]."""
+    assert z.is_contiguous() and bias.shape == z.shape[1:], "z: [batch, width], bias: [width]"
+    forward = triton_bias_relu if z.is_cuda else plain_bias_relu
+    forward(z, bias)
+
+
+def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
+    """dz = g * (out > 0); dbias = column sums of dz, before it is rounded.
+
+    g, out, dz: bf16 or fp32 [batch, width], contiguous; dz may be g. dbias: bf16 or fp32 [width],
+    overwritten.
+    """
+    assert g.shape == out.shape == dz.shape and dbias.shape == g.shape[1:], "g, out, dz: [batch, width]"
+    assert g.is_contiguous() and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only"
+    backward = triton_bias_relu_backward if g.is_cuda else plain_bias_relu_backward
+    backward(g, out, dz, dbias)
+
+
+def plain_bias_relu(z: Tensor, bias: Tensor) -> None:
+    """What `bias_relu` does, in PyTorch."""
+    z.copy_((z.float() + bias.float()).relu())
+
+
+def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
+    """What `bias_relu_backward` does, in PyTorch."""
+    masked = g.float() * (out > 0)
+    dbias.copy_(masked.sum(0))
+    dz.copy_(masked)
+
+
+def triton_bias_relu(z: Tensor, bias: Tensor) -> None:
+    """What `bias_relu` does, in one kernel."""
+    batch, width = z.shape
+    _forward[(cdiv(width, _COLUMNS), cdiv(batch, _ROWS))](z, bias, batch, width, _ROWS, _COLUMNS)
+
+
+def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
+    """What `bias_relu_backward` does, in two kernels: partial column sums of blocks of rows, then their sum."""
+    batch, width = g.shape
+    steps = 1 if batch <= 2048 else 4  # enough programs for every multiprocessor, few partial sums
+    partials = torch.empty(cdiv(batch, _ROWS * steps), width, dtype=torch.float32, device=g.device)
+    _backward[(cdiv(width, _COLUMNS), len(partials))](g, out, dz, partials, batch, width, steps, _ROWS, _COLUMNS)
+    column_sums(partials, dbias)
+
+
+@jit
+def _forward(z: Any, bias: Any, batch: Any, width: Any, rows: tl.constexpr, columns: tl.constexpr) -> None:
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    mask = (row < batch)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    b = tl.load(bias + column, column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(z + at, tl.maximum(tl.load(z + at, mask).to(tl.float32) + b, 0.0), mask)
+
+
+@jit
+def _backward(
+    g: Any,
+    out: Any,
+    dz: Any,
+    partials: Any,
+    batch: Any,
+    width: Any,
+    steps: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    total = tl.zeros([rows, columns], tl.float32)
+    for step in tl.static_range(steps):
+        row = (tl.program_id(1) * steps + step) * rows + tl.arange(0, rows)
+        mask = (row < batch)[:, None] & (column < width)[None, :]
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        active = tl.load(out + at, mask, other=0.0).to(tl.float32) > 0
+        masked = tl.where(active, tl.load(g + at, mask, other=0.0).to(tl.float32), 0.0)
+        total += masked
+        tl.store(dz + at, masked, mask)
+    tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), column < width)

@@ -1,0 +1,142 @@
+"""Regroup columns between the pooled all-to-all's blocks, one per source rank, and the interaction's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels._triton import cdiv, jit, tl
+
+_RUN = 128  # columns that one program copies
+_ROWS = 32  # rows that one program copies
+
+
+class Run(NamedTuple):
+    """`columns` neighbouring columns of block `block`, from `block_column` on, which stand at `matrix_column`."""
+
+    block: int
+    block_column: int
+    matrix_column: int
+    columns: int
+
+
+class RegroupTable:
+    """Where each column of the blocks stands in the matrix; cut into pieces and put on the device once.
+
+    batch: rows of every block and of the matrix. block_columns: columns of each block; block s starts behind block
+    s - 1 in the flat buffer and is [batch, block_columns[s]], row-major. All columns are multiples of 4, best of 8.
+    pieces: int64 [pieces, 5]: flat offset of the first element, columns of its block, matrix column, columns, 0.
+    """
+
+    def __init__(self, batch: int, block_columns: Sequence[int], runs: Sequence[Run], device: torch.device) -> None:
+        self.batch, self.block_columns, self.runs = batch, tuple(block_columns), tuple(runs)
+        self.flat_size = batch * sum(block_columns)
+        pieces = [
+            (
+                batch * sum(block_columns[: run.block]) + run.block_column + start,
+                block_columns[run.block],
+                run.matrix_column + start,
+                min(_RUN, run.columns - start),
+            )
+            for run in runs
+            for start in range(0, run.columns, _RUN)
+        ]
+        numbers = [number for piece in pieces for number in piece]
+        assert all(number % 4 == 0 for number in numbers), "columns must be multiples of 4"
+        self.alignment = 8 if all(number % 8 == 0 for number in numbers) else 4
+        self.pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 4).to(device)
+
+
+def regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
+    """Copy every run from its block into its columns of `out`.
+
+    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], columns next to each other, any row stride that
+    is a multiple of 8 (4 where the table has odd multiples of 4); converted to its dtype. Columns without a run stay.
+    """
+    _check(flat, table, out)
+    regroup = triton_regroup_forward if flat.is_cuda else plain_regroup_forward
+    regroup(flat, table, out)
+
+
+def regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -> None:
+    """Copy every run's columns of `matrix` back into its block: the inverse of `regroup_forward`, shapes as there."""
+    _check(flat, table, matrix)
+    regroup = triton_regroup_backward if flat.is_cuda else plain_regroup_backward
+    regroup(matrix, table, flat)
+
+
+def _check(flat: Tensor, table: RegroupTable, matrix: Tensor) -> None:
+    assert flat.is_contiguous() and flat.numel() == table.flat_size, f"flat buffer: {table.flat_size} elements"
+    assert matrix.shape[0] == table.batch and matrix.stride(1) == 1, f"matrix: [{table.batch}, width], row-major"
+
+
+def _views(flat: Tensor, table: RegroupTable, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
+    blocks = [
+        block.view(table.batch, -1) for block in flat.view(-1).split([table.batch * c for c in table.block_columns])
+    ]
+    return [
+        (blocks[run.block].narrow(1, run.block_column, run.columns), matrix.narrow(1, run.matrix_column, run.columns))
+        for run in table.runs
+    ]
+
+
+def plain_regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
+    """What `regroup_forward` does, in PyTorch."""
+    for block, matrix in _views(flat, table, out):
+        matrix.copy_(block)
+
+
+def plain_regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -> None:
+    """What `regroup_backward` does, in PyTorch."""
+    for block, columns in _views(flat, table, matrix):
+        block.copy_(columns)
+
+
+def triton_regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
+    """What `regroup_forward` does, in one kernel."""
+    _launch(flat, table, out, to_matrix=True)
+
+
+def triton_regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -> None:
+    """What `regroup_backward` does, in one kernel."""
+    _launch(flat, table, matrix, to_matrix=False)
+
+
+def _launch(flat: Tensor, table: RegroupTable, matrix: Tensor, to_matrix: bool) -> None:
+    assert matrix.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
+    grid = (len(table.pieces), cdiv(table.batch, _ROWS))
+    if all(grid):
+        _copy_runs[grid](
+            flat, matrix, table.pieces, table.batch, matrix.stride(0), table.alignment, to_matrix, _RUN, _ROWS
+        )
+
+
+@jit
+def _copy_runs(
+    flat: Any,
+    matrix: Any,
+    pieces: Any,
+    batch: Any,
+    matrix_stride: Any,
+    alignment: tl.constexpr,
+    to_matrix: tl.constexpr,
+    run_size: tl.constexpr,
+    num_rows: tl.constexpr,
+) -> None:
+    piece = pieces + 4 * tl.program_id(0)
+    base = tl.multiple_of(tl.load(piece), alignment)
+    block_stride = tl.multiple_of(tl.load(piece + 1), alignment)
+    matrix_column = tl.multiple_of(tl.load(piece + 2), alignment)
+    columns = tl.multiple_of(tl.load(piece + 3), alignment)
+    row = (tl.program_id(1) * num_rows + tl.arange(0, num_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, run_size)[None, :]
+    mask = (row < batch) & (column < columns)
+    in_block = flat + base + row * block_stride + column
+    in_matrix = matrix + matrix_column + row * matrix_stride + column
+    if to_matrix:
+        tl.store(in_matrix, tl.load(in_block, mask), mask)
+    else:
+        tl.store(in_block, tl.load(in_matrix, mask), mask)

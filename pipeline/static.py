@@ -1,0 +1,265 @@
+"""The five-stage pipeline on the static EBC: every stage of fixed shapes, eager or as one CUDA graph an iteration.
+
+1 input dist               of the next batch, beside stages 2 to 5
+2 embedding forward        the bottom MLP beside it
+3 dense forward/backward   the top MLP's gradient all-reduce beside the cross network's backward
+4 embedding backward       weight gradients and their all-reduce beside it
+5 dense update             beside 4
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from dlrm.config import RunConfig
+from dlrm.data.batch import Batch
+from dlrm.embedding.plan import make_plan, rank_cost_us
+from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm.explicit_dense import ExplicitDense
+from dlrm.ranks import Ranks
+
+# Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
+_EAGER_ITERATIONS = 3
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What one batch in flight occupies on the device; batch n uses slot n % 2."""
+
+    staging: Batch
+    """The batch as it came from the host."""
+    ids: DistributedIds
+    dense: Tensor
+    labels: Tensor
+
+
+class StaticPipeline:
+    """See pipeline.interface.Pipeline."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        """Collective over all ranks."""
+        self._config, self._ranks, device = config, ranks, ranks.device
+        model, batch_size = config.model, config.local_batch_size
+        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        global_batch_size = batch_size * ranks.world_size
+        self._plan = make_plan(model, ranks.world_size, global_batch_size, self._dtype.itemsize)
+        self.ebc = StaticEBC(
+            model, config.optimizer, self._plan, ranks, batch_size, config.seed, self._dtype, config.presort_ids
+        )
+        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, device)
+        self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
+        self._dense_group = dist.new_group()
+        self._loss = torch.zeros((), device=device)
+        self._slots = [self._new_slot() for _ in range(2)]
+        self._eval_slot = self._new_slot()
+        self._streams = _Streams(device, config.overlap)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._step = 0
+        self._fetched = 0
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch itself: its one buffer in pinned memory is all that travels."""
+        return batch
+
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """One iteration; reads two batches ahead of the one it trains on."""
+        if self._fetched == 0:
+            self._prime(batches)
+        if self._step == self._fetched:
+            raise StopIteration
+        now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
+        self._streams.wait_for_copy()
+        if self._config.cuda_graph == "iteration" and self._step >= _EAGER_ITERATIONS:
+            self._replay()
+        else:
+            self._iteration(now, ahead)
+        self._streams.end_iteration()
+        self._step += 1
+        self._fetch(batches)
+        return self._loss.clone()
+
+    def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Forward only; the batches of the training in flight keep their slots."""
+        slot = self._eval_slot
+        for batch in batches:
+            self._copy(batch, slot)
+            self._input_dist(slot)
+            with torch.no_grad():
+                logits = self._forward(slot)
+            yield logits.float(), slot.labels.clone()
+
+    def describe(self) -> dict[str, Any]:
+        """The plan, and each rank's predicted embedding time and table memory."""
+        model, ranks = self._config.model, range(self._ranks.world_size)
+        global_batch_size = self._config.local_batch_size * self._ranks.world_size
+        shards = [self._plan.of_rank(rank) for rank in ranks]
+        return {
+            "plan": [
+                [
+                    {"table": model.feature_names[s.table], "column": s.column, "columns": s.columns}
+                    for s in shards[rank]
+                ]
+                for rank in ranks
+            ],
+            "predicted_embedding_us": [
+                round(rank_cost_us(shards[rank], model, global_batch_size, self._dtype.itemsize)) for rank in ranks
+            ],
+            "table_and_state_gb": [
+                round(sum(model.rows[s.table] * s.columns for s in shards[rank]) * 8 / 1e9, 2) for rank in ranks
+            ],
+        }
+
+    # The five stages
+
+    def _iteration(self, now: _Slot, ahead: _Slot) -> None:
+        """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
+        dense, streams = self.dense, self._streams
+        with streams.beside("input_dist"):
+            self._input_dist(ahead)
+        with streams.beside("dense"):
+            dense.bottom_forward(now.dense)
+        with record_function("embedding_forward"):
+            pooled = self.ebc.lookup(now.ids)
+            self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
+        streams.join("dense")
+        with record_function("dense_forward_backward"), torch.no_grad():
+            dlogits = dense.loss_backward(dense.forward(), now.labels, self._loss)
+            grad = dense.top_backward(dlogits)
+            first, second = dense.grad_buckets()
+            with streams.beside("dense"):
+                dense.top_weight_gradients()
+                dist.all_reduce(first, group=self._dense_group)
+            grad = dense.cross_backward(grad)
+            with streams.beside("dense"):
+                dense.cross_weight_gradients()
+                dense.bottom_backward()
+                dist.all_reduce(second, group=self._dense_group)
+        with streams.beside("dense"), record_function("dense_update"):
+            dense.update(self._learning_rate, self._config.optimizer.eps)
+        with record_function("embedding_backward"):
+            received = self.ebc.gradient_dist(grad[:, self._config.model.embedding_dim :])
+            self.ebc.update(now.ids, pooled, received)
+        streams.join("dense")
+        streams.join("input_dist")
+
+    def _input_dist(self, slot: _Slot) -> None:
+        with record_function("input_dist"):
+            slot.dense.copy_(slot.staging.dense)
+            slot.labels.copy_(slot.staging.labels)
+            self.ebc.input_dist(slot.staging.ids, slot.ids)
+
+    def _forward(self, slot: _Slot) -> Tensor:
+        self.dense.bottom_forward(slot.dense)
+        self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
+        return self.dense.forward()
+
+    def _interaction_input(self) -> Tensor:
+        return self.dense.x0[:, self._config.model.embedding_dim :]
+
+    # Batches in flight
+
+    def _new_slot(self) -> _Slot:
+        batch = Batch.empty(self._config.local_batch_size, self._config.model)
+        staging = Batch.over(batch.storage.to(self._ranks.device), self._config.local_batch_size, self._config.model)
+        return _Slot(staging, self.ebc.empty_ids(), torch.zeros_like(staging.dense), torch.zeros_like(staging.labels))
+
+    def _prime(self, batches: Iterator[Batch]) -> None:
+        self._fetch(batches)
+        self._streams.wait_for_copy()
+        if self._fetched:
+            self._input_dist(self._slots[0])
+        self._fetch(batches)
+
+    def _fetch(self, batches: Iterator[Batch]) -> None:
+        """Starts the next batch's copy to the device, if there is one, behind the last reader of its slot."""
+        batch = next(batches, None)
+        if batch is not None:
+            with self._streams.copying():
+                self._copy(batch, self._slots[self._fetched % 2])
+            self._fetched += 1
+
+    @staticmethod
+    def _copy(batch: Batch, slot: _Slot) -> None:
+        slot.staging.storage.copy_(batch.storage, non_blocking=True)
+
+    # The graph
+
+    def _replay(self) -> None:
+        if not self._graphs:
+            self._capture()
+        self._graphs[self._step % 2].replay()
+
+    def _capture(self) -> None:
+        """Two graphs, one for each slot of the batch in training. Capturing runs nothing."""
+        torch.cuda.synchronize()
+        for i in range(2):
+            graph = torch.cuda.CUDAGraph()
+            pool = self._graphs[0].pool() if self._graphs else None
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._iteration(self._slots[i], self._slots[1 - i])
+            self._graphs.append(graph)
+
+
+class _Streams:
+    """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order."""
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self._cuda = device.type == "cuda"
+        self._side: dict[str, torch.cuda.Stream] = {}
+        if self._cuda:
+            self._copy = torch.cuda.Stream()
+            self._copied = torch.cuda.Event()
+            # The event of iteration n, and of n - 1: the last reader of the slot that batch n + 2 goes to.
+            self._ended = [torch.cuda.Event(), torch.cuda.Event()]
+            if overlap:
+                self._side = {"input_dist": torch.cuda.Stream(), "dense": torch.cuda.Stream()}
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """What is launched inside runs on side stream `name`, after all launched so far on the current stream."""
+        side = self._side.get(name)
+        if side is None:
+            yield
+            return
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield
+
+    def join(self, name: str) -> None:
+        """The current stream waits for side stream `name`."""
+        side = self._side.get(name)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Copies launched inside run on the copy stream, behind the iteration before the last one."""
+        return self._copying() if self._cuda else _nothing()
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        self._copy.wait_event(self._ended[0])
+        with torch.cuda.stream(self._copy):
+            yield
+            self._copied.record()
+
+    def wait_for_copy(self) -> None:
+        """The current stream waits for the last copy."""
+        if self._cuda:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def end_iteration(self) -> None:
+        """Marks the end of an iteration on the current stream."""
+        if self._cuda:
+            self._ended.reverse()
+            self._ended[1].record()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,331 @@
+"""Whole runs on two ranks: to the target, past it, and into every mistake; all ranks end, and the log is closed."""
+
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.clock import IterationClock
+from bench.losses import LossHistory
+from bench.mllog import MLPerfLog, check_compliance
+from bench.record import Record, read_record
+from bench.run import LOG_NAME, Run
+from bench.schedule import Schedule
+from dlrm.config import ModelConfig
+from dlrm.data.batch import Batch
+from dlrm.data.criteo import multi_hot_file
+from dlrm.data.manifest import read_manifest
+from dlrm.data.npy import member_span
+from dlrm.data.planted import PlantedConfig, generate
+from dlrm.metrics import exact_auc
+from dlrm.presets import preset
+from dlrm.ranks import Ranks
+from tests.launched import Ended, forked_launch
+
+SAMPLES_PER_DAY = 6000
+TRAIN_SAMPLES = 3 * SAMPLES_PER_DAY
+LOCAL_BATCH = 128
+GBS = 2 * LOCAL_BATCH
+CADENCE = TRAIN_SAMPLES // (20 * GBS)
+ITERATIONS = TRAIN_SAMPLES // GBS
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, _, _ = generate(PlantedConfig(path=tmp_path_factory.mktemp("data"), samples_per_day=SAMPLES_PER_DAY))
+    return path
+
+
+def launch(data: Path, folder: Path, *arguments: str, ranks: int = 2) -> Ended:
+    common = ["--data.path", str(data), "--results-dir", str(folder / "results"), "--run-id", "x"]
+    sizes = ["--local-batch-size", str(LOCAL_BATCH), "--warmup-iterations", "2"]
+    return forked_launch(ranks, folder, [*common, *sizes, *arguments])
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "results" / "x" / LOG_NAME).read_text().splitlines()
+    return [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+
+
+def metadata(folder: Path, key: str) -> list[dict[str, Any]]:
+    return [event["metadata"] for event in events(folder) if event["key"] == key]
+
+
+def values(folder: Path, key: str) -> list[Any]:
+    return [event["value"] for event in events(folder) if event["key"] == key]
+
+
+def assert_aborted(folder: Path, ended: Ended) -> None:
+    """Every rank ended by itself with an error; the log is closed as aborted, and there is no record."""
+    assert all(status in (1, 2) for status in ended.statuses), ended
+    assert [end["status"] for end in metadata(folder, "run_stop")] == ["aborted"]
+    assert events(folder)[-1]["key"] == "epoch_stop"
+    assert len(metadata(folder, "eval_start")) == len(metadata(folder, "eval_stop"))
+    assert not (folder / "results" / "x" / "run.json").exists()
+
+
+# Runs that end well.
+
+
+@pytest.fixture(scope="module")
+def reached(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended, Record]:
+    folder = tmp_path_factory.mktemp("reached")
+    ended = launch(data, folder, "--target-auc", "0.6")
+    assert ended.statuses == [0, 0], ended
+    return folder, ended, read_record(folder / "results" / "x")
+
+
+def test_the_target_is_reached_and_recorded(data, reached):
+    folder, ended, record = reached
+    manifest = read_manifest(data)
+    assert manifest is not None
+    training = record.run["training"]
+    assert training is not None
+    assert training["status"] == "success"
+    assert training["target"] == 0.6
+    assert 0.6 <= training["auc"] < training["best_auc"] == manifest.best_auc
+    iterations = len(record.losses)
+    assert record.iterations_ms.shape == (2, iterations)
+    assert training["epoch_num"] == pytest.approx(iterations * GBS / TRAIN_SAMPLES)
+    assert training["losses"]["last"] < training["losses"]["first"]
+    assert "target 0.60000 reached" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+
+
+def test_the_log_passes_the_checker(reached):
+    folder, _, _ = reached
+    verdict = check_compliance(folder / "results" / "x" / LOG_NAME)
+    assert verdict.passed, verdict.output
+    assert values(folder, "global_batch_size") == [GBS]
+    assert values(folder, "train_samples") == [TRAIN_SAMPLES]
+    assert values(folder, "eval_samples") == [SAMPLES_PER_DAY // 2]
+    assert [end["status"] for end in metadata(folder, "run_stop")] == ["success"]
+
+
+def test_the_run_stops_at_the_first_evaluation_that_reaches_the_target(reached):
+    folder, _, record = reached
+    aucs = values(folder, "eval_accuracy")
+    assert all(auc < 0.6 for auc in aucs[:-1])
+    training = record.run["training"]
+    assert training is not None
+    assert aucs[-1] == training["auc"]
+    assert len(record.losses) == len(aucs) * CADENCE
+
+
+def test_a_missed_target(data, tmp_path):
+    manifest = read_manifest(data)
+    assert manifest is not None
+    ended = launch(data, tmp_path, "--target-auc", str(manifest.best_auc - 1e-6))
+    assert ended.statuses == [3, 3]
+    assert "missed" in ended.outputs[0]
+    assert [end["status"] for end in metadata(tmp_path, "run_stop")] == ["aborted"]
+    assert not check_compliance(tmp_path / "results" / "x" / LOG_NAME).passed
+    record = read_record(tmp_path / "results" / "x")
+    training = record.run["training"]
+    assert training is not None
+    assert training["status"] == "aborted"
+    assert len(record.losses) == ITERATIONS
+    evaluated = [*range(CADENCE, ITERATIONS + 1, CADENCE)]
+    if ITERATIONS % CADENCE:
+        evaluated.append(ITERATIONS)
+    for key in ("eval_start", "eval_accuracy", "eval_stop"):
+        assert [event["epoch_num"] for event in metadata(tmp_path, key)] == pytest.approx(
+            [iteration * GBS / TRAIN_SAMPLES for iteration in evaluated]
+        )
+
+
+def test_one_seed_one_result(data, tmp_path):
+    def losses(name: str, seed: int) -> np.ndarray:
+        ended = launch(data, tmp_path / name, "--target-auc", "None", "--iterations", "12", "--seed", str(seed))
+        assert ended.statuses == [0, 0], ended
+        return read_record(tmp_path / name / "results" / "x").losses
+
+    first = losses("first", 1)
+    assert len(first) == 12
+    assert np.array_equal(first, losses("again", 1))
+    assert (first != losses("other", 2)).all()
+
+
+def test_two_ranks_train_as_one_with_the_global_batch(data, reached, tmp_path):
+    _, _, two = reached
+    ended = launch(data, tmp_path, "--target-auc", "0.6", "--local-batch-size", str(GBS), ranks=1)
+    assert ended.statuses == [0], ended
+    one = read_record(tmp_path / "results" / "x")
+    np.testing.assert_allclose(one.losses, two.losses, rtol=1e-5)
+    assert one.run["training"]["auc"] == pytest.approx(two.run["training"]["auc"], abs=1e-5)  # type: ignore[index]
+
+
+# The mistakes that users make, before training starts.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--data.path", "nowhere"], "python -m dlrm.data.planted --preset smoke --path nowhere"),
+        (["--target-auc", "0.99"], "--target-auc 0.99 is above 0.8"),
+        (["--local-batch-size", "10000"], "--local-batch-size 10000 on 2 rank(s) exceeds the 18000 training samples"),
+        (["--iterations", "5000"], f"--iterations 5000 exceeds one epoch, {ITERATIONS} global batches"),
+        (["--precision", "tf32"], "--precision tf32 needs a GPU"),
+        (["--data.train-days", "4"], "day_4_dense.npy does not exist"),
+        (["--results-dir", __file__], "choose another --results-dir"),
+        (["--model.num-embeddings", *["77"] * 26], "rows"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(data, tmp_path, arguments, error):
+    ended = launch(data, tmp_path, *arguments)
+    assert ended.statuses == [2, 2], ended
+    for rank, output in enumerate(ended.outputs):
+        assert output.startswith(f"rank {rank}: error: ")
+        assert error in output
+        assert "Traceback" not in output
+    assert not (tmp_path / "results" / "x" / "run.json").exists()
+
+
+def test_tables_that_do_not_fit(data, tmp_path):
+    ended = launch(data, tmp_path, "--preset", "launch-bound", "--precision", "fp32", "--model.embedding-dim", "65536",
+                   "--model.bottom-mlp", "65536")  # fmt: skip
+    assert ended.statuses == [2, 2], ended
+    for output in ended.outputs:
+        assert "tables and Adagrad state need 107051.5 GB and the 2 rank(s) have" in output
+        assert "--model.table-scale" in output
+
+
+def test_an_existing_record_is_left_alone(data, tmp_path):
+    record = tmp_path / "results" / "x"
+    record.mkdir(parents=True)
+    (record / "run.json").write_text("precious")
+    ended = launch(data, tmp_path)
+    assert ended.statuses == [2, 2]
+    assert all("--run-id" in output for output in ended.outputs)
+    assert [path.name for path in record.iterdir()] == ["run.json"]
+    assert (record / "run.json").read_text() == "precious"
+
+
+# What goes wrong on the way.
+
+
+@pytest.mark.parametrize("target", ["None", "0.8"])
+def test_training_that_diverges(data, tmp_path, target):
+    ended = launch(data, tmp_path, "--optimizer.learning-rate", "1e30", "--target-auc", target)
+    assert_aborted(tmp_path, ended)
+    for output in ended.outputs:
+        assert "the loss of iteration 2 is nan: training diverged; lower --optimizer.learning-rate" in output
+
+
+def corrupt(data: Path, copy: Path, day: int, feature: int, sample: int, value: int) -> None:
+    """A copy of the data set with one sample's first id of one feature replaced."""
+    shutil.copytree(data, copy)
+    path = multi_hot_file(copy, day)
+    with zipfile.ZipFile(path) as archive:
+        _, end = member_span(path, archive.getinfo(f"{feature}.npy"))
+    hot = preset("smoke").model.multi_hot_sizes[feature]
+    with path.open("r+b") as file:
+        file.seek(end - (SAMPLES_PER_DAY - sample) * hot * 4)
+        file.write(np.int32(value).tobytes())
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_bad_id_that_one_rank_reads(data, tmp_path, reader):
+    sample = 20 * GBS + reader * LOCAL_BATCH + 5
+    corrupt(data, tmp_path / "data", day=0, feature=4, sample=sample, value=123456)
+    ended = launch(tmp_path / "data", tmp_path, "--target-auc", "0.85", "--data.prefetch-batches", "1")
+    assert_aborted(tmp_path, ended)
+    error = f"day_0_sparse_multi_hot.npz[4.npy]: id 123456 of sample {sample} (feature cat_4) is outside its table"
+    assert error in ended.outputs[reader]
+    assert "error: " in ended.outputs[reader]
+    assert "Traceback" not in ended.outputs[reader]
+    assert len(values(tmp_path, "eval_accuracy")) >= 4
+
+
+def test_a_bad_id_in_the_evaluation(data, tmp_path):
+    corrupt(data, tmp_path / "data", day=3, feature=0, sample=200, value=-7)
+    ended = launch(tmp_path / "data", tmp_path, "--target-auc", "0.85")
+    assert_aborted(tmp_path, ended)
+    assert "day_3_sparse_multi_hot.npz[0.npy]: id -7 of sample 200 (feature cat_0)" in ended.outputs[1]
+    assert values(tmp_path, "eval_accuracy") == []
+
+
+def test_a_data_directory_that_one_rank_lacks(data, tmp_path):
+    """As on two nodes of which one has no data."""
+    ended = forked_launch(2, tmp_path, ["--results-dir", str(tmp_path)], before=FileOnOneRank(data))
+    assert 0 not in ended.statuses
+    assert -9 not in ended.statuses
+    assert "is not a directory" in ended.outputs[1]
+
+
+class FileOnOneRank:
+    """Gives rank 0 the data's path, and rank 1 one that does not exist."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+
+    def __call__(self) -> None:
+        import os
+        import sys
+
+        sys.argv += ["--data.path", str(self.data) if os.environ["RANK"] == "0" else "nowhere"]
+
+
+# Evaluation, without a run around it.
+
+
+class FewSamples:
+    """Evaluation batches of 8, of which `valid` are real; the others would spoil the AUC."""
+
+    train_samples = 8
+    eval_samples = 15
+    best_auc = None
+
+    def __init__(self, valid: list[int], model: ModelConfig) -> None:
+        self.batches = [self.batch(i, n, model) for i, n in enumerate(valid)]
+
+    @staticmethod
+    def batch(seed: int, valid: int, model: ModelConfig) -> Batch:
+        batch = Batch.empty(8, model)
+        generator = torch.Generator().manual_seed(seed)
+        batch.dense.copy_(torch.randn(batch.dense.shape, generator=generator))
+        batch.labels.copy_(torch.arange(8) % 2)
+        batch.dense[valid:], batch.labels[valid:], batch.num_valid = -9, 1, valid
+        return batch
+
+    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+class FirstFeature:
+    """A model whose logit is the first dense feature; reads one batch ahead, as real pipelines do."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        return batch
+
+    def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        ahead = next(batches, None)
+        while (batch := ahead) is not None:
+            ahead = next(batches, None)
+            yield batch.dense[:, 0], batch.labels
+
+
+def test_padding_does_not_count():
+    config = replace(preset("smoke"), local_batch_size=8, warmup_iterations=0)
+    dataset = FewSamples([8, 5, 2, 0], config.model)
+    cpu = torch.device("cpu")
+    this = Run(
+        config=config,
+        ranks=Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=cpu),
+        dataset=dataset,  # type: ignore[arg-type]
+        schedule=Schedule.of(config, 8, 1),
+        pipeline=FirstFeature(),  # type: ignore[arg-type]
+        log=MLPerfLog(None),
+        clock=IterationClock(cpu),
+        losses=LossHistory(cpu, 1),
+    )
+    real = [(b.dense[: b.num_valid, 0], b.labels[: b.num_valid]) for b in dataset.batches]
+    scores, labels = (torch.cat(parts) for parts in zip(*real, strict=True))
+    assert this.evaluate(0.5) == exact_auc(scores, labels)

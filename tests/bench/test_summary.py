@@ -1,0 +1,115 @@
+"""What is printed at the end of a run, and the exit status."""
+
+import dataclasses
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from bench import summary
+from bench.machine import Git, describe_machine
+from bench.mllog import ComplianceVerdict
+from bench.record import TrainingOutcome, build_record
+from bench.run import Outcome
+from bench.summary import EXIT_NOT_COMPLIANT, EXIT_TARGET_MISSED, print_summary
+from dlrm.presets import preset
+from dlrm.ranks import Ranks
+from tests.launched import fork, wait
+
+REACHED = TrainingOutcome(status="success", epoch_num=0.75, auc=0.80281, target=0.80275, best_auc=0.81)
+MISSED = dataclasses.replace(REACHED, status="aborted", epoch_num=0.999, auc=0.80211)
+NO_TARGET = TrainingOutcome(status="no_target", epoch_num=0)
+
+
+def outcome(training: TrainingOutcome, iterations: int = 300) -> Outcome:
+    record = build_record(
+        run_id="20261121T004512Z-8xh200-mlperf-dcnv2",
+        created=datetime(2026, 11, 21, tzinfo=UTC),
+        command="torchrun launch/dlrm.py",
+        git=Git(commit="0123abc", dirty=False),
+        config=preset("mlperf-dcnv2"),
+        world_size=8,
+        machine=describe_machine(),
+        iterations_ms=np.linspace(2, 1234.5678, 8 * iterations, dtype=np.float32).reshape(iterations, 8).T,
+        losses=np.ones(iterations),
+        training=training,
+        pipeline={},
+    )
+    return Outcome(folder=Path("results") / record["id"], record=record)
+
+
+def printed(capsys: pytest.CaptureFixture[str], what: Outcome) -> tuple[int, str]:
+    status = summary._print(what)
+    return status, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def compliant(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    answer = {"passed": True, "output": "the checker's [bold]text"}
+    monkeypatch.setattr(summary, "check_compliance", lambda path: ComplianceVerdict(**answer))
+    return answer
+
+
+def test_target_reached(capsys):
+    status, text = printed(capsys, outcome(REACHED))
+    assert status == 0
+    assert "AUC          0.80281, target 0.80275 reached after 0.750 epochs; best of any model 0.81000" in text
+    assert "compliance   SUCCESS" in text
+    assert f"record       {Path('results/20261121T004512Z-8xh200-mlperf-dcnv2')}" in text
+
+
+def test_target_missed(capsys):
+    status, text = printed(capsys, outcome(MISSED))
+    assert status == EXIT_TARGET_MISSED == 3
+    assert "0.80211, target 0.80275 missed after 0.999 epochs" in text
+
+
+def test_a_log_that_the_checker_refuses(capsys, compliant):
+    compliant["passed"] = False
+    status, text = printed(capsys, outcome(REACHED))
+    assert status == EXIT_NOT_COMPLIANT == 4
+    assert "compliance   FAILURE" in text
+    assert "the checker's [bold]text" in text
+    assert printed(capsys, outcome(MISSED))[0] == EXIT_TARGET_MISSED
+
+
+def test_a_latency_run_says_nothing_of_auc(capsys):
+    status, text = printed(capsys, outcome(NO_TARGET))
+    assert status == 0
+    assert "AUC" not in text
+    assert "compliance" not in text
+
+
+def test_the_table_shows_every_figure_in_full(capsys):
+    what = outcome(NO_TARGET)
+    latency = what.record["latency_ms"]
+    assert latency is not None
+    _, text = printed(capsys, what)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    figures = [latency["n"], *(f"{latency[name]:.3f}" for name in ("p50", "p90", "p99", "mean"))]  # type: ignore[literal-required]
+    for figure in (*figures, *(f"{end:.3f}" for end in latency["ci95"]), f"{what.record['samples_per_second']:,.0f}"):
+        assert str(figure) in text
+
+
+def test_a_run_that_ends_within_its_warmup(capsys):
+    status, text = printed(capsys, outcome(REACHED, iterations=50))
+    assert status == 0
+    assert "no latency: the run ended within its 50 warm-up iterations" in text
+
+
+def print_on(what: Outcome) -> int:
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    status = print_summary(what, ranks)
+    dist.barrier()
+    return status
+
+
+def test_all_ranks_leave_with_the_same_status_and_only_rank_0_prints(tmp_path):
+    no_target = wait(fork(2, tmp_path, print_on, outcome(NO_TARGET)), tmp_path)
+    assert no_target.statuses == [0, 0]
+    assert "samples/s" in no_target.outputs[0]
+    assert no_target.outputs[1] == ""

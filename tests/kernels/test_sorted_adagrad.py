@@ -1,0 +1,95 @@
+"""Sorted Adagrad against torch.optim.Adagrad through autograd, and the Triton kernels against their plain twin."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.sorted_adagrad import adagrad_update, plain_adagrad_update, sort_ids
+from tests.kernels.devices import DEVICE, needs_triton
+
+EPS = 1e-8
+
+
+def make_case(
+    tables: list[int], batch: int, hot: int, columns: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """weights, state, grad, linear ids and bags of `tables` (their row counts), all bags of `hot` ids."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, first_row, ids, bags = sum(tables), 0, [], []
+    for table, table_rows in enumerate(tables):
+        ids.append(first_row + torch.randint(table_rows, (batch * hot,), generator=generator))
+        bags.append((torch.arange(batch) * len(tables) + table).repeat_interleave(hot))
+        first_row += table_rows
+    weights = torch.randn(rows, columns, generator=generator)
+    state = torch.rand(rows, columns, generator=generator)
+    grad = torch.randn(batch, len(tables) * columns, generator=generator).to(dtype)
+    to_device = (weights, state, grad, torch.cat(ids).int(), torch.cat(bags).int())
+    return tuple(tensor.to(DEVICE) for tensor in to_device)  # type: ignore[return-value]
+
+
+def test_plain_twin_equals_autograd_and_torch_adagrad() -> None:
+    tables, batch, hot, columns = [3, 50, 1000], 37, 4, 16
+    weights, _, grad, ids, bags = (t.cpu() for t in make_case(tables, batch, hot, columns, torch.float32))
+    parameters = [torch.nn.Parameter(part.clone()) for part in weights.split(tables)]
+    optimizer = torch.optim.Adagrad(parameters, lr=0.1, eps=EPS)
+    state = torch.zeros_like(weights)
+    first_rows = [0, 3, 53]
+    for _ in range(3):
+        pooled = [
+            functional.embedding_bag(part.view(batch, hot) - first, parameter, mode="sum")
+            for part, first, parameter in zip(ids.long().split(batch * hot), first_rows, parameters, strict=True)
+        ]
+        optimizer.zero_grad()
+        torch.cat(pooled, dim=1).backward(grad)
+        optimizer.step()
+        adagrad_update(weights, state, grad, *sort_ids(ids, bags, sum(tables)), torch.tensor([0.1]), EPS)
+        torch.testing.assert_close(weights, torch.cat(list(parameters)).detach())
+
+
+@pytest.mark.parametrize("num_rows", [40, 70_000])
+def test_sort_is_stable_and_keeps_padding_first(num_rows: int) -> None:
+    ids = torch.randint(-1, num_rows, (501,), dtype=torch.int32, device=DEVICE)
+    bags = torch.arange(501, dtype=torch.int32, device=DEVICE)
+    sorted_ids, sorted_bags = sort_ids(ids, bags, num_rows)
+    assert sorted_ids.dtype == sorted_bags.dtype == torch.int32
+    assert sorted(zip(ids.tolist(), bags.tolist(), strict=True)) == list(
+        zip(sorted_ids.tolist(), sorted_bags.tolist(), strict=True)
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("tables", "batch", "hot"),
+    [
+        ([5000], 33, 7),  # runs of one or two
+        ([3, 4, 40, 10_000], 119, 1),  # runs within a tile and over several
+        ([1], 1111, 3),  # one run over everything
+        ([2, 2], 16, 1),  # less than a tile
+        ([30], 200, 5),  # every tile border crossed
+    ],
+)
+def test_triton_equals_plain(tables: list[int], batch: int, hot: int, columns: int, dtype: torch.dtype) -> None:
+    from kernels.sorted_adagrad import triton_adagrad_update
+
+    weights, state, grad, ids, bags = make_case(tables, batch, hot, columns, dtype)
+    ids[::17] = -1  # padding
+    ordered = sort_ids(ids, bags, sum(tables))
+    rate = torch.tensor([0.05], device=DEVICE)
+    expected, expected_state = weights.double(), state.double()  # long runs show what fp32 sums round off
+    plain_adagrad_update(expected, expected_state, grad, *ordered, rate, EPS)
+    again, again_state = weights.clone(), state.clone()
+    triton_adagrad_update(weights, state, grad, *ordered, rate, EPS)
+    triton_adagrad_update(again, again_state, grad, *ordered, rate, EPS)
+    torch.testing.assert_close(state.double(), expected_state, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(weights, again)
+    assert torch.equal(state, again_state)
+
+
+def test_one_over_capacity_of_what_is_supported_is_refused() -> None:
+    weights = torch.zeros(4, 12)
+    ids = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="columns"):
+        adagrad_update(weights, weights.clone(), torch.zeros(2, 12), ids, ids, torch.ones(1), EPS)

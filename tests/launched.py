@@ -1,0 +1,140 @@
+"""Starts launch/dlrm.py for a test: under torchrun, or as ranks forked from a process that has imported everything.
+
+Forked ranks have no agent that ends them when one fails: a rank that does not end by itself is a failed test. They
+start in a tenth of a second, torchrun in four.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = str(ROOT / "launch" / "dlrm.py")
+PATIENCE_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Exit status and output (both streams) of each rank."""
+
+    statuses: list[int | None]
+    outputs: list[str]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _rank_main(
+    rank: int, world_size: int, port: int, output: Path, function: Callable[..., int], args: tuple[Any, ...]
+) -> None:
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        status = function(*args)
+    except SystemExit as leave:
+        status = leave.code if isinstance(leave.code, int) else 0
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def fork(world_size: int, folder: Path, function: Callable[..., int], *args: Any) -> list[Any]:
+    """Processes that run function(*args), whose result is the exit status; rank r writes to folder/output_r.txt."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["launch.dlrm"])
+    port = free_port()
+    processes = []
+    for rank in range(world_size):
+        output = folder / f"output_{rank}.txt"
+        process = context.Process(target=_rank_main, args=(rank, world_size, port, output, function, args))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def wait(processes: Sequence[Any], folder: Path, patience_s: float = PATIENCE_S) -> Ended:
+    """Waits for forked ranks; those that do not end are killed, and have status -9."""
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    outputs = [(folder / f"output_{rank}.txt").read_text() for rank in range(len(processes))]
+    return Ended([process.exitcode for process in processes], outputs)
+
+
+def launch_main(arguments: Sequence[str], before: Callable[[], None] | None = None) -> int:
+    """main() of launch/dlrm.py, in a forked rank; `before` may break something first."""
+    import launch.dlrm
+
+    sys.argv = ["launch/dlrm.py", *arguments]
+    if before is not None:
+        before()
+    return launch.dlrm.main()
+
+
+def forked_launch(
+    world_size: int, folder: Path, arguments: Sequence[str], before: Callable[[], None] | None = None
+) -> Ended:
+    """Runs launch/dlrm.py on forked ranks to its end."""
+    folder.mkdir(exist_ok=True)
+    return wait(fork(world_size, folder, launch_main, list(arguments), before), folder)
+
+
+def torchrun(output: Path, arguments: Sequence[str], options: Sequence[str] = ("--nproc_per_node=2",)) -> Any:
+    """Starts torchrun with launch/dlrm.py and returns its Popen; both streams go to `output`."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, LAUNCHER, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with output.open("wb") as sink:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+
+
+def ranks_naming(text: str) -> Iterator[int]:
+    """Process ids of the ranks, not of torchrun, that have `text` in their command line."""
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = command_line.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # the process has ended
+            continue
+        if any(text in word for word in words) and "torch.distributed.run" not in words:
+            yield int(command_line.parent.name)
+
+
+def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {patience_s} s"
+        time.sleep(0.05)
+
+
+def end(processes: Sequence[Any], text: str) -> None:
+    """After a test: nothing that it started stays, whatever went wrong."""
+    for process in processes:
+        process.kill()
+        process.wait()
+    for pid in list(ranks_naming(text)):
+        os.kill(pid, signal.SIGKILL)
