@@ -4,6 +4,7 @@ dlrm-bench compare A B [...]: every side after the first is compared with the fi
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -157,7 +158,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         | {"SM clock during the run (MHz)": _clocks(records)},
         global_batch_size=records[0].run["config"].get("global_batch_size"),
         mean_only=False,
-        warnings=[*warnings, *(doubt for record in records for doubt in doubts(record))],
+        warnings=[*warnings, *_doubts(label, records)],
     )
 
 
@@ -165,12 +166,18 @@ def doubts(record: Record) -> list[str]:
     """Reasons to doubt a record that is well-formed: code that no commit holds, a machine that was throttled."""
     run, found = record.run, []
     if run["git"]["dirty"]:
-        found.append(f"{run['id']}: its source tree differed from commit {str(run['git']['commit'])[:12]}")
+        found.append("source tree differed from its commit")
     conditions = run.get("conditions")
     if conditions and conditions["throttled"]:
         reasons = ", ".join(sorted({span["reason"] for span in conditions["throttling"]}))
-        found.append(f"{run['id']}: throttled ({reasons})")
+        found.append(f"throttled ({reasons})")
     return found
+
+
+def _doubts(label: str, records: Sequence[Record]) -> list[str]:
+    """The doubts of all records of a side, each said once."""
+    counts = Counter(doubt for record in records for doubt in doubts(record))
+    return [f"{label}: {doubt} in {n} of {len(records)} runs" for doubt, n in counts.items()]
 
 
 def compare_sides(a: Side, b: Side) -> Result:
@@ -302,8 +309,9 @@ def throughput_ratio(result: Result) -> Ratio | None:
 
 def result_table(result: Result) -> Table:
     """The result for people: '~' where nothing is proven."""
-    table = Table(title=f"A = {result.a.label}\nB = {result.b.label}", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("latency of an iteration, ms", "A", "B", "B / A", "95 % interval", "B is"):
+    title = f"Latency of an iteration\nA = {result.a.label}\nB = {result.b.label}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("latency, ms", "A", "B", "B / A", "95 % interval", "B is"):
         table.add_column(column, justify="left" if column.startswith("latency") else "right", no_wrap=True)
     proves = result.comparison.between_runs
     a, b = result.a.metrics(), result.b.metrics()
@@ -314,12 +322,8 @@ def result_table(result: Result) -> Table:
     throughput = throughput_ratio(result)
     if throughput is not None:
         cells = (f"{_throughput(side):,.0f}" for side in (result.a, result.b))
-        verdict = (
-            result.comparison.ratios["mean"].verdict
-            if result.a.global_batch_size == result.b.global_batch_size
-            else None
-        )
-        table.add_row("samples per second", *cells, *_ratio_cells(throughput, verdict if proves else None))
+        verdict = Ratio(*(1 / value for value in (throughput.value, throughput.high, throughput.low))).verdict
+        table.add_row("samples / s", *cells, *_ratio_cells(throughput, verdict if proves else None))
     return table
 
 

@@ -132,10 +132,25 @@ def short_name(machine: Machine) -> str:
     """Name for run ids: '8xh200', '2x8xh100' (two nodes of eight), 'cpu'."""
     if machine["gpu"] is None:
         return "cpu"
-    # The model is the first word with a digit: H200 in 'NVIDIA H200', A100 in 'NVIDIA A100-SXM4-80GB'.
-    words = re.findall(r"[a-z0-9]+", machine["gpu"].lower())
-    model = next((word for word in words if re.search(r"\d", word)), words[-1])
-    return f"{_count(machine, 'x')}x{model}"
+    return f"{_count(machine, 'x')}x{_model(machine['gpu'])}"
+
+
+def gpus_of_node() -> int:
+    """GPUs that CUDA would find on this node; creates no CUDA context on them."""
+    return torch.cuda.device_count()
+
+
+def short_name_of_node(gpus: int) -> str:
+    """The same for `gpus` GPUs of this node, of which CUDA must not be asked: it would take memory on one of them."""
+    with nvml_session() as works:
+        name = readable(lambda: str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))) if works else None
+    return "cpu" if name is None else f"{gpus}x{_model(name)}"
+
+
+def _model(gpu: str) -> str:
+    """The first word with a digit: 'h200' of 'NVIDIA H200', 'a100' of 'NVIDIA A100-SXM4-80GB'; else the last word."""
+    words = re.findall(r"[a-z0-9]+", gpu.lower())
+    return next((word for word in words if re.search(r"\d", word)), words[-1])
 
 
 def platform_name(machine: Machine) -> str:

@@ -1,13 +1,18 @@
 """The dense network with its backward written out, on flat buffers.
 
 Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
-chain that the embeddings wait for comes first, weight gradients run beside what follows. Weights, gradients and Adagrad
-state lie in flat buffers, so that all-reduce and update are one kernel each.
+chain that the embeddings wait for comes first, weight gradients run beside it or beside what follows.
+
+Weights and gradients lie in two flat buckets, in the order in which gradients become ready. The update is sharded (the
+optimizer sharding of ZeRO, Rajbhandari et al. 2020): a reduce-scatter gives each rank the summed gradient of its slice
+of a bucket, it alone keeps the slice's master weights and Adagrad state, and an all-gather brings the new weights back.
+The two collectives move what one all-reduce moves, and the update costs a rank 1 / world_size of the memory traffic.
 """
 
-import itertools
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dlrm.config import ModelConfig
@@ -23,22 +28,54 @@ _ALIGN = 64
 _PAD = 16
 
 
-class FlatTensors:
-    """Named views of one flat, zeroed buffer."""
+class Bucket:
+    """Named tensors of one flat buffer, with its gradient and this rank's share of its optimizer."""
 
-    def __init__(self, shapes: dict[str, torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup):
+        self._group = group
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.starts, end = {}, 0
-        for name, shape in shapes.items():
+        for name, value in weights.items():
             self.starts[name] = end
-            end += -(-shape.numel() // _ALIGN) * _ALIGN
-        self.flat = torch.zeros(end, dtype=dtype, device=device)
-        self._views = {
-            name: self.flat[start : start + shapes[name].numel()].view(shapes[name])
-            for name, start in self.starts.items()
-        }
+            end += -(-value.numel() // _ALIGN) * _ALIGN
+        share = -(-end // (_ALIGN * world_size)) * _ALIGN
+        self._mine = slice(rank * share, (rank + 1) * share)
+        flat = torch.zeros(share * world_size, device=device)
+        for name, value in weights.items():
+            flat[self.starts[name] :][: value.numel()].copy_(value.flatten())
+        self.working = flat.to(dtype)
+        self.grad = torch.zeros_like(self.working)
+        # In fp32 the working copy is the master.
+        self.master = self.working[self._mine] if dtype == torch.float32 else flat[self._mine].clone()
+        self.state = torch.zeros_like(self.master)
+        self._grad_share = torch.zeros_like(self.working[self._mine])
+        self.shapes = {name: value.shape for name, value in weights.items()}
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._views[name]
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The tensor called `name` in a buffer of this bucket's layout."""
+        shape = self.shapes[name]
+        return flat[self.starts[name] :][: shape.numel()].view(shape)
+
+    def reduce_scatter(self) -> None:
+        """Sums this rank's share of the gradient over the ranks."""
+        dist.reduce_scatter_tensor(self._grad_share, self.grad, group=self._group)
+
+    def update(self, learning_rate: Tensor, eps: float) -> None:
+        """Adagrad on this rank's share."""
+        mine = self.working[self._mine]
+        flat_adagrad(
+            self.master, self.state, self._grad_share, learning_rate, eps, None if mine.dtype == torch.float32 else mine
+        )
+
+    def all_gather(self) -> None:
+        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing."""
+        dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
+
+    def full(self, share: Tensor) -> dict[str, Tensor]:
+        """Named copies of `master` or `state` put together from all ranks. Collective."""
+        flat = share.new_empty(self.working.numel())
+        dist.all_gather_into_tensor(flat, share.clone(), group=self._group)
+        return {name: self.view(flat, name).clone() for name in self.starts}
 
 
 class ExplicitDense:
@@ -59,34 +96,30 @@ class ExplicitDense:
     ) -> None:
         """dtype: of activations, gradients and the working copy of the weights, fp32 or bf16. Master weights and
         Adagrad state are fp32."""
-        self.model, self.dtype = model, dtype
+        self.model = model
         self.global_batch_size = global_batch_size
         self._padded = -(-model.dense_in_features // _PAD) * _PAD
         network = DenseNetwork(model)
         network.init_weights(seed)
         weights = network.state_dict()
         weights["bottom_mlp.0.weight"] = self._pad(weights["bottom_mlp.0.weight"])
-        shapes = {name: weights[name].shape for name in _backward_order(model)}
-        assert shapes.keys() == weights.keys()
-        self.master = FlatTensors(shapes, torch.float32, device)
-        self.state = FlatTensors(shapes, torch.float32, device)
-        self.grad = FlatTensors(shapes, dtype, device)
-        for name, value in weights.items():
-            self.master[name].copy_(value)
-        self.working = self.master
-        if dtype != torch.float32:
-            self.working = FlatTensors(shapes, dtype, device)
-            self.working.flat.copy_(self.master.flat)
+        group = dist.new_group()
+        top, rest = _backward_order(model)
+        assert {*top, *rest} == weights.keys()
+        self.top = Bucket({name: weights[name] for name in top}, dtype, device, group)
+        self.rest = Bucket({name: weights[name] for name in rest}, dtype, device, group)
+        self.buckets = (self.top, self.rest)
+        self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
+        self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         width = (model.num_features + 1) * model.embedding_dim
         self.x0 = torch.zeros(batch_size, width, dtype=dtype, device=device)
         self._dense = torch.zeros(batch_size, self._padded, dtype=dtype, device=device)
 
-    def state_dict(self, which: str = "master") -> dict[str, Tensor]:
-        """Copies of the weights ("master") or of Adagrad's state ("state") under DenseNetwork's names and shapes."""
-        tensors: FlatTensors = getattr(self, which)
-        copies = {name: tensors[name].clone() for name in tensors.starts}
-        copies["bottom_mlp.0.weight"] = copies["bottom_mlp.0.weight"][:, : self.model.dense_in_features].contiguous()
-        return copies
+    def state_dict(self, which: Literal["master", "state"] = "master") -> dict[str, Tensor]:
+        """Copies of the fp32 weights or of Adagrad's state, under DenseNetwork's names and shapes. Collective."""
+        full = {name: value for bucket in self.buckets for name, value in bucket.full(getattr(bucket, which)).items()}
+        full["bottom_mlp.0.weight"] = full["bottom_mlp.0.weight"][:, : self.model.dense_in_features].contiguous()
+        return full
 
     def _pad(self, weight: Tensor) -> Tensor:
         padded = weight.new_zeros(weight.shape[0], self._padded)
@@ -153,7 +186,7 @@ class ExplicitDense:
             bias, dbias = self.working[f"cross.{i}.bias"], self.grad[f"cross.{i}.bias"]
             cross_backward(grad, self.x0, self._y[i], bias, dy, dx0, dbias, i < self.model.cross_layers - 1)
             du = torch.mm(dy, self.working[f"cross.{i}.w"])
-            grad = torch.addmm(grad, du, self.working[f"cross.{i}.v"])
+            grad.addmm_(du, self.working[f"cross.{i}.v"])
             self._dy.append(dy)
             self._du.append(du)
         self._dx0 = grad.add_(dx0)
@@ -174,27 +207,14 @@ class ExplicitDense:
             if i > 0:
                 dh = torch.mm(dh, self.working[f"bottom_mlp.{i}.weight"])
 
-    def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Adagrad on all weights, from gradients summed over the ranks; refreshes the working copy.
-
-        learning_rate: fp32 [1] on the device, so that a captured graph follows its changes.
-        """
-        working = None if self.working is self.master else self.working.flat
-        flat_adagrad(self.master.flat, self.state.flat, self.grad.flat, learning_rate, eps, working)
-
-    def grad_buckets(self) -> tuple[Tensor, Tensor]:
-        """`grad` as two parts for the all-reduce: the top MLP's, ready first, and the rest."""
-        boundary = self.grad.starts[_backward_order(self.model)[2 * len(self.model.top_mlp)]]
-        return self.grad.flat[:boundary], self.grad.flat[boundary:]
-
     def _linear_relu(self, name: str, x: Tensor) -> Tensor:
         # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
         return torch._addmm_activation(self.working[f"{name}.bias"], x, self.working[f"{name}.weight"].t())
 
 
-def _backward_order(model: ModelConfig) -> list[str]:
-    """Names of all weights in the order in which their gradients become ready."""
-    names = [f"top_mlp.{i}.{kind}" for i in reversed(range(len(model.top_mlp))) for kind in ("weight", "bias")]
-    names += [f"cross.{i}.{kind}" for i in reversed(range(model.cross_layers)) for kind in ("w", "v", "bias")]
-    bottom = reversed(range(len(model.bottom_mlp)))
-    return names + [f"bottom_mlp.{i}.{kind}" for i, kind in itertools.product(bottom, ("weight", "bias"))]
+def _backward_order(model: ModelConfig) -> tuple[list[str], list[str]]:
+    """Names of all weights in the order in which their gradients become ready: the top MLP's, and the rest."""
+    top = [f"top_mlp.{i}.{kind}" for i in reversed(range(len(model.top_mlp))) for kind in ("weight", "bias")]
+    cross = [f"cross.{i}.{kind}" for i in reversed(range(model.cross_layers)) for kind in ("w", "v", "bias")]
+    bottom = [f"bottom_mlp.{i}.{kind}" for i in reversed(range(len(model.bottom_mlp))) for kind in ("weight", "bias")]
+    return top, cross + bottom

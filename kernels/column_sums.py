@@ -1,8 +1,6 @@
-"""The second stage of column sums: rows of partial sums to one row. Without atomics, so equal inputs give equal bits."""
+"""The second stage of column sums: rows of partial sums to one row, without atomics: equal inputs give equal bits."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from kernels._triton import cdiv, jit, tl
 
 
 def column_sums(partials: Tensor, out: Tensor) -> None:
-    """out[c] = sum over r of partials[r, c]. partials: fp32 [rows, columns], contiguous. out: bf16 or fp32 [columns]."""
+    """out = partials.sum(0). partials: fp32 [rows, columns], contiguous; out: bf16 or fp32 [columns]."""
     assert partials.is_contiguous() and out.shape == partials.shape[1:], "partials: [rows, columns], out: [columns]"
     sums = triton_column_sums if partials.is_cuda else plain_column_sums
     sums(partials, out)
@@ -29,7 +27,7 @@ def triton_column_sums(partials: Tensor, out: Tensor) -> None:
 
 @jit
 def _sum_rows(
-    partials: Any, out: Any, rows: tl.constexpr, columns: Any, block_rows: tl.constexpr, block_columns: tl.constexpr
+    partials, out, rows: tl.constexpr, columns, block_rows: tl.constexpr, block_columns: tl.constexpr
 ) -> None:
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     total = tl.zeros([block_rows, block_columns], tl.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -82,9 +80,7 @@ def triton_cross_backward(
 
 
 @jit
-def _forward(
-    x0: Any, x: Any, y: Any, bias: Any, out: Any, batch: Any, width: Any, rows: tl.constexpr, columns: tl.constexpr
-) -> None:
+def _forward(x0, x, y, bias, out, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     mask = (row < batch)[:, None] & (column < width)[None, :]
@@ -96,15 +92,15 @@ def _forward(
 
 @jit
 def _backward(
-    g: Any,
-    x0: Any,
-    y: Any,
-    bias: Any,
-    dy: Any,
-    dx0: Any,
-    partials: Any,
-    batch: Any,
-    width: Any,
+    g,
+    x0,
+    y,
+    bias,
+    dy,
+    dx0,
+    partials,
+    batch,
+    width,
     accumulate: tl.constexpr,
     steps: tl.constexpr,
     rows: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -50,9 +48,7 @@ def triton_flat_adagrad(
 
 
 @jit
-def _update(
-    master: Any, state: Any, grad: Any, working: Any, learning_rate: Any, eps: Any, count: Any, block: tl.constexpr
-) -> None:
+def _update(master, state, grad, working, learning_rate, eps, count, block: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < count
     g = tl.load(grad + at, mask).to(tl.float32)

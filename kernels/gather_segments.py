@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _PIECE = 2048  # elements that one program copies
 
 
 class Segment(NamedTuple):
-    """`length` elements from source[source_offset:] to out[out_offset:]; linear[out_offset:] gets them plus `first_row`."""
+    """`length` ids from source[source_offset:] to out[out_offset:]; with `first_row` added, to linear[out_offset:]."""
 
     source_offset: int
     out_offset: int
@@ -75,9 +75,7 @@ def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor, lin
 
 
 @jit
-def _copy_pieces(
-    source: Any, pieces: Any, out: Any, linear: Any, alignment: tl.constexpr, piece_size: tl.constexpr
-) -> None:
+def _copy_pieces(source, pieces, out, linear, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
     piece = pieces + 4 * tl.program_id(0)
     source_offset = tl.multiple_of(tl.load(piece), alignment)
     out_offset = tl.multiple_of(tl.load(piece + 1), alignment)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,7 +14,7 @@ _BLOCK = 8192  # one program does it all: samples are few, and its sum has one o
 def bce_with_logits(
     logits: Tensor, labels: Tensor, loss: Tensor, dlogits: Tensor, global_batch: int, scale: float = 1.0
 ) -> None:
-    """loss = mean over the local batch of BCE(sigmoid(z), label); dlogits = (sigmoid(z) - label) / global_batch * scale.
+    """loss = the local batch's mean BCE(sigmoid(z), label); dlogits = (sigmoid(z) - label) / global_batch * scale.
 
     logits, dlogits: bf16 or fp32 [batch], contiguous, of dtypes of their own; dlogits may be logits. labels: fp32
     [batch]. loss: fp32, one element. With scale 1, summing weight gradients over ranks gives the global mean's.
@@ -46,9 +44,7 @@ def triton_bce_with_logits(
 
 
 @jit
-def _bce(
-    logits: Any, labels: Any, loss: Any, dlogits: Any, batch: tl.constexpr, factor: Any, block: tl.constexpr
-) -> None:
+def _bce(logits, labels, loss, dlogits, batch: tl.constexpr, factor, block: tl.constexpr) -> None:
     total = tl.zeros([block], tl.float32)
     for start in range(0, batch, block):
         at = start + tl.arange(0, block)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -60,7 +58,7 @@ def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor)
 
 
 @jit
-def _forward(z: Any, bias: Any, batch: Any, width: Any, rows: tl.constexpr, columns: tl.constexpr) -> None:
+def _forward(z, bias, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     mask = (row < batch)[:, None] & (column < width)[None, :]
@@ -71,12 +69,12 @@ def _forward(z: Any, bias: Any, batch: Any, width: Any, rows: tl.constexpr, colu
 
 @jit
 def _backward(
-    g: Any,
-    out: Any,
-    dz: Any,
-    partials: Any,
-    batch: Any,
-    width: Any,
+    g,
+    out,
+    dz,
+    partials,
+    batch,
+    width,
     steps: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class RegroupTable:
 
     batch: rows of every block and of the matrix. block_columns: columns of each block; block s starts behind block
     s - 1 in the flat buffer and is [batch, block_columns[s]], row-major. All columns are multiples of 4, best of 8.
-    pieces: int64 [pieces, 5]: flat offset of the first element, columns of its block, matrix column, columns, 0.
+    pieces: int64 [pieces, 4]: flat offset of the first element, columns of its block, matrix column, columns.
     """
 
     def __init__(self, batch: int, block_columns: Sequence[int], runs: Sequence[Run], device: torch.device) -> None:
@@ -53,8 +53,8 @@ class RegroupTable:
 def regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
     """Copy every run from its block into its columns of `out`.
 
-    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], columns next to each other, any row stride that
-    is a multiple of 8 (4 where the table has odd multiples of 4); converted to its dtype. Columns without a run stay.
+    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], columns next to each other, row stride a
+    multiple of 8 (4 where the table has odd multiples of 4); converted to its dtype. Columns without a run stay.
     """
     _check(flat, table, out)
     regroup = triton_regroup_forward if flat.is_cuda else plain_regroup_forward
@@ -116,11 +116,11 @@ def _launch(flat: Tensor, table: RegroupTable, matrix: Tensor, to_matrix: bool) 
 
 @jit
 def _copy_runs(
-    flat: Any,
-    matrix: Any,
-    pieces: Any,
-    batch: Any,
-    matrix_stride: Any,
+    flat,
+    matrix,
+    pieces,
+    batch,
+    matrix_stride,
     alignment: tl.constexpr,
     to_matrix: tl.constexpr,
     run_size: tl.constexpr,

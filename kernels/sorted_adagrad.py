@@ -11,8 +11,6 @@ a tile holds of a run that crosses its borders goes to `partials`, where a secon
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -43,7 +41,7 @@ def adagrad_update(
     learning_rate: Tensor,
     eps: float,
 ) -> None:
-    """Update in place: per distinct id, g = sum of its bags' gradients; state += g*g; weights -= lr*g/(sqrt(state)+eps).
+    """In place, per distinct id: g = sum of its bags' gradients; state += g*g; weights -= lr * g / (sqrt(state) + eps).
 
     weights, state: fp32 [R, C], contiguous, C a power of two from 16 to 128. grad: bf16 or fp32, contiguous, any shape
     of bags * C elements: bag b's gradient is row b of its view [-1, C]. sorted_ids, sorted_bags: from `sort_ids`; each
@@ -107,7 +105,7 @@ def triton_adagrad_update(
 
 
 @jit
-def _step(weights: Any, state: Any, offset: Any, g: Any, mask: Any, learning_rate: Any, eps: Any) -> None:
+def _step(weights, state, offset, g, mask, learning_rate, eps) -> None:
     """Adagrad on the elements at `offset`."""
     w = tl.load(weights + offset, mask)
     s = tl.load(state + offset, mask)
@@ -119,15 +117,15 @@ def _step(weights: Any, state: Any, offset: Any, g: Any, mask: Any, learning_rat
 
 @jit
 def _update_tiles(
-    weights: Any,
-    state: Any,
-    partials: Any,
-    ids: Any,
-    learning_rate: Any,
-    grad: Any,
-    bags: Any,
-    eps: Any,
-    count: Any,
+    weights,
+    state,
+    partials,
+    ids,
+    learning_rate,
+    grad,
+    bags,
+    eps,
+    count,
     columns: tl.constexpr,
     tile: tl.constexpr,
     terms: tl.constexpr,
@@ -172,13 +170,13 @@ def _update_tiles(
 
 @jit
 def _merge_runs(
-    weights: Any,
-    state: Any,
-    partials: Any,
-    ids: Any,
-    learning_rate: Any,
-    eps: Any,
-    count: Any,
+    weights,
+    state,
+    partials,
+    ids,
+    learning_rate,
+    eps,
+    count,
     columns: tl.constexpr,
     tile: tl.constexpr,
     width: tl.constexpr,

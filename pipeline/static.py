@@ -122,6 +122,10 @@ class StaticPipeline:
         dense, streams = self.dense, self._streams
         with streams.beside("input_dist"):
             self._input_dist(ahead)
+        with streams.beside("reduce"):
+            for bucket in (dense.rest, dense.top):  # in the order of their first use
+                bucket.all_gather()
+        streams.join("reduce", "dense")
         with streams.beside("dense"):
             dense.bottom_forward(now.dense)
         with record_function("embedding_forward"):

@@ -1,7 +1,9 @@
 """Whole runs on two ranks: to the target, past it, and into every mistake; all ranks end, and the log is closed."""
 
 import json
+import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -83,7 +85,7 @@ def reached(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def test_the_target_is_reached_and_recorded(data, reached):
-    folder, ended, record = reached
+    _, ended, record = reached
     manifest = read_manifest(data)
     assert manifest is not None
     training = record.run["training"]
@@ -267,9 +269,6 @@ class FileOnOneRank:
         self.data = data
 
     def __call__(self) -> None:
-        import os
-        import sys
-
         sys.argv += ["--data.path", str(self.data) if os.environ["RANK"] == "0" else "nowhere"]
 
 

@@ -1,0 +1,261 @@
+"""A ladder: rungs run one after another, round after round, so that the machine's drift strikes all of them alike.
+
+dlrm-bench ladder --preset launch-bound [--field value ...]
+
+Every run is a torchrun of its own, so no rung inherits another's memory, graphs or communicators. Each round runs every
+rung once, in an order drawn from the seed, on the same batches (equal --seed). A rung is compared with another round by
+round. ladder.json and the members' records and output stay together in one folder.
+"""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from bench.compare import Side, side_of_records
+from bench.record import Record, read_record
+from bench.statistics import Ratio, compare
+
+LADDER_JSON = "ladder.json"
+LADDER_SCHEMA = 1
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = ROOT / "launch" / "dlrm.py"
+
+_LOSSES_COMPARED = 20  # later, training amplifies even differences of rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One variant: its name and the flags of launch/dlrm.py that make it."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+_STATIC = ("--precision", "bf16", "--ebc", "static")
+_GRAPH = (*_STATIC, "--cuda-graph", "iteration")
+_STOCK = (
+    Rung("stock-fp32", ("--precision", "fp32")),
+    Rung("stock-tf32", ("--precision", "tf32")),
+    Rung("stock-bf16", ("--precision", "bf16")),
+)
+
+LADDERS: dict[str, tuple[Rung, ...]] = {
+    "stock": _STOCK,
+    "full": (
+        *_STOCK,
+        Rung("static", _STATIC),
+        Rung("cuda-graph", _GRAPH),
+        Rung("overlap", (*_GRAPH, "--overlap")),
+        Rung("presort", (*_GRAPH, "--overlap", "--presort-ids")),
+    ),
+    "cpu": (
+        Rung("stock-fp32", ("--precision", "fp32")),
+        Rung("static-fp32", ("--precision", "fp32", "--ebc", "static")),
+    ),
+}
+"""The built-in ladders, first rung first. A rung changes one thing of the rung before it."""
+
+
+class RungResult(TypedDict):
+    """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None where one round was run."""
+
+    name: str
+    flags: list[str]
+    record: str
+    """The member whose median is the middle one."""
+    records: list[str]
+    """One of each round, in order."""
+    median_ms: float
+    """Geometric mean of the members' medians."""
+    speedup_vs_first: float
+    speedup_vs_previous: float
+    ci95: list[float] | None
+    """Of speedup_vs_first."""
+    ci95_vs_previous: list[float] | None
+    loss_difference: float | None
+    """Largest relative difference from the first rung's losses over the first 20 iterations."""
+
+
+class Ladder(TypedDict):
+    """ladder.json."""
+
+    schema: int
+    id: str
+    created: str
+    command: str
+    rounds: int
+    seed: int
+    rungs: list[RungResult]
+    order: list[str]
+    """Ids of all members in the order in which they ran."""
+
+
+def ladder_called(name: str) -> tuple[Rung, ...]:
+    """A built-in ladder; ValueError names the known ones."""
+    if name not in LADDERS:
+        raise ValueError(f"--rungs {name!r} is unknown: choose one of {', '.join(LADDERS)}")
+    return LADDERS[name]
+
+
+def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int, Rung]]:
+    """(round, rung) in the order to run them: every rung once in each round, shuffled within it."""
+    rng = np.random.default_rng(seed)
+    return [(r, rungs[i]) for r in range(rounds) for i in rng.permutation(len(rungs))]
+
+
+def run_ladder(
+    rungs: Sequence[Rung], *, folder: Path, processes: int, rounds: int, seed: int, flags: Sequence[str], command: str
+) -> Iterator[str]:
+    """Runs everything and writes folder/ladder.json; yields the id of each run when it has ended.
+
+    folder: exists and is empty. flags: of launch/dlrm.py, for all rungs; a rung's own flags come after them.
+    ValueError, with what it said, if a run fails; the records made so far stay.
+    """
+    members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
+    order: list[str] = []
+    for round_number, rung in draw_order(rungs, rounds, seed):
+        run_id = f"{round_number:02d}-{rung.name}"
+        place = ["--results-dir", str(folder), "--run-id", run_id]
+        torchrun([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
+        members[rung.name].append(read_record(folder / run_id))
+        order.append(run_id)
+        yield run_id
+    ladder = Ladder(
+        schema=LADDER_SCHEMA,
+        id=folder.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        rounds=rounds,
+        seed=seed,
+        rungs=_results(rungs, members),
+        order=order,
+    )
+    (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
+
+
+def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
+    """One run of `launcher` in `processes` fresh processes on this node, whose output goes to a file.
+
+    ValueError with what a rank said if it fails.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # what torchrun chooses too, with a warning
+    with output.open("w", encoding="utf-8") as file:
+        command = [*torchrun, str(launcher), *flags]
+        status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    if status:
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        # torchrun's own account of the failure comes last and says less than the first rank that failed.
+        first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), max(0, len(lines) - 30))
+        said = "\n".join(lines[first : first + 30])
+        raise ValueError(
+            f"`{launcher.name} {shlex.join(flags)}` failed with status {status} (all of {output}):\n{said}"
+        )
+
+
+def read_ladder(path: Path) -> tuple[Ladder, dict[str, Side]]:
+    """ladder.json in folder `path`, and each rung's members. ValueError, naming the file, if it is damaged."""
+    file = path / LADDER_JSON
+    try:
+        ladder = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): {path} is no ladder") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is corrupt at line {error.lineno} column {error.colno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is corrupt at byte {error.start}: not UTF-8") from error
+    if not isinstance(ladder, dict) or ladder.get("schema") != LADDER_SCHEMA:
+        raise ValueError(f"{file} is no ladder of schema {LADDER_SCHEMA}: use the version of the harness that wrote it")
+    missing = [name for name in Ladder.__annotations__ if name not in ladder]
+    for rung in ladder.get("rungs", []):
+        missing += [f"rungs.{name}" for name in RungResult.__annotations__ if name not in rung]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    members = {
+        rung["name"]: side_of_records(rung["name"], [read_record(path / member) for member in rung["records"]])
+        for rung in ladder["rungs"]
+    }
+    return ladder, members  # type: ignore[return-value]
+
+
+def ladder_table(ladder: Ladder) -> Table:
+    """The ladder for people: '~' behind a speed-up whose interval holds 1."""
+    title = f"{ladder['id']}: {ladder['rounds']} rounds, interleaved"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    columns = ("rung", "median ms", "vs first", "95 % interval", "vs previous", "95 % interval", "loss differs by")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
+    for rung in ladder["rungs"]:
+        loss = rung["loss_difference"]
+        table.add_row(
+            rung["name"],
+            f"{rung['median_ms']:.3f}",
+            *_cells(rung["speedup_vs_first"], rung["ci95"]),
+            *_cells(rung["speedup_vs_previous"], rung["ci95_vs_previous"]),
+            "unknown" if loss is None else f"{loss:.1e}",
+        )
+    return table
+
+
+def _cells(speedup: float, interval: list[float] | None) -> tuple[str, str]:
+    if interval is None:
+        return f"{speedup:.3f} x", "one round: unknown"
+    low, high = interval
+    if low == high:  # the rung itself
+        return "", ""
+    proven = " ~" if low <= 1 <= high else ""
+    return f"{speedup:.3f} x{proven}", f"{low:.3f} .. {high:.3f}"
+
+
+def _results(rungs: Sequence[Rung], members: dict[str, list[Record]]) -> list[RungResult]:
+    sides = [side_of_records(rung.name, members[rung.name]) for rung in rungs]
+    results = []
+    for i, (rung, side) in enumerate(zip(rungs, sides, strict=True)):
+        first, previous = (_speedup(sides[j], side) if i else Ratio(1.0, 1.0, 1.0) for j in (0, i - 1))
+        medians = [float(np.median(series)) for series in side.series]
+        records = [record.run["id"] for record in members[rung.name]]
+        results.append(
+            RungResult(
+                name=rung.name,
+                flags=list(rung.flags),
+                record=records[int(np.argsort(medians)[len(medians) // 2])],
+                records=records,
+                median_ms=side.metrics()["p50"],
+                speedup_vs_first=first.value,
+                speedup_vs_previous=previous.value,
+                ci95=_interval(first),
+                ci95_vs_previous=_interval(previous),
+                loss_difference=_loss_difference(members[rungs[0].name][0], members[rung.name][0]),
+            )
+        )
+    return results
+
+
+def _speedup(slower: Side, faster: Side) -> Ratio:
+    """Time of one over time of the other, round by round; the interval is unknown after one round."""
+    comparison = compare(faster.series, slower.series, paired=True)
+    ratio = comparison.ratios["p50"]
+    return ratio if comparison.between_runs else Ratio(ratio.value, math.nan, math.nan)
+
+
+def _interval(ratio: Ratio) -> list[float] | None:
+    return None if math.isnan(ratio.low) else [ratio.low, ratio.high]
+
+
+def _loss_difference(first: Record, other: Record) -> float | None:
+    n = min(len(first.losses), len(other.losses), _LOSSES_COMPARED)
+    a, b = (record.losses[:n].astype(np.float64) for record in (first, other))
+    difference = float(np.max(np.abs(b / a - 1))) if n else math.nan
+    return difference if math.isfinite(difference) else None

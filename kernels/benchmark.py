@@ -1,0 +1,212 @@
+"""Time every kernel: python -m kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
+
+Bytes are those that must move: gradient rows once per id, weight and state rows once per distinct id, read and written.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cross import cross_backward, cross_forward
+from kernels.flat_adagrad import flat_adagrad
+from kernels.gather_segments import Segment, SegmentTable, gather_segments
+from kernels.loss import bce_with_logits
+from kernels.mlp import bias_relu, bias_relu_backward
+from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from kernels.sorted_adagrad import adagrad_update, sort_ids
+
+COPY_BYTES_PER_SECOND = 4.3e12  # of an H200, read plus write
+HOT_ROWS = 40_000_000
+ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
+BF16 = torch.bfloat16
+
+
+class Case(NamedTuple):
+    kernel: str
+    shape: str
+    bytes: float
+    run: Callable[[], object]
+
+
+def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> float:
+    """Median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / replays)
+    return statistics.median(times)
+
+
+def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Tensor]:
+    """linear ids and bags, int32: uniform ids of `tables`, each a bag of `hot` per sample."""
+    ids, bags, first_row = [], [], 0
+    for table, rows in enumerate(tables):
+        ids.append(first_row + torch.randint(rows, (batch * hot,), device="cuda", dtype=torch.int32))
+        bag = torch.arange(batch, device="cuda", dtype=torch.int32) * len(tables) + table
+        bags.append(bag.repeat_interleave(hot))
+        first_row += rows
+    return torch.cat(ids), torch.cat(bags)
+
+
+def sorted_adagrad_cases() -> Iterator[Case]:
+    memory = torch.empty(2, HOT_ROWS * 128, device="cuda").uniform_(0, 1)
+    rate = torch.tensor([0.004], device="cuda")
+    for batch in (55296, 4096):
+        for tables, hot, widths in (
+            ([HOT_ROWS], 100, (16, 32, 64, 128)),
+            ([HOT_ROWS], 12, (128,)),
+            (ONE_HOT_ROWS, 1, (128,)),
+        ):
+            ids, bags = sorted_ids_case(tables, batch, hot)
+            name = f"G {batch}, {len(tables)} table(s), hot {hot}"
+            yield Case("sort_ids", name, 16 * len(ids), partial(sort_ids, ids, bags, sum(tables)))
+            ordered = sort_ids(ids, bags, sum(tables))
+            distinct = len(torch.unique_consecutive(ordered[0]))
+            for columns in widths:
+                rows = sum(tables)
+                weights, state = (part[: rows * columns].view(rows, columns) for part in memory)
+                for dtype in (BF16,) if columns < 128 else (BF16, torch.float32):
+                    grad = torch.randn(batch, len(tables) * columns, device="cuda").to(dtype)
+                    yield Case(
+                        "sorted_adagrad",
+                        f"{name}, C {columns}, {grad.dtype}",
+                        len(ids) * (8 + columns * grad.itemsize) + distinct * columns * 16,
+                        partial(adagrad_update, weights, state, grad, *ordered, rate, 1e-8),
+                    )
+
+
+def gather_segments_cases() -> Iterator[Case]:
+    for batch, name in ((6912, "G 55296"), (512, "G 4096")):
+        segments, at = [], 0
+        for hot in (100, 27, 12, 1):
+            for rank in range(8):
+                segments.append(
+                    Segment((rank * 140 + at % 140) * batch, at * 8 * batch + rank * batch * hot, batch * hot)
+                )
+            at += hot
+        table = SegmentTable(segments, torch.device("cuda"))
+        source, out, linear = torch.zeros(3, 8 * 140 * batch, dtype=torch.int32, device="cuda")
+        yield Case(
+            "gather_segments",
+            f"{name}, 140 ids a sample, two outputs",
+            12 * len(source),
+            partial(gather_segments, source, table, out, linear),
+        )
+
+
+def regroup_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        runs, block_columns = [], [32] * 4 + [800] * 4
+        for block, columns in enumerate(block_columns):
+            for start in range(0, columns, 128):
+                matrix_column = 128 + sum(block_columns[:block]) + start
+                runs.append(Run(block, start, matrix_column, min(128, columns - start)))
+        table = RegroupTable(batch, block_columns, runs, torch.device("cuda"))
+        matrix = torch.zeros(batch, 3456, dtype=BF16, device="cuda")
+        flat = torch.zeros(batch * 3328, dtype=BF16, device="cuda")
+        moved = 2 * flat.nbytes
+        name = f"[{batch}, 3456], bf16"
+        yield Case("regroup_forward", name, moved, partial(regroup_forward, flat, table, matrix))
+        yield Case("regroup_backward", name, moved, partial(regroup_backward, matrix, table, flat))
+
+
+def cross_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        for dtype in (BF16, torch.float32):
+            x0, x, y, dy, dx0 = torch.randn(5, batch, 3456, device="cuda").to(dtype).unbind()
+            bias, dbias = torch.zeros(2, 3456, device="cuda").unbind()
+            name = f"[{batch}, 3456], {dtype}"
+            yield Case("cross_forward", name, 4 * x.nbytes, partial(cross_forward, x0, x, y, bias, dy))
+            for accumulate in (False, True):
+                yield Case(
+                    "cross_backward",
+                    f"{name}{', accumulate' * accumulate}",
+                    (6 if accumulate else 5) * x.nbytes,
+                    partial(cross_backward, x, x0, y, bias, dy, dx0, dbias, accumulate),
+                )
+
+
+def mlp_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        for width in (1024, 256):
+            z, g, dz = torch.randn(3, batch, width, device="cuda").to(BF16).unbind()
+            bias, dbias = torch.zeros(2, width, device="cuda").unbind()
+            name = f"[{batch}, {width}], bf16"
+            yield Case("bias_relu", name, 2 * z.nbytes, partial(bias_relu, z, bias))
+            yield Case(
+                "bias_relu_backward",
+                name,
+                3 * z.nbytes,
+                partial(bias_relu_backward, g, z, dz, dbias),
+            )
+
+
+def loss_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        logits, dlogits = torch.randn(2, batch, device="cuda").to(BF16).unbind()
+        labels, loss = torch.ones(batch, device="cuda"), torch.empty(1, device="cuda")
+        yield Case(
+            "bce_with_logits",
+            f"[{batch}], bf16",
+            8 * batch,
+            partial(bce_with_logits, logits, labels, loss, dlogits, 8 * batch),
+        )
+
+
+def flat_adagrad_cases() -> Iterator[Case]:
+    count = 16_044_544
+    master, state = torch.rand(2, count, device="cuda").unbind()
+    grad, working = torch.rand(2, count, device="cuda").to(BF16).unbind()
+    rate = torch.tensor([0.004], device="cuda")
+    yield Case(
+        "flat_adagrad",
+        f"[{count}], bf16 gradient and copy",
+        20 * count,
+        partial(flat_adagrad, master, state, grad, rate, 1e-8, working),
+    )
+    yield Case("flat_adagrad", f"[{count}], fp32", 20 * count, partial(flat_adagrad, master, state, state, rate, 1e-8))
+
+
+CASES = {
+    "sorted_adagrad": sorted_adagrad_cases,
+    "gather_segments": gather_segments_cases,
+    "regroup": regroup_cases,
+    "cross": cross_cases,
+    "mlp": mlp_cases,
+    "loss": loss_cases,
+    "flat_adagrad": flat_adagrad_cases,
+}
+
+
+def main(names: list[str]) -> None:
+    print(f"{'kernel':20} {'shape':48} {'us':>8} {'GB/s':>7} {'of copy':>8}")
+    for name in names or list(CASES):
+        for case in CASES[name]():
+            us = graph_us(case.run)
+            rate = case.bytes / us * 1e6
+            print(
+                f"{case.kernel:20} {case.shape:48} {us:8.1f} {rate / 1e9:7.0f} {rate / COPY_BYTES_PER_SECOND:8.0%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

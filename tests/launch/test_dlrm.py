@@ -1,0 +1,192 @@
+"""The command line, and whole runs under torchrun: on one node, on two, and stopped by signals."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.mllog import check_compliance
+from bench.record import Record, read_record
+from bench.run import LOG_NAME
+from dlrm.config import RunConfig
+from dlrm.data.planted import PlantedConfig, generate
+from dlrm.presets import PRESETS, preset
+from tests.launched import LAUNCHER, Ended, end, forked_launch, free_port, ranks_naming, torchrun, wait_until
+
+ENDS_WITHIN_S = 15
+
+
+def without_torchrun() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
+def typed(folder: Path, *arguments: str) -> tuple[int | None, str]:
+    """Exit status and output of `python launch/dlrm.py arguments`."""
+    ended: Ended = forked_launch(1, folder, arguments, before=without_torchrun)
+    return ended.statuses[0], ended.outputs[0]
+
+
+def flags(config: Any, prefix: str = "--") -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        yield from flags(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
+
+
+def test_help_explains_every_field(tmp_path):
+    status, text = typed(tmp_path, "--help")
+    assert status == 0
+    text = re.sub(r"[│╭╮╰╯─]", " ", text)
+    for flag in flags(preset("smoke")):
+        entry = re.search(rf"^ +{re.escape(flag)}[ ,].*\n((?: {{4,}}(?!-).*\n)+)", text, re.MULTILINE)
+        assert entry, f"{flag} is not in the help"
+        explanation = " ".join(entry[1].split("(default:")[0].split())
+        assert len(explanation) > 10, f"{flag}: {explanation!r}"
+        assert explanation.endswith((".", ")")), f"{flag}: {explanation!r}"
+    for name in PRESETS:
+        assert name in text
+    assert "--print-config" in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_print_config_needs_no_torchrun(tmp_path, name):
+    arguments = ["--preset", name, "--print-config", "--seed", "7", "--model.table-scale", "0.5", "--run-id=x"]
+    status, text = typed(tmp_path, *arguments)
+    assert status == 0
+    expected: RunConfig = preset(name)
+    expected = dataclasses.replace(
+        expected, seed=7, run_id="x", model=dataclasses.replace(expected.model, table_scale=0.5)
+    )
+    assert json.loads(text) == json.loads(json.dumps(dataclasses.asdict(expected), default=str))
+
+
+def test_smoke_is_the_default(tmp_path):
+    assert json.loads(typed(tmp_path, "--print-config")[1])["preset"] == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            [],
+            "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start this program with",
+        ),
+        (["--learning-rte", "1"], "--learning-rte"),
+        (["--preset", "fast"], "--preset 'fast' is unknown: choose one of smoke"),
+        (["--local-batch-size", "0"], "--local-batch-size is 0"),
+        (["--local-batch-size", "many"], "--local-batch-size"),
+        (["--precision", "fp8"], "--precision"),
+        (["--model.table-scale", "2"], "--model.table-scale is 2.0"),
+        (["--seed"], "--seed"),
+        (["--preset"], "--preset"),
+    ],
+)
+def test_what_is_typed_wrong_is_named(tmp_path, arguments, error):
+    status, text = typed(tmp_path, *arguments)
+    assert status == 2
+    assert error in " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+    assert "Traceback" not in text
+
+
+def test_starts_from_any_directory_and_a_reader_may_leave(tmp_path):
+    command = f"'{sys.executable}' '{LAUNCHER}' --print-config | head -n 1"
+    piped = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert piped.stdout == "{\n"
+    assert piped.stderr == ""
+
+
+# Under torchrun.
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of a run of some seconds that reaches its target."""
+    path, _, _ = generate(PlantedConfig(path=tmp_path_factory.mktemp("data"), samples_per_day=6000))
+    return ["--data.path", str(path), "--local-batch-size=128", "--target-auc=0.6", "--warmup-iterations=2"]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Any]]:
+    """Starts torchrun; whatever it started is ended after the test."""
+    runs = []
+
+    def start(folder: Path, *arguments: str, name: str = "output", **keywords: Any) -> Any:
+        folder.mkdir(exist_ok=True)
+        process = torchrun(folder / name, ["--results-dir", str(folder / "results"), *arguments], **keywords)
+        runs.append((process, str(folder)))
+        return process
+
+    yield start
+    for process, text in runs:
+        end([process], text)
+
+
+def only_record(folder: Path) -> Record:
+    (record,) = (folder / "results").iterdir()
+    assert sorted(path.name for path in record.iterdir()) == ["iterations.npz", LOG_NAME, "run.json"]
+    return read_record(record)
+
+
+def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
+    one = started(tmp_path / "one", *smoke)
+    assert one.wait(60) == 0, (tmp_path / "one" / "output").read_text()
+    port = str(free_port())
+    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    both = [
+        started(tmp_path / "two", *smoke, name=f"output_{rank}", options=[*node, f"--node_rank={rank}"])
+        for rank in range(2)
+    ]
+    outputs = [tmp_path / "two" / f"output_{rank}" for rank in range(2)]
+    assert [agent.wait(60) for agent in both] == [0, 0], [output.read_text() for output in outputs]
+
+    one_node, two_nodes = only_record(tmp_path / "one"), only_record(tmp_path / "two")
+    np.testing.assert_allclose(two_nodes.losses, one_node.losses, rtol=1e-5)
+    for record in (one_node, two_nodes):
+        assert record.iterations_ms.shape == (2, len(record.losses))
+        log = record.folder / LOG_NAME
+        assert check_compliance(log).passed
+        assert log.read_text().count('"key": "run_start"') == 1
+    assert two_nodes.run["command"].startswith("torchrun --nnodes=2 --nproc_per_node=1 launch/dlrm.py --results-dir")
+    assert one_node.run["command"].startswith("torchrun --nproc_per_node=2 launch/dlrm.py --results-dir")
+    assert "record " in outputs[0].read_text()
+    assert "record " not in outputs[1].read_text()
+
+
+def to_torchrun(process: Any, folder: Path) -> int:
+    return int(process.pid)
+
+
+def to_one_worker(process: Any, folder: Path) -> int:
+    return max(ranks_naming(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [(signal.SIGTERM, to_torchrun), (signal.SIGINT, to_torchrun), (signal.SIGTERM, to_one_worker)],
+    ids=["SIGTERM to torchrun", "SIGINT to torchrun", "SIGTERM to one rank"],
+)
+def test_a_signal_ends_the_run(started, tmp_path, number, whom):
+    arguments = ["--data.source=random", "--target-auc=None", "--iterations=1000000", "--local-batch-size=64"]
+    process = started(tmp_path, *arguments, "--run-id=x")
+    log = tmp_path / "results" / "x" / LOG_NAME
+    wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has started")
+    time.sleep(0.5)  # into the training loop
+    assert len(list(ranks_naming(str(tmp_path)))) == 2
+    os.kill(whom(process, tmp_path), number)
+    assert process.wait(ENDS_WITHIN_S) != 0
+    wait_until(lambda: not list(ranks_naming(str(tmp_path))), "all ranks have ended", 2)
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
+    assert [event["key"] for event in events[-2:]] == ["run_stop", "epoch_stop"]
+    assert events[-2]["metadata"]["status"] == "aborted"
+    assert not (log.parent / "run.json").exists()
+    assert f"stopped by {number.name}" in (tmp_path / "output").read_text()
