@@ -176,27 +176,31 @@ class ExplicitDense:
         for dz, i in zip(self._dz_top, range(last, -1, -1), strict=True):
             torch.mm(dz.t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
 
-    def cross_backward(self, grad: Tensor) -> Tensor:
-        """Gradient by x0, [batch, width], through the whole cross network."""
-        self._dy: list[Tensor] = []
-        self._du: list[Tensor] = []
-        dx0 = torch.empty_like(grad)
-        for i in reversed(range(self.model.cross_layers)):
-            dy = self._y[i]  # its place, once it is read
-            bias, dbias = self.working[f"cross.{i}.bias"], self.grad[f"cross.{i}.bias"]
-            cross_backward(grad, self.x0, self._y[i], bias, dy, dx0, dbias, i < self.model.cross_layers - 1)
-            du = torch.mm(dy, self.working[f"cross.{i}.w"])
-            grad.addmm_(du, self.working[f"cross.{i}.v"])
-            self._dy.append(dy)
-            self._du.append(du)
-        self._dx0 = grad.add_(dx0)
-        return self._dx0
+    def cross_backward(self, layer: int, grad: Tensor) -> Tensor:
+        """One cross layer, from the gradient by its output to that by its input, both [batch, width], in place.
 
-    def cross_weight_gradients(self) -> None:
-        """Into `grad`: the cross layers' W and V."""
-        for dy, du, i in zip(self._dy, self._du, reversed(range(self.model.cross_layers)), strict=True):
-            torch.mm(dy.t(), self._u[i], out=self.grad[f"cross.{i}.w"])
-            torch.mm(du.t(), self._x[i], out=self.grad[f"cross.{i}.v"])
+        The part of the gradient that reaches x0 directly is collected for `x0_gradient`. Last layer first.
+        """
+        last = layer == self.model.cross_layers - 1
+        if last:
+            self._dx0 = torch.empty_like(grad)
+            self._du: list[Tensor] = []
+        y = self._y[layer]  # read, then overwritten by its own gradient
+        bias, dbias = self.working[f"cross.{layer}.bias"], self.grad[f"cross.{layer}.bias"]
+        cross_backward(grad, self.x0, y, bias, y, self._dx0, dbias, not last)
+        du = torch.mm(y, self.working[f"cross.{layer}.w"])
+        self._du.append(du)
+        return grad.addmm_(du, self.working[f"cross.{layer}.v"])
+
+    def cross_weight_gradients(self, layer: int) -> None:
+        """Into `grad`: W and V of the layer that `cross_backward` was last called for."""
+        torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
+        torch.mm(self._du[-1].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
+
+    def x0_gradient(self, grad: Tensor) -> Tensor:
+        """Gradient by x0, [batch, width], given that by the first cross layer's input."""
+        self._dx0 = grad.add_(self._dx0)
+        return self._dx0
 
     def bottom_backward(self) -> None:
         """Into `grad`: everything of the bottom MLP. Nothing else waits for it."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -21,7 +20,7 @@ from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.embedding.plan import make_plan, rank_cost_us
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
-from dlrm.explicit_dense import ExplicitDense
+from dlrm.explicit_dense import Bucket, ExplicitDense
 from dlrm.ranks import Ranks
 
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
@@ -54,7 +53,6 @@ class StaticPipeline:
         )
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, device)
         self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
-        self._dense_group = dist.new_group()
         self._loss = torch.zeros((), device=device)
         self._slots = [self._new_slot() for _ in range(2)]
         self._eval_slot = self._new_slot()
@@ -119,38 +117,44 @@ class StaticPipeline:
 
     def _iteration(self, now: _Slot, ahead: _Slot) -> None:
         """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
-        dense, streams = self.dense, self._streams
+        dense, streams, config = self.dense, self._streams, self._config
         with streams.beside("input_dist"):
             self._input_dist(ahead)
-        with streams.beside("reduce"):
-            for bucket in (dense.rest, dense.top):  # in the order of their first use
-                bucket.all_gather()
-        streams.join("reduce", "dense")
-        with streams.beside("dense"):
-            dense.bottom_forward(now.dense)
+        with streams.beside("reduce"), record_function("dense_update"):
+            self._bottom_forward(now)
         with record_function("embedding_forward"):
             pooled = self.ebc.lookup(now.ids)
             self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
-        streams.join("dense")
+        streams.join("reduce")
         with record_function("dense_forward_backward"), torch.no_grad():
-            dlogits = dense.loss_backward(dense.forward(), now.labels, self._loss)
-            grad = dense.top_backward(dlogits)
-            first, second = dense.grad_buckets()
-            with streams.beside("dense"):
+            grad = dense.top_backward(dense.loss_backward(dense.forward(), now.labels, self._loss))
+            with streams.beside("weights"):
                 dense.top_weight_gradients()
-                dist.all_reduce(first, group=self._dense_group)
-            grad = dense.cross_backward(grad)
-            with streams.beside("dense"):
-                dense.cross_weight_gradients()
+            self._dense_update(dense.top)
+            for layer in reversed(range(config.model.cross_layers)):
+                grad = dense.cross_backward(layer, grad)
+                with streams.beside("weights"):
+                    dense.cross_weight_gradients(layer)
+            grad = dense.x0_gradient(grad)
+            with streams.beside("weights"):
                 dense.bottom_backward()
-                dist.all_reduce(second, group=self._dense_group)
-        with streams.beside("dense"), record_function("dense_update"):
-            dense.update(self._learning_rate, self._config.optimizer.eps)
         with record_function("embedding_backward"):
-            received = self.ebc.gradient_dist(grad[:, self._config.model.embedding_dim :])
+            received = self.ebc.gradient_dist(grad[:, config.model.embedding_dim :])
+            self._dense_update(dense.rest)
             self.ebc.update(now.ids, pooled, received)
-        streams.join("dense")
+        streams.join("reduce")
         streams.join("input_dist")
+
+    def _bottom_forward(self, slot: _Slot) -> None:
+        """All weights as the update left them on their ranks, those that are needed first before the others."""
+        self.dense.rest.all_gather()
+        self.dense.bottom_forward(slot.dense)
+        self.dense.top.all_gather()
+
+    def _dense_update(self, bucket: Bucket) -> None:
+        with self._streams.beside("reduce", after="weights"), record_function("dense_update"):
+            bucket.reduce_scatter()
+            bucket.update(self._learning_rate, self._config.optimizer.eps)
 
     def _input_dist(self, slot: _Slot) -> None:
         with record_function("input_dist"):
@@ -159,7 +163,7 @@ class StaticPipeline:
             self.ebc.input_dist(slot.staging.ids, slot.ids)
 
     def _forward(self, slot: _Slot) -> Tensor:
-        self.dense.bottom_forward(slot.dense)
+        self._bottom_forward(slot)
         self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
         return self.dense.forward()
 
@@ -222,16 +226,19 @@ class _Streams:
             # The event of iteration n, and of n - 1: the last reader of the slot that batch n + 2 goes to.
             self._ended = [torch.cuda.Event(), torch.cuda.Event()]
             if overlap:
-                self._side = {"input_dist": torch.cuda.Stream(), "dense": torch.cuda.Stream()}
+                self._side = {name: torch.cuda.Stream() for name in ("input_dist", "weights", "reduce")}
 
     @contextmanager
-    def beside(self, name: str) -> Iterator[None]:
-        """What is launched inside runs on side stream `name`, after all launched so far on the current stream."""
+    def beside(self, name: str, after: str | None = None) -> Iterator[None]:
+        """What is launched inside runs on side stream `name`, after all launched so far on the current stream, and on
+        side stream `after` where one is named."""
         side = self._side.get(name)
         if side is None:
             yield
             return
         side.wait_stream(torch.cuda.current_stream())
+        if after is not None:
+            side.wait_stream(self._side[after])
         with torch.cuda.stream(side):
             yield
 

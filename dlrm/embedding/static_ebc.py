@@ -17,23 +17,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
-    BoundsCheckMode,
-    ComputeDevice,
-    EmbeddingLocation,
-    PoolingMode,
-)
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
 from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.plan import Plan, Shard
+from dlrm.embedding.tbe import FixedTBE
 from dlrm.ranks import Ranks
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
 from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
-from kernels.sorted_adagrad import adagrad_update, sort_ids
+from kernels.sorted_adagrad import adagrad_update
 
 
 @dataclass(slots=True)
@@ -87,7 +80,16 @@ class StaticEBC:
         self.columns = self.shards[0].columns
         self._global_batch = batch_size * ranks.world_size
         self._ids_group, self._pooled_group = dist.new_group(), dist.new_group()
-        self._build_tables(optimizer, seed)
+        self._tbe = FixedTBE(
+            [model.rows[shard.table] for shard in self.shards],
+            [model.multi_hot_sizes[shard.table] for shard in self.shards],
+            self.columns,
+            self._global_batch,
+            optimizer,
+            wire_dtype,
+            ranks.device,
+        )
+        self._fill(seed)
         self._build_input_dist(ranks.world_size)
         self._build_output_dist(ranks.world_size)
 
@@ -100,33 +102,26 @@ class StaticEBC:
         """
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self.device)
         gather_segments(ids, self._send_segments, sent)
-        received = torch.empty_like(self._bags)
+        received = torch.empty(self._tbe.num_ids, dtype=torch.int32, device=self.device)
         dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._ids_group)
         if out is None:
             out = self.empty_ids()
-        linear = torch.empty_like(received) if self.presort else None
-        gather_segments(received, self._receive_segments, out.ids, linear)
-        if linear is not None:
-            assert out.sorted_ids is not None
-            assert out.sorted_bags is not None
-            sorted_ids, sorted_bags = sort_ids(linear, self._bags, self._num_rows)
-            out.sorted_ids.copy_(sorted_ids)
-            out.sorted_bags.copy_(sorted_bags)
+        gather_segments(received, self._receive_segments, out.ids)
+        if out.sorted_ids is not None and out.sorted_bags is not None:
+            self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
         return out
 
     def empty_ids(self) -> DistributedIds:
         """Memory for one batch's ids, all zero."""
-        zeros = torch.zeros_like(self._bags)
-        if not self.presort:
-            return DistributedIds(zeros)
-        return DistributedIds(zeros, zeros.clone(), zeros.clone())
+        zeros = torch.zeros(self._tbe.num_ids, dtype=torch.int32, device=self.device)
+        return DistributedIds(zeros, zeros.clone(), zeros.clone()) if self.presort else DistributedIds(zeros)
 
     # Stage 2
 
     def lookup(self, ids: DistributedIds) -> Tensor:
         """Pooled vectors of the global batch, [G, T * C] in wire_dtype."""
         with torch.set_grad_enabled(not self.presort):
-            return self._tbe(ids.ids, self._offsets)
+            return self._tbe.lookup(ids.ids)
 
     def output_dist(self, pooled: Tensor) -> Tensor:
         """All pooled vectors of the local batch, flat: [rank s][B, T_s * C_s]."""
@@ -160,8 +155,8 @@ class StaticEBC:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None
             adagrad_update(
-                self._weights,
-                self._state,
+                self._tbe.weights,
+                self._tbe.state,
                 grad.view(-1, self.columns),
                 ids.sorted_ids,
                 ids.sorted_bags,
@@ -175,37 +170,13 @@ class StaticEBC:
 
     def tables(self) -> Iterator[TableShard]:
         """Every shard of this rank with its weights and optimizer state, as views."""
-        start = 0
-        for shard in self.shards:
-            stop = start + self.model.rows[shard.table]
-            yield TableShard(shard, self._weights[start:stop], self._state[start:stop])
-            start = stop
+        for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
+            rows = slice(start, start + self.model.rows[shard.table])
+            yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
 
     # Construction
 
-    def _build_tables(self, optimizer: OptimizerConfig, seed: int) -> None:
-        cuda = self.device.type == "cuda"
-        location = (
-            (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-        )
-        self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
-            [(self.model.rows[shard.table], shard.columns, *location) for shard in self.shards],
-            optimizer=EmbOptimType.EXACT_ADAGRAD,
-            learning_rate=optimizer.learning_rate,
-            eps=optimizer.eps,
-            output_dtype=SparseType.BF16 if self.wire_dtype == torch.bfloat16 else SparseType.FP32,
-            pooling_mode=PoolingMode.SUM,
-            # Readers validate ids on the host; a check on the device would cost a kernel an iteration.
-            bounds_check_mode=BoundsCheckMode.NONE,
-            device=self.device,
-            embedding_table_index_type=torch.int32,
-            embedding_table_offset_type=torch.int32,
-        )
-        # Tables of one width lie behind one another, so all of them are one matrix.
-        weights = self._tbe.weights_dev if cuda else self._tbe.weights_host
-        self._weights = weights.detach().view(-1, self.columns)
-        self._num_rows = len(self._weights)
-        self._state = self._flat_state().view(-1, self.columns)
+    def _fill(self, seed: int) -> None:
         for part in self.tables():
             fill_initial_weights(
                 part.weights,
@@ -214,11 +185,6 @@ class StaticEBC:
                 num_embeddings=self.model.rows[part.shard.table],
                 column_offset=part.shard.column,
             )
-
-    def _flat_state(self) -> Tensor:
-        states = [state for (state,) in self._tbe.split_optimizer_states()]
-        total = sum(state.numel() for state in states)
-        return states[0].view(-1).as_strided((total,), (1,), states[0].storage_offset())
 
     def _build_input_dist(self, world_size: int) -> None:
         hot, batch = self.model.multi_hot_sizes, self.batch_size
@@ -236,21 +202,15 @@ class StaticEBC:
         self._send_segments = SegmentTable(send, self.device)
         per_rank = batch * sum(hot[shard.table] for shard in self.shards)
         self._receive_splits = [per_rank] * world_size
-        receive, offsets, bags = [], [torch.zeros(1, dtype=torch.int64)], []
-        samples = torch.arange(self._global_batch)
-        at = before = row = 0
-        for position, shard in enumerate(self.shards):
+        receive = []
+        at = before = 0
+        for shard in self.shards:
             length = batch * hot[shard.table]
             for rank in range(world_size):
-                receive.append(Segment(rank * per_rank + before, at + rank * length, length, row))
-            offsets.append(at + (samples + 1) * hot[shard.table])
-            bags.append((samples * len(self.shards) + position).repeat_interleave(hot[shard.table]))
+                receive.append(Segment(rank * per_rank + before, at + rank * length, length))
             at += world_size * length
             before += length
-            row += self.model.rows[shard.table]
         self._receive_segments = SegmentTable(receive, self.device)
-        self._offsets = torch.cat(offsets).to(device=self.device, dtype=torch.int32)
-        self._bags = torch.cat(bags).to(device=self.device, dtype=torch.int32)
 
     def _build_output_dist(self, world_size: int) -> None:
         dim, batch = self.model.embedding_dim, self.batch_size

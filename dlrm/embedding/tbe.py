@@ -1,0 +1,97 @@
+"""One FBGEMM table-batched embedding (TBE) of tables of one width, seen as a single matrix."""
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    ComputeDevice,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+
+from dlrm.config import OptimizerConfig
+from kernels.sorted_adagrad import sort_ids
+
+
+class FixedTBE:
+    """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples; exact Adagrad.
+
+    The tables lie behind one another: `weights` and `state` are fp32 [sum(rows), columns], table t's rows start at
+    `first_row[t]`. Ids come as int32 [table][samples, hot], flat. Pooled vectors are [samples, tables * columns], so
+    that a pooled matrix, viewed as [samples * tables, columns], has the bag of (sample, table) in row
+    sample * tables + table.
+    """
+
+    def __init__(
+        self,
+        rows: list[int],
+        hot: list[int],
+        columns: int,
+        samples: int,
+        optimizer: OptimizerConfig,
+        output_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        cuda = device.type == "cuda"
+        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
+            [(table_rows, columns, *place) for table_rows in rows],
+            optimizer=EmbOptimType.EXACT_ADAGRAD,
+            learning_rate=optimizer.learning_rate,
+            eps=optimizer.eps,
+            output_dtype=SparseType.BF16 if output_dtype == torch.bfloat16 else SparseType.FP32,
+            pooling_mode=PoolingMode.SUM,
+            # Readers validate ids on the host; a check on the device would cost a kernel an iteration.
+            bounds_check_mode=BoundsCheckMode.NONE,
+            device=device,
+            embedding_table_index_type=torch.int32,
+            embedding_table_offset_type=torch.int32,
+        )
+        self.num_tables, self.columns = len(rows), columns
+        self.weights = (self._tbe.weights_dev if cuda else self._tbe.weights_host).detach().view(-1, columns)
+        states = [state for (state,) in self._tbe.split_optimizer_states()]
+        assert sum(state.numel() for state in states) == self.weights.numel()
+        self.state = states[0].view(-1).as_strided(self.weights.shape, (columns, 1), states[0].storage_offset())
+        self.first_row = [sum(rows[:table]) for table in range(len(rows))]
+        ends, start = [torch.zeros(1, dtype=torch.int64)], 0
+        for size in hot:
+            ends.append(start + torch.arange(1, samples + 1) * size)
+            start += samples * size
+        self._offsets = torch.cat(ends).to(device=device, dtype=torch.int32)
+        self.num_ids = start
+        # Of each id, in the order of `ids`; for the sort on the CPU.
+        sizes = torch.tensor(hot).repeat_interleave(samples)
+        bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1)
+        self._bags = bag.repeat_interleave(sizes).int() if not cuda else None
+        first_row = torch.tensor(self.first_row).repeat_interleave(samples)
+        self._first_rows = first_row.repeat_interleave(sizes).int() if not cuda else None
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Pooled vectors, [samples, tables * columns]; part of the autograd graph where gradients are enabled, and
+        its backward then updates the tables."""
+        return self._tbe(ids, self._offsets)
+
+    def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
+        """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order; into sorted_bags: the bag of each."""
+        tbe, tables = self._tbe, self.num_tables
+        if ids.is_cuda:
+            # FBGEMM's own first step of the backward: a radix sort over just the bits that row numbers have.
+            _, rows, infos, *_ = torch.ops.fbgemm.transpose_embedding_input(
+                tbe.hash_size_cumsum,
+                tbe.total_hash_size_bits,
+                ids,
+                self._offsets,
+                info_B_num_bits=tbe.info_B_num_bits,
+                info_B_mask=tbe.info_B_mask,
+            )
+            sorted_ids.copy_(rows)
+            sample, table = infos & tbe.info_B_mask, infos >> tbe.info_B_num_bits
+            torch.add(table, sample, alpha=tables, out=sorted_bags)
+            return
+        assert self._bags is not None
+        assert self._first_rows is not None
+        rows, bags = sort_ids(ids + self._first_rows, self._bags, len(self.weights))
+        sorted_ids.copy_(rows)
+        sorted_bags.copy_(bags)
