@@ -122,6 +122,7 @@ class StaticPipeline:
             self._input_dist(ahead)
         with streams.beside("reduce"), record_function("dense_update"):
             self._bottom_forward(now)
+            self.ebc.lookup_replicated(now.ids, self._interaction_input())
         with record_function("embedding_forward"):
             pooled = self.ebc.lookup(now.ids)
             self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
@@ -139,8 +140,11 @@ class StaticPipeline:
             with streams.beside("weights"):
                 dense.bottom_backward()
         with record_function("embedding_backward"):
-            received = self.ebc.gradient_dist(grad[:, config.model.embedding_dim :])
+            pooled_grad = grad[:, config.model.embedding_dim :]
+            received = self.ebc.gradient_dist(pooled_grad)
             self._dense_update(dense.rest)
+            with streams.beside("reduce"):
+                self.ebc.update_replicated(now.ids, pooled_grad)
             self.ebc.update(now.ids, pooled, received)
         streams.join("reduce")
         streams.join("input_dist")
@@ -164,6 +168,7 @@ class StaticPipeline:
 
     def _forward(self, slot: _Slot) -> Tensor:
         self._bottom_forward(slot)
+        self.ebc.lookup_replicated(slot.ids, self._interaction_input())
         self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
         return self.dense.forward()
 

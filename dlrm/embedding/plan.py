@@ -17,6 +17,8 @@ US_PER_MILLION_IDS = {16: 191.0, 32: 223.0, 64: 367.0, 128: 658.0}
 US_PER_CALL = 180.0
 # One rank's all-to-all bandwidth; pooled vectors and their gradients each cross once.
 ALL_TO_ALL_BYTES_PER_US = 257e3
+# Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's.
+REPLICATED_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,22 +33,23 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The shards of all tables, sorted by rank, table and column."""
+    """The shards of the sharded tables, sorted by rank, table and column; the other tables are replicated."""
 
     world_size: int
     shards: tuple[Shard, ...]
+    replicated: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """The shards that `rank` holds, in the order in which its pooled columns lie side by side."""
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def check(self, model: ModelConfig) -> None:
-        """ValueError unless every column of every table lies on exactly one rank and no rank mixes widths."""
+        """ValueError unless every column of every sharded table lies on exactly one rank and no rank mixes widths."""
         for rank in range(self.world_size):
             widths = {shard.columns for shard in self.of_rank(rank)}
             if len(widths) != 1:
                 raise ValueError(f"plan: rank {rank} holds shards of widths {sorted(widths)}; it needs exactly one")
-        for table in range(model.num_features):
+        for table in sorted(set(range(model.num_features)) - set(self.replicated)):
             parts = sorted((shard.column, shard.columns) for shard in self.shards if shard.table == table)
             end = 0
             for column, columns in parts:
@@ -80,12 +83,16 @@ def make_plan(model: ModelConfig, world_size: int, global_batch_size: int, poole
     the least loaded rank. ValueError if there are fewer shards than ranks at every width.
     """
     dim = model.embedding_dim
-    hottest = sorted(range(model.num_features), key=lambda table: -model.multi_hot_sizes[table])
+    tables = list(range(model.num_features))
+    replicated = tuple(t for t in tables if model.rows[t] <= REPLICATED_ROWS) if world_size > 1 else ()
+    if len(tables) - len(replicated) < world_size:
+        replicated = ()
+    hottest = sorted(set(tables) - set(replicated), key=lambda table: -model.multi_hot_sizes[table])
     widths = [dim // parts for parts in (1, 2, 4, 8) if dim % (4 * parts) == 0]
     best: tuple[float, tuple[Shard, ...]] | None = None
-    for split, width, narrow_ranks in product(range(model.num_features + 1), widths, range(world_size + 1)):
+    for split, width, narrow_ranks in product(range(len(hottest) + 1), widths, range(world_size + 1)):
         wide_ranks = world_size - narrow_ranks
-        if (split > 0) != (narrow_ranks > 0) or (split < model.num_features) != (wide_ranks > 0):
+        if (split > 0) != (narrow_ranks > 0) or (split < len(hottest)) != (wide_ranks > 0):
             continue
         narrow = [(table, column, width) for table in hottest[:split] for column in range(0, dim, width)]
         wide = [(table, 0, dim) for table in hottest[split:]]
@@ -103,7 +110,7 @@ def make_plan(model: ModelConfig, world_size: int, global_batch_size: int, poole
             f"{model.num_features} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
             "use fewer ranks"
         )
-    plan = Plan(world_size=world_size, shards=best[1])
+    plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
     plan.check(model)
     return plan
 

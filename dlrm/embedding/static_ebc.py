@@ -22,6 +22,7 @@ from torch import Tensor
 from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.plan import Plan, Shard
+from dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm.embedding.tbe import FixedTBE
 from dlrm.ranks import Ranks
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
@@ -39,6 +40,8 @@ class DistributedIds:
     """int32, flat: ids plus the first row of their table, in ascending order."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of the pooled gradient, viewed as [G * T, C], of each sorted id."""
+    replicated: ReplicatedIds | None = None
+    """Ids of the local batch for the plan's replicated tables, where it has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class StaticEBC:
         self.eps = optimizer.eps
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
-        self._global_batch = batch_size * ranks.world_size
+        self._rank, self._global_batch = ranks.rank, batch_size * ranks.world_size
         self._ids_group, self._pooled_group = dist.new_group(), dist.new_group()
         self._tbe = FixedTBE(
             [model.rows[shard.table] for shard in self.shards],
@@ -89,7 +92,12 @@ class StaticEBC:
             wire_dtype,
             ranks.device,
         )
+        self._replicated: ReplicatedTables | None = None
         self._fill(seed)
+        if plan.replicated:
+            self._replicated = ReplicatedTables(
+                model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks.device
+            )
         self._build_input_dist(ranks.world_size)
         self._build_output_dist(ranks.world_size)
 
@@ -109,12 +117,17 @@ class StaticEBC:
         gather_segments(received, self._receive_segments, out.ids)
         if out.sorted_ids is not None and out.sorted_bags is not None:
             self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
+        if self._replicated is not None and out.replicated is not None:
+            self._replicated.input_dist(ids, out.replicated)
         return out
 
     def empty_ids(self) -> DistributedIds:
         """Memory for one batch's ids, all zero."""
         zeros = torch.zeros(self._tbe.num_ids, dtype=torch.int32, device=self.device)
-        return DistributedIds(zeros, zeros.clone(), zeros.clone()) if self.presort else DistributedIds(zeros)
+        replicated = self._replicated.empty_ids() if self._replicated is not None else None
+        if not self.presort:
+            return DistributedIds(zeros, replicated=replicated)
+        return DistributedIds(zeros, zeros.clone(), zeros.clone(), replicated)
 
     # Stage 2
 
@@ -134,6 +147,11 @@ class StaticEBC:
     def regroup(self, received: Tensor, out: Tensor) -> None:
         """Writes output_dist's blocks into `out`, [B, num_features * dim] with any row stride, in table order."""
         regroup_forward(received, self._regroup, out)
+
+    def lookup_replicated(self, ids: DistributedIds, out: Tensor) -> None:
+        """Writes the replicated tables' pooled vectors into their columns of `out`, shaped as for `regroup`."""
+        if self._replicated is not None and ids.replicated is not None:
+            self._replicated.lookup(ids.replicated, out)
 
     # Stage 4
 
@@ -166,13 +184,22 @@ class StaticEBC:
         else:
             pooled.backward(grad)
 
+    def update_replicated(self, ids: DistributedIds, grad: Tensor) -> None:
+        """Exact Adagrad on the replicated tables. grad: of `regroup`'s output. Collective."""
+        if self._replicated is not None and ids.replicated is not None:
+            self._replicated.update(ids.replicated, grad, self.learning_rate)
+
     # State
 
     def tables(self) -> Iterator[TableShard]:
-        """Every shard of this rank with its weights and optimizer state, as views."""
+        """Every shard of this rank, replicated tables included, with its weights and optimizer state, as views."""
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
             rows = slice(start, start + self.model.rows[shard.table])
             yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
+        if self._replicated is not None:
+            dim = self.model.embedding_dim
+            for table, (weights, state) in self._replicated.parts().items():
+                yield TableShard(Shard(self._rank, table, 0, dim), weights, state)
 
     # Construction
 

@@ -1,0 +1,98 @@
+"""Tables so small that every rank holds them whole: data-parallel, like dense weights.
+
+A pooled vector of a tiny table costs the all-to-all as much as one of a large table. Replicated, its lookup is local,
+and its gradient, a few thousand rows, is summed over the ranks and applied to all rows: rows that no id named have a
+zero gradient, which Adagrad leaves as they are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm.config import ModelConfig, OptimizerConfig
+from dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm.embedding.tbe import FixedTBE
+from kernels.flat_adagrad import flat_adagrad
+from kernels.gather_segments import Segment, SegmentTable, gather_segments
+from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from kernels.row_sums import row_starts, row_sums
+
+
+@dataclass(slots=True)
+class ReplicatedIds:
+    """Ids of the local batch for the replicated tables, [table][B, hot] flat and in ascending order; all int32."""
+
+    ids: Tensor
+    sorted_ids: Tensor
+    sorted_bags: Tensor
+    starts: Tensor
+    """[rows + 1]: where each row's ids start among the sorted ones."""
+
+
+class ReplicatedTables:
+    """Lookup, gradient and update of the replicated tables of one rank."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tables: tuple[int, ...],
+        optimizer: OptimizerConfig,
+        batch_size: int,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Collective. batch_size: local. dtype: of pooled vectors and their gradients; tables are fp32."""
+        self.tables, self._eps = tables, optimizer.eps
+        dim = model.embedding_dim
+        rows = [model.rows[table] for table in tables]
+        hot = [model.multi_hot_sizes[table] for table in tables]
+        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, device)
+        for table, part in self.parts().items():
+            fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
+        self._grad = torch.zeros_like(self._tbe.weights)
+        self._group = dist.new_group()
+        start, segments = 0, []
+        for table, size in zip(tables, hot, strict=True):
+            before = batch_size * sum(model.multi_hot_sizes[:table])
+            segments.append(Segment(before, start, batch_size * size))
+            start += batch_size * size
+        self._segments = SegmentTable(segments, device)
+        runs = [Run(0, position * dim, table * dim, dim) for position, table in enumerate(tables)]
+        self._regroup = RegroupTable(batch_size, [len(tables) * dim], runs, device)
+
+    def parts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Weights and Adagrad state of each table, fp32 [rows, dim] views."""
+        ends = [*self._tbe.first_row[1:], len(self._tbe.weights)]
+        return {
+            table: (self._tbe.weights[start:end], self._tbe.state[start:end])
+            for table, start, end in zip(self.tables, self._tbe.first_row, ends, strict=True)
+        }
+
+    def empty_ids(self) -> ReplicatedIds:
+        """Memory for one batch's ids, all zero."""
+        ids = torch.zeros(self._tbe.num_ids, dtype=torch.int32, device=self._grad.device)
+        return ReplicatedIds(ids, ids.clone(), ids.clone(), ids.new_zeros(len(self._grad) + 1))
+
+    def input_dist(self, ids: Tensor, out: ReplicatedIds) -> None:
+        """ids: the flat ids of one Batch, on the device."""
+        gather_segments(ids, self._segments, out.ids)
+        self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
+        out.starts.copy_(row_starts(out.sorted_ids, len(self._grad)))
+
+    def lookup(self, ids: ReplicatedIds, out: Tensor) -> None:
+        """Pooled vectors into these tables' columns of `out`, [B, num_features * dim]."""
+        with torch.no_grad():
+            regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
+
+    def update(self, ids: ReplicatedIds, grad: Tensor, learning_rate: Tensor) -> None:
+        """Exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. Collective."""
+        mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
+        regroup_backward(grad, self._regroup, mine)
+        row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
+        dist.all_reduce(self._grad, group=self._group)
+        flat_adagrad(
+            self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1), learning_rate, self._eps
+        )
