@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlrm.config import ModelConfig
 from dlrm.model import DenseNetwork
+from dlrm.ranks import Ranks
 from kernels.cross import cross_backward, cross_forward
 from kernels.flat_adagrad import flat_adagrad
 from kernels.loss import bce_with_logits
@@ -92,9 +93,9 @@ class ExplicitDense:
         batch_size: int,
         global_batch_size: int,
         dtype: torch.dtype,
-        device: torch.device,
+        ranks: Ranks,
     ) -> None:
-        """dtype: of activations, gradients and the working copy of the weights, fp32 or bf16. Master weights and
+        """Collective. dtype: of activations, gradients and the working copy of the weights, fp32 or bf16. Master weights and
         Adagrad state are fp32."""
         self.model = model
         self.global_batch_size = global_batch_size
@@ -103,7 +104,7 @@ class ExplicitDense:
         network.init_weights(seed)
         weights = network.state_dict()
         weights["bottom_mlp.0.weight"] = self._pad(weights["bottom_mlp.0.weight"])
-        group = dist.new_group()
+        device, group = ranks.device, ranks.new_group()
         top, rest = _backward_order(model)
         assert {*top, *rest} == weights.keys()
         self.top = Bucket({name: weights[name] for name in top}, dtype, device, group)

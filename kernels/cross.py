@@ -8,8 +8,9 @@ from torch import Tensor
 from kernels._triton import cdiv, jit, tl
 from kernels.column_sums import column_sums
 
-_COLUMNS = 256  # of one program's block
-_FORWARD_ROWS = 8
+# Of one program's block, forward and backward, the fastest on an H200; backward takes _STEPS such blocks.
+_ROWS, _COLUMNS = 8, 256
+_BACKWARD_ROWS, _BACKWARD_COLUMNS, _STEPS = 32, 64, 2
 
 
 def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -62,8 +63,8 @@ def plain_cross_backward(
 def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
     """What `cross_forward` does, in one kernel."""
     batch, width = x0.shape
-    grid = (cdiv(width, _COLUMNS), cdiv(batch, _FORWARD_ROWS))
-    _forward[grid](x0, x, y, bias, out, batch, width, _FORWARD_ROWS, _COLUMNS)
+    grid = (cdiv(width, _COLUMNS), cdiv(batch, _ROWS))
+    _forward[grid](x0, x, y, bias, out, batch, width, _ROWS, _COLUMNS)
 
 
 def triton_cross_backward(
@@ -71,10 +72,9 @@ def triton_cross_backward(
 ) -> None:
     """What `cross_backward` does, in two kernels: partial column sums of blocks of rows, then their sum."""
     batch, width = g.shape
-    steps = 1 if batch <= 2048 else 4  # enough programs for every multiprocessor, few partial sums
-    partials = torch.empty(cdiv(batch, _FORWARD_ROWS * steps), width, dtype=torch.float32, device=g.device)
-    _backward[(cdiv(width, _COLUMNS), len(partials))](
-        g, x0, y, bias, dy, dx0, partials, batch, width, accumulate, steps, _FORWARD_ROWS, _COLUMNS
+    partials = torch.empty(cdiv(batch, _BACKWARD_ROWS * _STEPS), width, dtype=torch.float32, device=g.device)
+    _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](
+        g, x0, y, bias, dy, dx0, partials, batch, width, accumulate, _STEPS, _BACKWARD_ROWS, _BACKWARD_COLUMNS
     )
     column_sums(partials, dbias)
 

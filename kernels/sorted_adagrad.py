@@ -4,9 +4,9 @@ The ids of a batch are known long before its gradients, so `sort_ids` runs with 
 `adagrad_update` then reads each gradient row once and each touched weight and state row once. It uses no float
 atomics: equal inputs give equal bits.
 
-Sorted ids form runs of equal ids. A tile of consecutive positions sums its runs with one matrix product: the matrix
-that says which ids are equal, times the tile's gradient rows. Runs that lie inside one tile are finished there. What
-a tile holds of a run that crosses its borders goes to `partials`, where a second kernel adds it up.
+Sorted ids form runs of equal ids. One warp walks over a chunk of consecutive positions, tile by tile, and adds up runs
+by a segmented scan. Runs that lie inside one chunk are finished there. What a chunk holds of a run that crosses its
+borders goes to `partials`, where a second kernel adds it up.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._triton import INTERPRETED, cdiv, jit, tl
+from kernels._triton import cdiv, jit, next_power_of_2, tl
 
-# bf16 products with 0 and 1 are exact, and tensor cores add in fp32. The interpreter cannot multiply bf16 matrices.
-_FACTOR = tl and (tl.float32 if INTERPRETED else tl.bfloat16)
+_WARPS = 2048  # enough to fill a large GPU
+# Rows that one warp works on at a time, by columns: the fastest on an H200. More do not fit into its registers.
+_TILES = {16: 64, 32: 32, 64: 8, 128: 4}
 
 
 def sort_ids(linear_ids: Tensor, bags: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -86,37 +87,32 @@ def triton_adagrad_update(
     learning_rate: Tensor,
     eps: float,
     tile: int = 0,
-    warps: int = 0,
+    chunk: int = 0,
 ) -> None:
     """What `adagrad_update` does, in two kernels."""
     count, columns = sorted_ids.numel(), weights.shape[1]
-    tile = tile or (32 if columns == 128 else 64)
-    warps = warps or 4
-    tiles = cdiv(count, tile)
-    if tiles == 0:
+    if count == 0:
         return
-    # Row 0 of a tile: its share of the run that comes in from the left. Row 1: of the run that first goes out.
-    partials = torch.empty(tiles, 2, columns, dtype=torch.float32, device=weights.device)
+    tile = tile or _TILES[columns]
+    # Long chunks leave little to merge, short ones keep every multiprocessor busy.
+    chunk = chunk or max(tile, min(128, next_power_of_2(cdiv(count, _WARPS))))
+    chunks = cdiv(count, chunk)
+    # Row 0 of a chunk: its share of the run that comes in from the left. Row 1: of the run that first goes out.
+    partials = torch.empty(chunks, 2, columns, dtype=torch.float32, device=weights.device)
     tensors = (weights, state, partials, sorted_ids, learning_rate)
-    terms = 1 if grad.dtype == torch.bfloat16 else 3
-    _update_tiles[(tiles,)](*tensors, grad, sorted_bags, eps, count, columns, tile, terms, _FACTOR, num_warps=warps)
-    if tiles > 1:
-        _merge_runs[(tiles - 1,)](*tensors, eps, count, columns, tile, 8192 // columns, num_warps=8)
+    _update_chunks[(chunks,)](*tensors, grad, sorted_bags, eps, count, columns, chunk, tile, num_warps=1)
+    if chunks > 1:
+        _merge_runs[(chunks - 1,)](*tensors, eps, count, columns, chunk, 4096 // columns, num_warps=2)
 
 
 @jit
-def _step(weights, state, offset, g, mask, learning_rate, eps) -> None:
-    """Adagrad on the elements at `offset`."""
-    w = tl.load(weights + offset, mask)
-    s = tl.load(state + offset, mask)
-    s += g * g
-    w -= tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)
-    tl.store(state + offset, s, mask)
-    tl.store(weights + offset, w, mask)
+def _add_run(sum_a, opened_a, sum_b, opened_b):
+    """Segmented addition: b starts from itself where a run opened in it."""
+    return tl.where(opened_b != 0, sum_b, sum_a + sum_b), opened_a | opened_b
 
 
 @jit
-def _update_tiles(
+def _update_chunks(
     weights,
     state,
     partials,
@@ -127,45 +123,47 @@ def _update_tiles(
     eps,
     count,
     columns: tl.constexpr,
+    chunk: tl.constexpr,
     tile: tl.constexpr,
-    terms: tl.constexpr,
-    factor: tl.constexpr,
 ) -> None:
-    start = tl.program_id(0) * tile
-    at = start + tl.arange(0, tile)
-    row_id = tl.load(ids + at, at < count, other=-1)
-    bag = tl.load(bags + at, at < count, other=0)
-    next_id = tl.load(ids + at + 1, at + 1 < count, other=-1)
+    start = tl.program_id(0) * chunk
     id_before = tl.load(ids + start - 1, start > 0, other=-1)
-    id_after = tl.load(ids + start + tile, start + tile < count, other=-1)
-
-    valid = row_id >= 0
-    crosses = (row_id == id_before) | (row_id == id_after)
-    finishes = valid & (row_id != next_id) & (crosses == 0)
+    rate = tl.load(learning_rate)
     column = tl.arange(0, columns)[None, :]
-    rows = tl.load(grad + bag.to(tl.int64)[:, None] * columns + column, valid[:, None], other=0.0)
-    offset = row_id.to(tl.int64)[:, None] * columns + column
-    w = tl.load(weights + offset, finishes[:, None], other=0.0)
-    s = tl.load(state + offset, finishes[:, None], other=0.0)
+    carry = tl.zeros([columns], tl.float32)
+    for first in range(0, chunk, tile):
+        at = start + first + tl.arange(0, tile)
+        row_id = tl.load(ids + at, at < count, other=-1)
+        bag = tl.load(bags + at, at < count, other=0)
+        previous = tl.load(ids + at - 1, (at > start) & (at <= count), other=-2)
+        following = tl.load(ids + at + 1, at + 1 < count, other=-1)
+        valid = row_id >= 0
+        ends = row_id != following
+        comes_in = row_id == id_before
+        finishes = valid & ends & (comes_in == 0)
 
-    # Each row gets the sum of its whole run in this tile. An fp32 row is the exact sum of three bf16 terms.
-    same = (row_id[:, None] == row_id[None, :]).to(factor)
-    rest = rows.to(tl.float32)
-    g = tl.zeros([tile, columns], tl.float32)
-    for _ in tl.static_range(terms):
-        term = rest.to(tl.bfloat16)
-        g = tl.dot(same, term.to(factor), g)
-        rest -= term.to(tl.float32)
+        # Four columns a thread, as for fp32: the gradient's layout is then that of weights and state.
+        at_grad = bag.to(tl.int64)[:, None] * columns + tl.max_contiguous(column, [1, 4])
+        rows = tl.load(grad + at_grad, valid[:, None], other=0.0).to(tl.float32)
+        offset = row_id.to(tl.int64)[:, None] * columns + column
+        w = tl.load(weights + offset, finishes[:, None], other=0.0)
+        s = tl.load(state + offset, finishes[:, None], other=0.0)
 
-    s += g * g
-    w -= tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)
-    tl.store(state + offset, s, finishes[:, None])
-    tl.store(weights + offset, w, finishes[:, None])
+        opened = row_id != previous
+        rows += tl.where(((at == start + first) & (opened == 0))[:, None], carry[None, :], 0.0)
+        flags = tl.broadcast_to(opened.to(tl.int32)[:, None], [tile, columns])
+        g, _ = tl.associative_scan((rows, flags), 0, _add_run)
+        carry = tl.sum(tl.where((at == start + first + tile - 1)[:, None], g, 0.0), 0)
 
-    comes_in = (at == start) & (row_id == id_before)
-    goes_out = (at == start + tile - 1) & (row_id == id_after) & (row_id != id_before)
-    slot = 2 * tl.program_id(0).to(tl.int64) + goes_out.to(tl.int64)
-    tl.store(partials + slot[:, None] * columns + column, g, (valid & (comes_in | goes_out))[:, None])
+        s += g * g
+        w -= rate * g / (tl.sqrt(s) + eps)
+        tl.store(state + offset, s, finishes[:, None])
+        tl.store(weights + offset, w, finishes[:, None])
+
+        goes_out = (at == start + chunk - 1) & (ends == 0)
+        slot = 2 * tl.program_id(0).to(tl.int64) + tl.where(comes_in, 0, 1)
+        crosses = valid & (goes_out | (ends & comes_in))
+        tl.store(partials + slot[:, None] * columns + column, g, crosses[:, None])
 
 
 @jit
@@ -178,23 +176,27 @@ def _merge_runs(
     eps,
     count,
     columns: tl.constexpr,
-    tile: tl.constexpr,
+    chunk: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    first = tl.program_id(0)  # the tile in which the run opens
-    end = (first + 1) * tile
+    first = tl.program_id(0)  # the chunk in which the run opens
+    end = (first + 1) * chunk
     run_id = tl.load(ids + end - 1)
-    id_before = tl.load(ids + first * tile - 1, first > 0, other=-1)
+    id_before = tl.load(ids + first * chunk - 1, first > 0, other=-1)
     goes_on = (run_id >= 0) & (tl.load(ids + end) == run_id) & (run_id != id_before)
     if goes_on:
         column = tl.arange(0, columns)
         g = tl.load(partials + (2 * first.to(tl.int64) + 1) * columns + column)
-        next_tile = first + 1
+        next_chunk = first + 1
         while goes_on:
-            tiles = next_tile + tl.arange(0, width)
-            inside = tl.load(ids + tiles * tile, tiles < tl.cdiv(count, tile), other=-1) == run_id
-            at = 2 * tiles.to(tl.int64)[:, None] * columns + column[None, :]
+            chunks = next_chunk + tl.arange(0, width)
+            inside = tl.load(ids + chunks * chunk, chunks < tl.cdiv(count, chunk), other=-1) == run_id
+            at = 2 * chunks.to(tl.int64)[:, None] * columns + column[None, :]
             g += tl.sum(tl.load(partials + at, inside[:, None], other=0.0), 0)
-            next_tile += width
+            next_chunk += width
             goes_on = tl.sum(inside.to(tl.int32)) == width
-        _step(weights, state, run_id.to(tl.int64) * columns + column, g, column < columns, learning_rate, eps)
+        offset = run_id.to(tl.int64) * columns + column
+        s = tl.load(state + offset) + g * g
+        w = tl.load(weights + offset) - tl.load(learning_rate) * g / (tl.sqrt(s) + eps)
+        tl.store(state + offset, s)
+        tl.store(weights + offset, w)

@@ -51,7 +51,7 @@ class StaticPipeline:
         self.ebc = StaticEBC(
             model, config.optimizer, self._plan, ranks, batch_size, config.seed, self._dtype, config.presort_ids
         )
-        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, device)
+        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks)
         self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
         self._loss = torch.zeros((), device=device)
         self._slots = [self._new_slot() for _ in range(2)]
@@ -145,7 +145,9 @@ class StaticPipeline:
             self._dense_update(dense.rest)
             with streams.beside("reduce"):
                 self.ebc.update_replicated(now.ids, pooled_grad)
-            self.ebc.update(now.ids, pooled, received)
+            with streams.beside("tables"):
+                self.ebc.update(now.ids, pooled, received)
+        streams.join("tables")
         streams.join("reduce")
         streams.join("input_dist")
 
@@ -214,7 +216,7 @@ class StaticPipeline:
         for i in range(2):
             graph = torch.cuda.CUDAGraph()
             pool = self._graphs[0].pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=self._streams.main, capture_error_mode="thread_local"):
                 self._iteration(self._slots[i], self._slots[1 - i])
             self._graphs.append(graph)
 
@@ -226,12 +228,15 @@ class _Streams:
         self._cuda = device.type == "cuda"
         self._side: dict[str, torch.cuda.Stream] = {}
         if self._cuda:
+            # What everything waits for goes first; weight gradients fill the gaps, and the table update, launched
+            # behind them and bound by memory, shares the multiprocessors with them.
+            self.main = torch.cuda.Stream(priority=-1)
             self._copy = torch.cuda.Stream()
             self._copied = torch.cuda.Event()
             # The event of iteration n, and of n - 1: the last reader of the slot that batch n + 2 goes to.
             self._ended = [torch.cuda.Event(), torch.cuda.Event()]
             if overlap:
-                self._side = {name: torch.cuda.Stream() for name in ("input_dist", "weights", "reduce")}
+                self._side = {name: torch.cuda.Stream() for name in ("input_dist", "weights", "reduce", "tables")}
 
     @contextmanager
     def beside(self, name: str, after: str | None = None) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.tbe import FixedTBE
+from dlrm.ranks import Ranks
 from kernels.flat_adagrad import flat_adagrad
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
 from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
@@ -42,26 +43,26 @@ class ReplicatedTables:
         batch_size: int,
         seed: int,
         dtype: torch.dtype,
-        device: torch.device,
+        ranks: Ranks,
     ) -> None:
         """Collective. batch_size: local. dtype: of pooled vectors and their gradients; tables are fp32."""
         self.tables, self._eps = tables, optimizer.eps
         dim = model.embedding_dim
         rows = [model.rows[table] for table in tables]
         hot = [model.multi_hot_sizes[table] for table in tables]
-        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, device)
+        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, ranks.device)
         for table, part in self.parts().items():
             fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
         self._grad = torch.zeros_like(self._tbe.weights)
-        self._group = dist.new_group()
+        self._group = ranks.new_group()
         start, segments = 0, []
         for table, size in zip(tables, hot, strict=True):
             before = batch_size * sum(model.multi_hot_sizes[:table])
             segments.append(Segment(before, start, batch_size * size))
             start += batch_size * size
-        self._segments = SegmentTable(segments, device)
+        self._segments = SegmentTable(segments, ranks.device)
         runs = [Run(0, position * dim, table * dim, dim) for position, table in enumerate(tables)]
-        self._regroup = RegroupTable(batch_size, [len(tables) * dim], runs, device)
+        self._regroup = RegroupTable(batch_size, [len(tables) * dim], runs, ranks.device)
 
     def parts(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Weights and Adagrad state of each table, fp32 [rows, dim] views."""

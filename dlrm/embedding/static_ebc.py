@@ -82,7 +82,7 @@ class StaticEBC:
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
         self._rank, self._global_batch = ranks.rank, batch_size * ranks.world_size
-        self._ids_group, self._pooled_group = dist.new_group(), dist.new_group()
+        self._ids_group, self._pooled_group = ranks.new_group(), ranks.new_group()
         self._tbe = FixedTBE(
             [model.rows[shard.table] for shard in self.shards],
             [model.multi_hot_sizes[shard.table] for shard in self.shards],
@@ -95,9 +95,7 @@ class StaticEBC:
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
         if plan.replicated:
-            self._replicated = ReplicatedTables(
-                model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks.device
-            )
+            self._replicated = ReplicatedTables(model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks)
         self._build_input_dist(ranks.world_size)
         self._build_output_dist(ranks.world_size)
 

@@ -87,7 +87,9 @@ class FixedTBE:
                 info_B_mask=tbe.info_B_mask,
             )
             sorted_ids.copy_(rows)
-            sample, table = infos & tbe.info_B_mask, infos >> tbe.info_B_num_bits
+            # An info is unsigned, the table in its upper bits, but comes as int32: undo the sign's extension.
+            bits = tbe.info_B_num_bits
+            sample, table = infos & tbe.info_B_mask, (infos >> bits) & ((1 << (32 - bits)) - 1)
             torch.add(table, sample, alpha=tables, out=sorted_bags)
             return
         assert self._bags is not None

@@ -59,15 +59,16 @@ def test_sort_is_stable_and_keeps_padding_first(num_rows: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+@pytest.mark.parametrize("columns", [16, *(pytest.param(c, marks=pytest.mark.gpu) for c in (32, 64, 128))])
 @pytest.mark.parametrize(
     ("tables", "batch", "hot"),
     [
         ([5000], 33, 7),  # runs of one or two
-        ([3, 4, 40, 10_000], 119, 1),  # runs within a tile and over several
-        ([1], 1111, 3),  # one run over everything
-        ([2, 2], 16, 1),  # less than a tile
-        ([30], 200, 5),  # every tile border crossed
+        ([3, 4, 40, 10_000], 59, 1),  # runs within a chunk and over several
+        ([1], 100, 2),  # one run over everything
+        pytest.param([1], 11_111, 3, marks=pytest.mark.gpu),  # and over more chunks than are merged at once
+        ([2, 2], 16, 1),  # less than a chunk
+        ([10], 30, 8),  # every border crossed
     ],
 )
 def test_triton_equals_plain(tables: list[int], batch: int, hot: int, columns: int, dtype: torch.dtype) -> None:
