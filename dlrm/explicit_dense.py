@@ -135,8 +135,8 @@ class ExplicitDense:
             self._bottom.append(self._linear_relu(f"bottom_mlp.{i}", self._bottom[-1]))
         self.x0[:, : self.model.embedding_dim].copy_(self._bottom[-1])
 
-    def forward(self) -> Tensor:
-        """Logits [batch], in `dtype`."""
+    def cross_forward(self) -> None:
+        """The cross network over x0."""
         working = self.working
         self._x, self._u, self._y = [self.x0], [], []
         for i in range(self.model.cross_layers):
@@ -144,6 +144,10 @@ class ExplicitDense:
             self._y.append(torch.mm(self._u[-1], working[f"cross.{i}.w"].t()))
             self._x.append(torch.empty_like(self.x0))
             cross_forward(self.x0, self._x[-2], self._y[-1], working[f"cross.{i}.bias"], self._x[-1])
+
+    def top_forward(self) -> Tensor:
+        """Logits [batch], in `dtype`."""
+        working = self.working
         self._top = [self._x[-1]]
         last = len(self.model.top_mlp) - 1
         for i in range(last):
@@ -178,30 +182,26 @@ class ExplicitDense:
             torch.mm(dz.t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
 
     def cross_backward(self, layer: int, grad: Tensor) -> Tensor:
-        """One cross layer, from the gradient by its output to that by its input, both [batch, width], in place.
+        """One cross layer, last layer first: from the gradient by its output to that by its input, [batch, width].
 
-        The part of the gradient that reaches x0 directly is collected for `x0_gradient`. Last layer first.
+        What reaches x0 directly is collected on the way, so that the first layer's result is the whole gradient by x0.
+        `grad` is overwritten.
         """
-        last = layer == self.model.cross_layers - 1
+        last, first = layer == self.model.cross_layers - 1, layer == 0
         if last:
             self._dx0 = torch.empty_like(grad)
             self._du: list[Tensor] = []
         y = self._y[layer]  # read, then overwritten by its own gradient
         bias, dbias = self.working[f"cross.{layer}.bias"], self.grad[f"cross.{layer}.bias"]
-        cross_backward(grad, self.x0, y, bias, y, self._dx0, dbias, not last)
+        cross_backward(grad, self.x0, y, bias, y, self._dx0, dbias, not last, first)
         du = torch.mm(y, self.working[f"cross.{layer}.w"])
         self._du.append(du)
-        return grad.addmm_(du, self.working[f"cross.{layer}.v"])
+        return (self._dx0 if first else grad).addmm_(du, self.working[f"cross.{layer}.v"])
 
     def cross_weight_gradients(self, layer: int) -> None:
         """Into `grad`: W and V of the layer that `cross_backward` was last called for."""
         torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
         torch.mm(self._du[-1].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
-
-    def x0_gradient(self, grad: Tensor) -> Tensor:
-        """Gradient by x0, [batch, width], given that by the first cross layer's input."""
-        self._dx0 = grad.add_(self._dx0)
-        return self._dx0
 
     def bottom_backward(self) -> None:
         """Into `grad`: everything of the bottom MLP. Nothing else waits for it."""

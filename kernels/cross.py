@@ -25,18 +25,26 @@ def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -
 
 
 def cross_backward(
-    g: Tensor, x0: Tensor, y: Tensor, bias: Tensor, dy: Tensor, dx0: Tensor, dbias: Tensor, accumulate: bool
+    g: Tensor,
+    x0: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    dy: Tensor,
+    dx0: Tensor,
+    dbias: Tensor,
+    accumulate: bool,
+    first_layer: bool = False,
 ) -> None:
     """From g = dL/dx': dy = g * x0; dbias = column sums of g * x0; dx0 = g * (y + bias), added to dx0 if `accumulate`.
 
-    The gradient to x through the sum is g itself and is not computed here. g, x0, y, dy, dx0: bf16 or fp32
+    The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here. g, x0, y, dy, dx0: bf16 or fp32
     [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. dbias: bf16 or fp32 [width], overwritten.
     Computed in fp32. Width a multiple of 8.
     """
     _check(g, x0, y, dy, dx0, bias=bias)
     assert dbias.shape == bias.shape, "dbias: [width]"
     backward = triton_cross_backward if g.is_cuda else plain_cross_backward
-    backward(g, x0, y, bias, dy, dx0, dbias, accumulate)
+    backward(g, x0, y, bias, dy, dx0, dbias, accumulate, first_layer)
 
 
 def _check(*matrices: Tensor, bias: Tensor) -> None:
@@ -50,11 +58,19 @@ def plain_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Ten
 
 
 def plain_cross_backward(
-    g: Tensor, x0: Tensor, y: Tensor, bias: Tensor, dy: Tensor, dx0: Tensor, dbias: Tensor, accumulate: bool
+    g: Tensor,
+    x0: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    dy: Tensor,
+    dx0: Tensor,
+    dbias: Tensor,
+    accumulate: bool,
+    first_layer: bool = False,
 ) -> None:
     """What `cross_backward` does, in PyTorch."""
     product = g.float() * x0.float()
-    through_y = g.float() * (y.float() + bias.float())
+    through_y = g.float() * (y.float() + bias.float() + (1 if first_layer else 0))
     dx0.copy_(dx0.float() + through_y if accumulate else through_y)
     dbias.copy_(product.sum(0))
     dy.copy_(product)
@@ -68,14 +84,21 @@ def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Te
 
 
 def triton_cross_backward(
-    g: Tensor, x0: Tensor, y: Tensor, bias: Tensor, dy: Tensor, dx0: Tensor, dbias: Tensor, accumulate: bool
+    g: Tensor,
+    x0: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    dy: Tensor,
+    dx0: Tensor,
+    dbias: Tensor,
+    accumulate: bool,
+    first_layer: bool = False,
 ) -> None:
     """What `cross_backward` does, in two kernels: partial column sums of blocks of rows, then their sum."""
     batch, width = g.shape
     partials = torch.empty(cdiv(batch, _BACKWARD_ROWS * _STEPS), width, dtype=torch.float32, device=g.device)
-    _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](
-        g, x0, y, bias, dy, dx0, partials, batch, width, accumulate, _STEPS, _BACKWARD_ROWS, _BACKWARD_COLUMNS
-    )
+    sizes = (batch, width, accumulate, first_layer, _STEPS, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
+    _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
     column_sums(partials, dbias)
 
 
@@ -102,6 +125,7 @@ def _backward(
     batch,
     width,
     accumulate: tl.constexpr,
+    first_layer: tl.constexpr,
     steps: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
@@ -116,6 +140,8 @@ def _backward(
         grad = tl.load(g + at, mask, other=0.0).to(tl.float32)
         product = grad * tl.load(x0 + at, mask, other=0.0).to(tl.float32)
         through_y = grad * (tl.load(y + at, mask, other=0.0).to(tl.float32) + b)
+        if first_layer:
+            through_y += grad
         if accumulate:
             through_y += tl.load(dx0 + at, mask, other=0.0).to(tl.float32)
         total += product

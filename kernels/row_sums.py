@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels._triton import jit, tl
+from kernels.column_sums import column_sums
 
 _TILE = 32  # bags that one program adds at a time
+_PARTS = 8  # programs of one row: skewed ids make long rows
 
 
 def row_starts(sorted_ids: Tensor, num_rows: int) -> Tensor:
@@ -20,8 +22,8 @@ def row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> 
     """out[r] = sum of grad[b] over the bags b of row r, in one order, so that equal inputs give equal bits.
 
     grad: bf16 or fp32 [bags, C], contiguous, C a power of two. sorted_bags: int32 [N], the bags of ids in id order.
-    starts: int32 [R + 1] from `row_starts`. out: fp32 [R, C], overwritten. One program adds a row's bags one tile after
-    another: for tables whose rows are named by some thousand ids at most.
+    starts: int32 [R + 1] from `row_starts`. out: fp32 [R, C], overwritten. A row's bags are added by eight programs, one
+    tile after another: for tables whose rows are named by some thousand ids at most.
     """
     columns = grad.shape[1]
     assert out.shape == (len(starts) - 1, columns), "out: [R, C]"
@@ -40,19 +42,23 @@ def plain_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tenso
 
 
 def triton_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> None:
-    """What `row_sums` does, in one kernel."""
-    _sum_rows[(len(out),)](grad, sorted_bags, starts, out, grad.shape[1], _TILE)
+    """What `row_sums` does, in two kernels: sums of every eighth tile of a row, then their sum."""
+    rows, columns = out.shape
+    partials = torch.empty(_PARTS, rows * columns, dtype=torch.float32, device=out.device)
+    _sum_tiles[(rows, _PARTS)](grad, sorted_bags, starts, partials, columns, _TILE, _PARTS)
+    column_sums(partials, out.view(-1))
 
 
 @jit
-def _sum_rows(grad, bags, starts, out, columns: tl.constexpr, tile: tl.constexpr):
-    row = tl.program_id(0)
-    start = tl.load(starts + row)
+def _sum_tiles(grad, bags, starts, partials, columns: tl.constexpr, tile: tl.constexpr, parts: tl.constexpr):
+    row, part = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts + row) + part * tile
     end = tl.load(starts + row + 1)
     column = tl.arange(0, columns)
     total = tl.zeros([tile, columns], tl.float32)
-    for first in range(start, end, tile):
+    for first in range(start, end, tile * parts):
         at = first + tl.arange(0, tile)
         bag = tl.load(bags + at, at < end, other=0).to(tl.int64)
         total += tl.load(grad + bag[:, None] * columns + column[None, :], (at < end)[:, None], other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * columns + column, tl.sum(total, 0))
+    row_of_all = part * tl.num_programs(0) + row
+    tl.store(partials + row_of_all.to(tl.int64) * columns + column, tl.sum(total, 0))

@@ -26,6 +26,10 @@ from dlrm.ranks import Ranks
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
 
+# CUDA priorities of the streams, lower first. What everything waits for goes before what fills gaps. The table update
+# is bound by memory and shares the multiprocessors with weight gradients; small kernels must not queue behind it.
+_PRIORITY = {"main": -2, "reduce": -2, "replicated": -2, "weights": -1, "input_dist": 0, "tables": 0}
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -120,45 +124,47 @@ class StaticPipeline:
         dense, streams, config = self.dense, self._streams, self._config
         with streams.beside("input_dist"):
             self._input_dist(ahead)
-        with streams.beside("reduce"), record_function("dense_update"):
-            self._bottom_forward(now)
-            self.ebc.lookup_replicated(now.ids, self._interaction_input())
         with record_function("embedding_forward"):
+            with streams.beside("reduce"):
+                self._local_forward(now)
             pooled = self.ebc.lookup(now.ids)
             self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
-        streams.join("reduce")
         with record_function("dense_forward_backward"), torch.no_grad():
-            grad = dense.top_backward(dense.loss_backward(dense.forward(), now.labels, self._loss))
+            streams.join("reduce")
+            dense.cross_forward()
+            grad = dense.top_backward(dense.loss_backward(dense.top_forward(), now.labels, self._loss))
             with streams.beside("weights"):
                 dense.top_weight_gradients()
-            self._dense_update(dense.top)
+            with streams.beside("reduce", after="weights"):
+                self._dense_update(dense.top)
+                dense.top.all_gather()
             for layer in reversed(range(config.model.cross_layers)):
                 grad = dense.cross_backward(layer, grad)
                 with streams.beside("weights"):
                     dense.cross_weight_gradients(layer)
-            grad = dense.x0_gradient(grad)
             with streams.beside("weights"):
                 dense.bottom_backward()
         with record_function("embedding_backward"):
             pooled_grad = grad[:, config.model.embedding_dim :]
-            received = self.ebc.gradient_dist(pooled_grad)
-            self._dense_update(dense.rest)
-            with streams.beside("reduce"):
+            with streams.beside("replicated"):
                 self.ebc.update_replicated(now.ids, pooled_grad)
+            received = self.ebc.gradient_dist(pooled_grad)
+            with streams.beside("reduce", after="weights"):
+                self._dense_update(dense.rest)
             with streams.beside("tables"):
                 self.ebc.update(now.ids, pooled, received)
-        streams.join("tables")
-        streams.join("reduce")
-        streams.join("input_dist")
+        for side in ("input_dist", "reduce", "replicated", "tables"):
+            streams.join(side)
 
-    def _bottom_forward(self, slot: _Slot) -> None:
-        """All weights as the update left them on their ranks, those that are needed first before the others."""
+    def _local_forward(self, slot: _Slot) -> None:
+        """What needs no other rank's vectors: the bottom MLP, once the cross layers' and its weights are all here as
+        the last update left them on their ranks, and the replicated tables."""
         self.dense.rest.all_gather()
         self.dense.bottom_forward(slot.dense)
-        self.dense.top.all_gather()
+        self.ebc.lookup_replicated(slot.ids, self._interaction_input())
 
     def _dense_update(self, bucket: Bucket) -> None:
-        with self._streams.beside("reduce", after="weights"), record_function("dense_update"):
+        with record_function("dense_update"):
             bucket.reduce_scatter()
             bucket.update(self._learning_rate, self._config.optimizer.eps)
 
@@ -169,10 +175,10 @@ class StaticPipeline:
             self.ebc.input_dist(slot.staging.ids, slot.ids)
 
     def _forward(self, slot: _Slot) -> Tensor:
-        self._bottom_forward(slot)
-        self.ebc.lookup_replicated(slot.ids, self._interaction_input())
+        self._local_forward(slot)
         self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
-        return self.dense.forward()
+        self.dense.cross_forward()
+        return self.dense.top_forward()
 
     def _interaction_input(self) -> Tensor:
         return self.dense.x0[:, self._config.model.embedding_dim :]
@@ -228,15 +234,13 @@ class _Streams:
         self._cuda = device.type == "cuda"
         self._side: dict[str, torch.cuda.Stream] = {}
         if self._cuda:
-            # What everything waits for goes first; weight gradients fill the gaps, and the table update, launched
-            # behind them and bound by memory, shares the multiprocessors with them.
-            self.main = torch.cuda.Stream(priority=-1)
+            self.main = torch.cuda.Stream(priority=_PRIORITY["main"])
             self._copy = torch.cuda.Stream()
             self._copied = torch.cuda.Event()
             # The event of iteration n, and of n - 1: the last reader of the slot that batch n + 2 goes to.
             self._ended = [torch.cuda.Event(), torch.cuda.Event()]
             if overlap:
-                self._side = {name: torch.cuda.Stream() for name in ("input_dist", "weights", "reduce", "tables")}
+                self._side = {name: torch.cuda.Stream(priority=p) for name, p in _PRIORITY.items() if name != "main"}
 
     @contextmanager
     def beside(self, name: str, after: str | None = None) -> Iterator[None]:
