@@ -31,8 +31,10 @@ $(INSTALLED): $(PINS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or later is needed: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' || { echo "error: no venv module: run 'apt-get install python3-venv' and try again"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet $$(grep '^torch==' $(PINS))
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(PINS))
 	$(VENV)/bin/pip install --quiet --no-deps --requirement $(PINS)
+	# CPU builds of torch bring no Triton; its interpreter runs the kernels' tests.
+	@$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(VENV)/bin/pip install --quiet --no-deps triton==3.6.0
 	touch $@
 
 clean:

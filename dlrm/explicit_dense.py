@@ -95,8 +95,10 @@ class ExplicitDense:
         dtype: torch.dtype,
         ranks: Ranks,
     ) -> None:
-        """Collective. dtype: of activations, gradients and the working copy of the weights, fp32 or bf16. Master weights and
-        Adagrad state are fp32."""
+        """Collective. dtype: of activations, gradients and the working copy of the weights, fp32 or bf16.
+
+        Master weights and Adagrad state are fp32.
+        """
         self.model = model
         self.global_batch_size = global_batch_size
         self._padded = -(-model.dense_in_features // _PAD) * _PAD

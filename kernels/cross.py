@@ -37,9 +37,9 @@ def cross_backward(
 ) -> None:
     """From g = dL/dx': dy = g * x0; dbias = column sums of g * x0; dx0 = g * (y + bias), added to dx0 if `accumulate`.
 
-    The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here. g, x0, y, dy, dx0: bf16 or fp32
-    [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. dbias: bf16 or fp32 [width], overwritten.
-    Computed in fp32. Width a multiple of 8.
+    The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here. g,
+    x0, y, dy, dx0: bf16 or fp32 [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. dbias: bf16
+    or fp32 [width], overwritten. Computed in fp32. Width a multiple of 8.
     """
     _check(g, x0, y, dy, dx0, bias=bias)
     assert dbias.shape == bias.shape, "dbias: [width]"

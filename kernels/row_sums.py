@@ -22,8 +22,8 @@ def row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> 
     """out[r] = sum of grad[b] over the bags b of row r, in one order, so that equal inputs give equal bits.
 
     grad: bf16 or fp32 [bags, C], contiguous, C a power of two. sorted_bags: int32 [N], the bags of ids in id order.
-    starts: int32 [R + 1] from `row_starts`. out: fp32 [R, C], overwritten. A row's bags are added by eight programs, one
-    tile after another: for tables whose rows are named by some thousand ids at most.
+    starts: int32 [R + 1] from `row_starts`. out: fp32 [R, C], overwritten. Eight programs add a row's bags, one tile
+    after another: for tables whose rows are named by some thousand ids at most.
     """
     columns = grad.shape[1]
     assert out.shape == (len(starts) - 1, columns), "out: [R, C]"
