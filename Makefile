@@ -35,6 +35,7 @@ $(INSTALLED): $(PINS)
 	$(VENV)/bin/pip install --quiet --no-deps --requirement $(PINS)
 	# CPU builds of torch bring no Triton; its interpreter runs the kernels' tests.
 	@$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(VENV)/bin/pip install --quiet --no-deps triton==3.6.0
+	$(VENV)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
 clean:

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -14,14 +15,20 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 from tyro.conf import Positional
 
 from bench.compare import compare_sides, read_side, result_as_json, result_table, verdict_in_words
-from bench.ladder import ladder_called, ladder_table, read_ladder, run_ladder
+from bench.host_cost import host_table, twin_flags
+from bench.ladder import ROOT, ladder_called, ladder_table, read_ladder, run_ladder, torchrun
+from bench.limits import distance_table, limits_table, read_limits
 from bench.machine import gpus_of_node, short_name_of_node
-from bench.record import create_run_folder, new_run_id
+from bench.mlperf_log import LOG_COLUMNS, log_row
+from bench.record import create_run_folder, new_run_id, read_record
+from bench.report import write_report
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -59,6 +66,12 @@ class Compare:
         if self.json:
             print(json.dumps([result_as_json(result) for result in results], indent=2))
             return EXIT_FAILED if regressed else 0
+        runs = [run for side in (first, *others) for run in side.logs]
+        if runs:
+            table = Table(*LOG_COLUMNS, title="MLPerf logs", title_justify="left", box=box.SIMPLE_HEAD)
+            for run in runs:
+                table.add_row(*log_row(run))
+            console.print(table)
         for result in results:
             console.print(result_table(result))
             console.print(f"[bold]{verdict_in_words(result)}[/]", soft_wrap=True, highlight=False)
@@ -80,7 +93,7 @@ class LadderCommand:
     """
 
     rungs: str = "stock"
-    """Built-in ladder: stock (fp32, tf32, bf16), full (every optimisation), cpu (what runs without a GPU)."""
+    """Built-in ladder: stock (fp32, tf32, bf16), full (every optimisation), same (A/A), cpu (runs without a GPU)."""
     rounds: int = 5
     """Runs of each rung; one round alone proves nothing."""
     nproc: int | None = None
@@ -119,7 +132,89 @@ class LadderCommand:
         return 0
 
 
-Command = Annotated[Compare, tyro.conf.subcommand("compare")] | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Host:
+    """Runs the instrumented twin of a run: where the host's time goes, and a trace of each rank for Perfetto.
+
+    Name a record to repeat its run, or give the flags of launch/dlrm.py from --preset on.
+    """
+
+    record: Positional[Path | None] = None
+    """Record of the run to repeat."""
+    nproc: int | None = None
+    """Processes; by default the record's, or one for each GPU, or two without any."""
+    results_dir: Path = Path("results")
+    """Where the twin's record goes."""
+
+    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+        """Runs the twin and prints what it found; returns the exit status."""
+        if (self.record is None) == (not forwarded):
+            raise ValueError("name one: a record, or --preset and its flags")
+        flags, processes = list(forwarded), self.nproc
+        if self.record is not None:
+            flags, recorded = twin_flags(read_record(self.record))
+            processes = processes or recorded
+        folder = _measure("host", flags, _processes(processes), self.results_dir, console)
+        console.print(host_table(read_record(folder).run))
+        console.print(f"record {folder}", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LimitsCommand:
+    """Measures this machine's ceilings and prints the floor of an iteration, and how far records stand above it.
+
+    Flags from --preset on are those of launch/dlrm.py and give the sizes.
+    """
+
+    above: tuple[Path, ...] = ()
+    """Records to compare with the floor; stages need those of `dlrm-bench host`."""
+    measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """A limits record to print; nothing is measured then."""
+    nproc: int | None = None
+    """Processes; by default one for each GPU, or two without any."""
+    results_dir: Path = Path("results")
+    """Where the limits record goes."""
+
+    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+        """Measures or reads, and prints; returns the exit status."""
+        if (self.measured is None) == (not forwarded):
+            raise ValueError("name one: --from a limits record, or --preset and its flags")
+        runs = [read_record(path).run for path in self.above]
+        folder = self.measured
+        if folder is None:
+            folder = _measure("limits", list(forwarded), _processes(self.nproc), self.results_dir, console)
+        limits = read_limits(folder)
+        console.print(limits_table(limits))
+        console.print(distance_table(limits, runs))
+        console.print(f"record {folder}", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Report:
+    """Writes one self-contained HTML page, and its pictures, from all that it finds in the folders named."""
+
+    paths: Positional[tuple[Path, ...]]
+    """Records, ladders, limits and MLPerf logs, or folders of them."""
+    out: Path = Path("report")
+    """Folder of index.html and the pictures; what is in it is replaced."""
+
+    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+        """Writes the page; returns the exit status."""
+        _refuse(forwarded)
+        page = write_report(self.paths, self.out)
+        console.print(f"page {page} ({page.stat().st_size / 1e6:.2f} MB)", soft_wrap=True)
+        return 0
+
+
+Command = (
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
+    | Annotated[Host, tyro.conf.subcommand("host")]
+    | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,10 +222,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, forwarded = _split(sys.argv[1:] if arguments is None else arguments)
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
     try:
-        return command.run(Console(), forwarded)
+        return command.run(_console(), forwarded)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _console() -> Console:
+    """At least as wide as the tables, which are cut off otherwise."""
+    return Console(width=max(110, Console().width))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -148,6 +248,18 @@ def _processes(nproc: int | None) -> int:
     if nproc is not None and nproc < 1:
         raise ValueError(f"--nproc is {nproc}: at least one process is needed")
     return nproc or gpus_of_node() or 2
+
+
+def _measure(what: str, flags: list[str], processes: int, results_dir: Path, console: Console) -> Path:
+    """Starts launch/measure.py; the folder that it made. What it says goes to a file beside that folder."""
+    run_id = _new_id(processes, flags, what)
+    results_dir.mkdir(parents=True, exist_ok=True)
+    output = results_dir / f"{run_id}.log"
+    place = ["--results-dir", str(results_dir), "--run-id", run_id]
+    with console.status(f"measuring; output in {output}") if console.is_terminal else nullcontext():
+        torchrun([what, *flags, *place], processes, output, ROOT / "launch" / "measure.py")
+    output.rename(results_dir / run_id / "output.log")
+    return results_dir / run_id
 
 
 def _new_id(processes: int, forwarded: Sequence[str], kind: str) -> str:

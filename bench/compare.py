@@ -62,6 +62,8 @@ class Side:
     mean_only: bool
     """Whether only the mean latency is known, as in MLPerf logs."""
     warnings: list[str]
+    logs: Sequence[MLPerfRun] = ()
+    """Every run of MLPerf logs, also those with nothing to compare; empty for records."""
 
     def metrics(self) -> dict[Metric, float]:
         """Geometric mean over the runs of each known metric, in milliseconds."""
@@ -203,6 +205,7 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
         mean_only=True,
         warnings=[f"{path}: {lines} malformed lines" for path, lines in damaged.items()]
         + [f"{run.path}: a run that is {run.status}" for run in runs if run.status != "success"],
+        logs=runs,
     )
 
 

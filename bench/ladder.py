@@ -10,6 +10,7 @@ round. ladder.json and the members' records and output stay together in one fold
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -43,29 +44,37 @@ class Rung:
     flags: tuple[str, ...]
 
 
-_STATIC = ("--precision", "bf16", "--ebc", "static")
+_STATIC = ("--ebc", "static")
 _GRAPH = (*_STATIC, "--cuda-graph", "iteration")
+_OVERLAP = (*_GRAPH, "--overlap")
+_TF32, _BF16 = ("--precision", "tf32"), ("--precision", "bf16")
 _STOCK = (
     Rung("stock-fp32", ("--precision", "fp32")),
-    Rung("stock-tf32", ("--precision", "tf32")),
-    Rung("stock-bf16", ("--precision", "bf16")),
+    Rung("stock-tf32", _TF32),
+    Rung("stock-bf16", _BF16),
 )
 
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "stock": _STOCK,
     "full": (
-        *_STOCK,
-        Rung("static", _STATIC),
-        Rung("cuda-graph", _GRAPH),
-        Rung("overlap", (*_GRAPH, "--overlap")),
-        Rung("presort", (*_GRAPH, "--overlap", "--presort-ids")),
+        Rung("stock-tf32", _TF32),
+        Rung("stock-bf16", _BF16),
+        Rung("static-tf32", (*_STATIC, *_TF32)),
+        Rung("cuda-graph-tf32", (*_GRAPH, *_TF32)),
+        Rung("overlap-tf32", (*_OVERLAP, *_TF32)),
+        Rung("overlap-bf16", (*_OVERLAP, *_BF16)),
+        Rung("presort-bf16", (*_OVERLAP, "--presort-ids", *_BF16)),
+    ),
+    "same": (
+        Rung("stock-a", ()),
+        Rung("stock-b", ()),
     ),
     "cpu": (
         Rung("stock-fp32", ("--precision", "fp32")),
         Rung("static-fp32", ("--precision", "fp32", "--ebc", "static")),
     ),
 }
-"""The built-in ladders, first rung first. A rung changes one thing of the rung before it."""
+"""The built-in ladders, first rung first. A rung changes one thing of the rung before it; in `same`, nothing (A/A)."""
 
 
 class RungResult(TypedDict):
@@ -156,13 +165,15 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
         command = [*torchrun, str(launcher), *flags]
         status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
     if status:
-        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-        # torchrun's own account of the failure comes last and says less than the first rank that failed.
-        first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), max(0, len(lines) - 30))
-        said = "\n".join(lines[first : first + 30])
-        raise ValueError(
-            f"`{launcher.name} {shlex.join(flags)}` failed with status {status} (all of {output}):\n{said}"
-        )
+        raise ValueError(f"`{launcher.name} {shlex.join(flags)}` failed with status {status}:\n{_what_failed(output)}")
+
+
+def _what_failed(output: Path) -> str:
+    """What the ranks said; torchrun's own account of a failure comes after it and says less."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
+    last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
+    return "\n".join([*lines[max(first, last - 30) : last], f"(all of it: {output})"])
 
 
 def read_ladder(path: Path) -> tuple[Ladder, dict[str, Side]]:

@@ -39,6 +39,8 @@ class MLPerfRun:
     """Of the last evaluation."""
     evals_ms: list[float] = field(default_factory=list)
     """Duration of every evaluation that began and ended."""
+    eval_epochs: list[float] = field(default_factory=list)
+    """epoch_num of every evaluation that began, where the log says it."""
     malformed_lines: int = 0
     """Lines of the whole file that begin an event and are none."""
 
@@ -86,6 +88,33 @@ def read_mlperf_log(path: Path) -> list[MLPerfRun]:
     for run in reader.runs:
         run.malformed_lines = reader.malformed
     return reader.runs
+
+
+LOG_COLUMNS = (
+    "log",
+    "org",
+    "global batch",
+    "ms / iteration",
+    "evals",
+    "s / eval",
+    "time to train, min",
+    "AUC",
+    "status",
+)
+
+
+def log_row(run: MLPerfRun) -> tuple[str, ...]:
+    """A run as text, one cell for each of LOG_COLUMNS; '-' for what the log does not say."""
+    numbers = (
+        (run.global_batch_size, "d"),
+        (run.train_ms_per_iteration, ".3f"),
+        (len(run.evals_ms), "d"),
+        (run.eval_seconds, ".2f"),
+        (run.time_to_train_minutes, ".3f"),
+        (run.auc, ".5f"),
+    )
+    cells = ("-" if value is None else format(value, form) for value, form in numbers)
+    return (run.path.name, run.org or "-", *cells, run.status)
 
 
 def _event_lines(descriptor: int) -> Iterator[bytes]:
@@ -136,10 +165,12 @@ class _Reader:
 
     def _follow(self, run: MLPerfRun, key: str, time: float, value: Any, metadata: dict[str, Any]) -> None:
         """An event between run_start and run_stop."""
+        epoch = metadata.get("epoch_num")
         if key == "run_start":
             run.start_ms = time
         elif key == "eval_start":
             self._eval_start = time
+            run.eval_epochs += [float(epoch)] if _is_number(epoch) else []
         elif key == "eval_accuracy":
             run.auc = float(value) if _is_number(value) else None
         elif key == "eval_stop" and self._eval_start is not None:
@@ -148,7 +179,6 @@ class _Reader:
         elif key == "run_stop":
             run.stop_ms = time
             run.status = str(metadata.get("status", "unknown"))
-        epoch = metadata.get("epoch_num")
         if _is_number(epoch) and run.start_ms is not None:
             run.epoch_num = max(run.epoch_num or 0.0, float(epoch))
 

@@ -92,6 +92,9 @@ class RunMonitor:
 
     def gather(self) -> Conditions:
         """The conditions of all ranks, on every rank. Collective, after the loop."""
+        # The loop begins with a collection, and Python may catch up on one when it has ended: neither cost it any time.
+        within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
+        self._samples.gc_iterations = within
         ranks: list[Any] = [self._samples]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
@@ -99,9 +102,8 @@ class RunMonitor:
         return summarize(ranks, self._interval_s)
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
-        iteration = self._clock.iterations
-        if phase == "stop" and iteration > 0:  # the loop begins with a collection, before its first iteration
-            self._samples.gc_iterations.append(iteration)
+        if phase == "stop":
+            self._samples.gc_iterations.append(self._clock.iterations)
 
     def _watch(self, device: int) -> None:
         torch.cuda.set_device(device)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from bench.machine import Machine, describe_machine, git_state, platform_name, s
 from bench.mllog import MLPerfLog
 from bench.monitor import Conditions, RunMonitor
 from bench.record import (
+    Instruments,
     RunRecord,
     TrainingOutcome,
     TrainingStatus,
@@ -121,10 +122,24 @@ class Outcome:
     record: RunRecord
 
 
-def run(config: RunConfig, ranks: Ranks, command: str) -> Outcome:
+class InstrumentedPipeline(Pipeline, Protocol):
+    """A pipeline that measures itself; only the twin of a timed run has one (bench/host_cost.py)."""
+
+    def instruments(self) -> Instruments:
+        """What was measured, on every rank. Collective, after training."""
+        ...
+
+
+def run(
+    config: RunConfig,
+    ranks: Ranks,
+    command: str,
+    instrument: Callable[[Pipeline, Path], InstrumentedPipeline] | None = None,
+) -> Outcome:
     """Train as `config` says and leave a record folder behind. Collective over all ranks.
 
-    command: the command line, for the record. ValueError on bad input; what can be known before training is, and a
+    command: the command line, for the record. instrument: makes a twin's pipeline out of the pipeline and the record's
+    folder; timed runs have none. ValueError on bad input; what can be known before training is, and a
     run that fails later leaves a folder whose log is closed as aborted.
     """
     _set_precision(config, ranks.device)
@@ -139,12 +154,14 @@ def run(config: RunConfig, ranks: Ranks, command: str) -> Outcome:
         folder = _agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
         _log_init(config, ranks, log, machine, dataset, schedule)
+        pipeline = build_pipeline(config, ranks)
+        instrumented = instrument(pipeline, folder) if instrument else None
         this = Run(
             config=config,
             ranks=ranks,
             dataset=dataset,
             schedule=schedule,
-            pipeline=build_pipeline(config, ranks),
+            pipeline=instrumented or pipeline,
             log=log,
             clock=IterationClock(ranks.device),
             losses=LossHistory(ranks.device, config.loss_interval),
@@ -157,7 +174,8 @@ def run(config: RunConfig, ranks: Ranks, command: str) -> Outcome:
             this.train()
         losses = this.losses.finish()
         log.close("success" if this.reached_target else "aborted", this.epoch_num)
-        record = _write(this, machine, command, folder, losses, monitor.gather())
+        instruments = instrumented.instruments() if instrumented else None
+        record = _write(this, machine, command, folder, losses, monitor.gather(), instruments)
     return Outcome(folder=folder, record=record)
 
 
@@ -216,7 +234,13 @@ def _drop_page_cache() -> None:
 
 
 def _write(
-    this: Run, machine: Machine, command: str, folder: Path, losses: list[float], conditions: Conditions
+    this: Run,
+    machine: Machine,
+    command: str,
+    folder: Path,
+    losses: list[float],
+    conditions: Conditions,
+    instruments: Instruments | None,
 ) -> RunRecord:
     """The record, equal on every rank; global rank 0 writes it."""
     config, ranks = this.config, this.ranks
@@ -243,6 +267,7 @@ def _write(
         pipeline=this.pipeline.describe(),
         peak_memory_bytes=_peak_memory(ranks),
         conditions=conditions,
+        instruments=instruments,
     )
     if ranks.rank == 0:
         write_record(folder, record, iterations_ms, losses)

@@ -36,8 +36,13 @@ _RANGES = [
     (re.compile(r"## forward|autograd::engine::evaluate_function"), "dense_forward_backward"),
     (re.compile(r"## (optimizer|zero_grad)|^Optimizer\."), "dense_update"),
 ]
-# Kernels of a graph replay have no range around their launch; most names tell. An all-to-all is told by what ran before.
+# Kernels of a graph replay have no range around their launch, but most names tell: first our own, those of kernels/.
 _KERNELS = [
+    (re.compile(r"^_(update_tiles|merge_runs)$"), "embedding_backward"),
+    (re.compile(r"^_copy_runs$"), "embedding_forward"),
+    (re.compile(r"^_copy_pieces$"), "input_dist"),
+    (re.compile(r"^_update$"), "dense_update"),
+    (re.compile(r"^_(sum_rows|forward|backward|bce)$"), "dense_forward_backward"),
     (
         re.compile(r"embedding.*(backward|grad)|linearize_index|RadixSort|sorted_adagrad|long_segments", re.I),
         "embedding_backward",

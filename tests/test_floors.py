@@ -60,13 +60,16 @@ def test_nothing_outside_the_tests_imports_them():
         assert not [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] == "tests"], path
 
 
+def training_calls(tree: ast.AST) -> int:
+    """Calls of train_step, but for those of a pipeline that wraps another one and passes its own train_step on."""
+    if isinstance(tree, ast.FunctionDef) and tree.name == "train_step":
+        return 0
+    own = isinstance(tree, ast.Call) and called(tree) == "train_step"
+    return own + sum(training_calls(node) for node in ast.iter_child_nodes(tree))
+
+
 def test_only_bench_run_trains():
-    calls = {
-        path.relative_to(ROOT).as_posix(): sum(
-            called(node) == "train_step" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-        )
-        for path in FILES
-    }
+    calls = {path.relative_to(ROOT).as_posix(): training_calls(ast.parse(path.read_text())) for path in FILES}
     assert {path: count for path, count in calls.items() if count} == {"bench/run.py": 1}
 
 

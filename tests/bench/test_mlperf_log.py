@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.mllog import MLPerfLog
-from bench.mlperf_log import read_mlperf_log
+from bench.mlperf_log import LOG_COLUMNS, MLPerfRun, log_row, read_mlperf_log
 from dlrm.config import MLPerfConfig, OptimizerConfig
 
 LOGS = Path(__file__).resolve().parents[1] / "data" / "mlperf_logs" / "nvidia_8xh200_v4.0"
@@ -47,6 +47,24 @@ def test_the_published_8xh200_logs_give_3_25_ms() -> None:
     assert first.eval_seconds == pytest.approx(1.563, abs=0.001)
     assert first.auc == pytest.approx(0.80309, abs=1e-5)
     assert (first.status, first.malformed_lines) == ("success", 0)
+
+
+def test_a_row_of_a_table() -> None:
+    (run,) = read_mlperf_log(PUBLISHED)
+    row = dict(zip(LOG_COLUMNS, log_row(run), strict=True))
+    assert row == {
+        "log": "result_0.txt",
+        "org": "NVIDIA",
+        "global batch": "55296",
+        "ms / iteration": "3.264",
+        "evals": "15",
+        "s / eval": "1.56",
+        "time to train, min": "3.486",
+        "AUC": "0.80309",
+        "status": "success",
+    }
+    unknown = log_row(MLPerfRun(path=PUBLISHED))
+    assert unknown == ("result_0.txt", "-", "-", "-", "0", "-", "-", "-", "unfinished")
 
 
 def test_our_own_log(tmp_path: Path) -> None:

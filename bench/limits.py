@@ -1,0 +1,175 @@
+"""The ceilings of this machine, measured each alone, and the floor under an iteration that they make.
+
+dlrm-bench limits --preset launch-bound [--field value ...]; --from FILE and --above RECORD to use a measurement again.
+
+bench/ceilings.py measures; here is what follows from it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from rich import box
+from rich.table import Table
+
+from bench.ceilings import ALL_REDUCE, ALL_TO_ALLS, BATCH_COPY, MEMORY, Ceiling, measure
+from bench.machine import Git, Machine, describe_machine, git_state, short_name
+from bench.record import RunRecord, create_run_folder, new_run_id
+from bench.trace import STAGES
+from dlrm.config import RunConfig
+from dlrm.ranks import Ranks
+
+LIMITS_JSON = "limits.json"
+LIMITS_SCHEMA = 1
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+class Limits(TypedDict):
+    """limits.json."""
+
+    schema: int
+    id: str
+    created: str
+    command: str
+    git: Git
+    machine: Machine
+    config: dict[str, Any]
+    """preset, world_size, local_batch_size, precision: what the sizes follow from."""
+    ceilings: list[Ceiling]
+    floor_ms: dict[str, float]
+    """Of each stage, and 'iteration'."""
+
+
+def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
+    """Measures everything and, on rank 0, writes limits.json into a new folder of config.results_dir. Collective."""
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    ranks.init_process_group()
+    machine = describe_machine()
+    ceilings = list(measure(config, ranks))
+    now = datetime.now(UTC)
+    run_id = config.run_id or new_run_id(short_name(machine), f"{config.preset}-limits", now)
+    sizes = {name: getattr(config, name) for name in ("preset", "local_batch_size", "precision")}
+    limits = Limits(
+        schema=LIMITS_SCHEMA,
+        id=run_id,
+        created=now.isoformat(timespec="seconds"),
+        command=command,
+        git=git_state(_ROOT),
+        machine=machine,
+        config={**sizes, "world_size": ranks.world_size, "model": dataclasses.asdict(config.model)},
+        ceilings=ceilings,
+        floor_ms=floor(ceilings),
+    )
+    if ranks.rank == 0:
+        folder = create_run_folder(config.results_dir, run_id)
+        (folder / LIMITS_JSON).write_text(json.dumps(limits, indent=2) + "\n", encoding="utf-8")
+    return limits
+
+
+def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:
+    """The least time of each stage, and of an iteration: {stage: ms, ..., 'iteration': ms}.
+
+    A stage takes at least the sum of its pieces, of which the dense gradients' all-reduce can hide behind the GEMMs:
+    the longer one counts. Of an iteration, input dist and dense update can hide behind other stages as a whole; the
+    embedding forward, the dense stage and the embedding backward follow from each other. But what hides still uses the
+    links: an iteration takes no less than all its collectives together, nor than all its memory traffic.
+    """
+    ms = dict.fromkeys(STAGES, 0.0)
+    for ceiling in ceilings:
+        if ceiling["stage"] is not None and ceiling["name"] != ALL_REDUCE:
+            ms[ceiling["stage"]] += ceiling["ms"]
+    links = sum(c["ms"] for c in ceilings if c["name"] in (ALL_REDUCE, *ALL_TO_ALLS))
+    memory = sum(c["ms"] for c in ceilings if c["name"] in MEMORY)
+    all_reduce = sum(c["ms"] for c in ceilings if c["name"] == ALL_REDUCE)
+    ms["dense_forward_backward"] = max(ms["dense_forward_backward"], all_reduce)
+    chain = ms["embedding_forward"] + ms["dense_forward_backward"] + ms["embedding_backward"]
+    copies = sum(c["ms"] for c in ceilings if c["name"] == BATCH_COPY)
+    return ms | {"iteration": max(chain, links, memory, copies)}
+
+
+def read_limits(path: Path) -> Limits:
+    """limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is damaged."""
+    file = path / LIMITS_JSON if path.is_dir() else path
+    try:
+        limits = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): `dlrm-bench limits` makes one") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is corrupt at line {error.lineno} column {error.colno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is corrupt at byte {error.start}: not UTF-8") from error
+    if not isinstance(limits, dict) or limits.get("schema") != LIMITS_SCHEMA:
+        raise ValueError(f"{file} is no limits record of schema {LIMITS_SCHEMA}")
+    missing = [name for name in Limits.__annotations__ if name not in limits]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    return limits  # type: ignore[return-value]
+
+
+def limits_table(limits: Limits) -> Table:
+    """Ceilings for people; the GEMMs of a layer are one row."""
+    table = Table(title=f"{limits['id']}: ceilings of one rank", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("work", "stage", "ms", "amount", "rate"):
+        table.add_column(column, justify="left" if column in ("work", "stage") else "right", no_wrap=True)
+    for ceiling in _grouped(limits["ceilings"]):
+        amount, unit, stage = ceiling["amount"], ceiling["unit"], ceiling["stage"] or ""
+        scale, prefix = (1e12, "T") if unit == "FLOP" else (1e9, "G") if unit == "B" else (1e3, "k")
+        size = f"{amount / 1e6:,.2f} M{unit}" if unit != "launches" else f"{amount:g} launches"
+        rate = f"{amount / ceiling['ms'] * 1000 / scale:,.2f} {prefix}{unit}/s"
+        table.add_row(ceiling["name"], stage.replace("_", " "), f"{ceiling['ms']:.4f}", size, rate)
+    return table
+
+
+def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
+    """How far records stand above the floor: the iteration, and each stage where the record is a twin's.
+
+    ValueError if a record has another batch, rank count or model than the limits.
+    """
+    table = Table(title="above the floor", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("ms", "floor", *(run["id"] for run in runs)):
+        table.add_column(column, justify="right" if column != "ms" else "left", overflow="fold")
+    for run in runs:
+        check_same_work(limits, run)
+    for stage, least in limits["floor_ms"].items():
+        cells = [_multiple(_time_of(run, stage), least) for run in runs]
+        table.add_row(stage.replace("_", " "), f"{least:.3f}", *cells)
+    return table
+
+
+def check_same_work(limits: Limits, run: RunRecord) -> None:
+    """ValueError, naming the field, if the record's work is not what the limits were measured for."""
+    config = json.loads(json.dumps(limits["config"]))
+    for name in ("world_size", "local_batch_size", "model"):
+        if config[name] != run["config"].get(name):
+            raise ValueError(f"{run['id']} has another {name} than {limits['id']}: measure limits with its flags")
+
+
+def _time_of(run: RunRecord, stage: str) -> float | None:
+    """A twin's latencies hold the profiler: its stages count, and of timed runs the iteration."""
+    if stage == "iteration":
+        return run["latency_ms"]["p50"] if run["latency_ms"] and run["host"] is None else None
+    return run["stages_ms"].get(stage) if run["stages_ms"] else None
+
+
+def _multiple(ms: float | None, least: float) -> str:
+    if ms is None:
+        return ""
+    return f"{ms:.3f} ({ms / least:.1f} x)" if least else f"{ms:.3f}"
+
+
+def _grouped(ceilings: Sequence[Ceiling]) -> Iterator[Ceiling]:
+    groups: dict[str, Ceiling] = {}
+    for ceiling in ceilings:
+        network = ceiling["name"].split()[1] if ceiling["name"].startswith("GEMM") else None
+        name = f"GEMMs: {network}" if network else ceiling["name"]
+        if name in groups:
+            groups[name]["ms"] += ceiling["ms"]
+            groups[name]["amount"] += ceiling["amount"]
+        else:
+            groups[name] = Ceiling(**{**ceiling, "name": name})
+    yield from groups.values()

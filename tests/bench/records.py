@@ -1,0 +1,103 @@
+"""Records of runs that never ran, around recorded latencies, for tests of what reads records."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.machine import Git, Machine, describe_machine
+from bench.monitor import Conditions
+from bench.record import RUN_JSON, Instruments, TrainingOutcome, build_record, write_record
+from bench.trace import OTHER, STAGES
+from dlrm.config import RunConfig
+from dlrm.presets import preset
+
+SERIES = Path(__file__).resolve().parents[1] / "data" / "series" / "cpu_smoke.npz"
+WARMUP = 10
+BEGIN = datetime(2026, 11, 21, tzinfo=UTC)
+H200: Machine = {
+    **describe_machine(),
+    "gpus": 8,
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "power_limit_w": 700.0,
+    "sm_clock_mhz": 1980,
+    "sm_clock_max_mhz": 1980,
+}
+
+
+def recorded_runs() -> list[np.ndarray]:
+    """Recorded latencies of 24 runs of the same thing, ms, [250] each."""
+    with np.load(SERIES) as runs:
+        return [runs[name] for name in sorted(runs)]
+
+
+def write(
+    folder: Path,
+    latencies: np.ndarray,
+    *,
+    minute: int = 0,
+    config: RunConfig | None = None,
+    world_size: int = 2,
+    **changes: Any,
+) -> Path:
+    """A record, in `folder`, of a run that ended `minute` minutes after BEGIN; its warm-up is made up."""
+    folder.mkdir(parents=True)
+    slowest = np.concatenate([np.full(WARMUP, 50, np.float32), latencies.astype(np.float32)])
+    ms = np.stack([slowest, *[slowest * 0.9] * (world_size - 1)]).astype(np.float32)
+    losses = np.linspace(0.7, 0.6, ms.shape[1])
+    known: dict[str, Any] = {
+        "run_id": folder.name,
+        "created": BEGIN + timedelta(minutes=minute),
+        "command": f"torchrun --nproc_per_node={world_size} launch/dlrm.py --preset launch-bound --seed 0",
+        "git": Git(commit="0123abc", dirty=False),
+        "config": config or configured(),
+        "world_size": world_size,
+        "machine": H200,
+        "training": TrainingOutcome(status="no_target", epoch_num=0.0),
+        "pipeline": {},
+        "conditions": conditions(),
+    }
+    write_record(folder, build_record(**known | changes, iterations_ms=ms, losses=losses), ms, losses)
+    return folder
+
+
+def configured(**changes: Any) -> RunConfig:
+    """launch-bound with a short warm-up."""
+    return replace(preset("launch-bound"), warmup_iterations=WARMUP, **changes)
+
+
+def conditions(throttled: bool = False, clock: float = 1980) -> Conditions:
+    """What NVML and the garbage collector would have said."""
+    span = {"rank": 0, "reason": "power cap", "first_iteration": 20, "last_iteration": 60}
+    return Conditions(
+        interval_s=0.5,
+        samples=10,
+        sm_clock_mhz=[clock - 30, clock, clock],
+        temperature_c=[40, 50, 55],
+        power_w=[300, 500, 700],
+        throttled=throttled,
+        throttling=[span] if throttled else [],  # type: ignore[list-item]
+        gc_iterations=[],
+    )
+
+
+def instruments() -> Instruments:
+    """What a twin on a GPU would have measured."""
+    stages = dict.fromkeys((*STAGES, OTHER), 1.5)
+    host = ("cpu_ms", "launching_thread_ms", "wall_ms", "kernel_launches", "graph_launches", "stream_syncs")
+    return Instruments(
+        host=dict.fromkeys((*host, "memcpy_calls", "d2h_copies"), 12.0),
+        gpu={"busy_ms": 1.5, "idle_fraction": 0.875},
+        stages_ms=stages,
+        host_stages_ms=stages,
+    )
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Changes top-level fields of run.json."""
+    path = folder / RUN_JSON
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

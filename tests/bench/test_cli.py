@@ -1,0 +1,114 @@
+"""dlrm-bench as its users call it: every sub-command, its exit status, its errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main
+from bench.ladder import ROOT
+from tests.bench.records import conditions, recorded_runs, write
+from tests.bench.test_mlperf_log import LOGS
+
+RUNS = recorded_runs()
+SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[str, str]:
+    """Folders of eight runs each, alternating in time; B takes twice as long."""
+    for i in range(8):
+        write(tmp_path / "a" / f"run{i}", RUNS[2 * i], minute=2 * i)
+        write(tmp_path / "b" / f"run{i}", RUNS[2 * i + 1] * 2, minute=2 * i + 1)
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def test_compare_prints_a_verdict(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *two]) == 0
+    out = capsys.readouterr().out
+    assert "B is slower (median, " in out
+    assert "95 % interval" in out
+    assert main(["compare", two[0], two[1], str(LOGS)]) == 0
+    assert capsys.readouterr().out.count("Latency of an iteration") == 2
+
+
+@pytest.mark.parametrize(("limit", "status"), [("2%", 1), ("2", 1), ("90%", 1), ("300%", 0)])
+def test_fail_on(two: tuple[str, str], limit: str, status: int) -> None:
+    assert main(["compare", *two, "--fail-on", limit]) == status
+    assert main(["compare", two[1], two[0], "--fail-on", limit]) == 0  # faster is no regression
+    assert main(["compare", two[0], two[0], "--fail-on", limit]) == 0
+
+
+def test_fail_on_needs_runs_and_a_percentage(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", two[0] + "/run0", two[1] + "/run0", "--fail-on", "2%"]) == 2
+    assert "--fail-on needs at least two runs on each side" in capsys.readouterr().err
+    for bad in ("much", "-1%", "nan"):
+        assert main(["compare", *two, f"--fail-on={bad}"]) == 2
+        assert f"--fail-on {bad!r} is no percentage" in capsys.readouterr().err
+
+
+def test_strict(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *two, "--strict"]) == 0
+    throttled = write(tmp_path / "c", RUNS[0], conditions=conditions(throttled=True))
+    assert main(["compare", two[0], str(throttled)]) == 0
+    assert "warning: " in capsys.readouterr().out
+    assert main(["compare", two[0], str(throttled), "--strict"]) == 2
+    assert "c: throttled (power cap)" in capsys.readouterr().err
+
+
+def test_json(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *two, "--json", "--fail-on", "2%"]) == 1
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["verdict"] == "slower"
+
+
+def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["compare", str(tmp_path)], "compare needs two sides"),
+        (["compare", str(tmp_path), str(tmp_path)], "holds neither run.json"),
+        (["compare", "a", "b", "--preset", "smoke"], "takes no --preset"),
+        (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
+        (["ladder", "--rounds", "0"], "--rounds is 0"),
+        (["ladder", "--nproc", "0"], "--nproc is 0"),
+        (["host"], "name one: a record, or --preset"),
+        (["limits"], "name one: --from a limits record, or --preset"),
+        (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),
+        (["report", str(tmp_path / "absent")], "absent does not exist"),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+
+
+def test_from_a_shell() -> None:
+    command = [sys.executable, "-m", "bench.cli", "compare", str(LOGS), str(LOGS)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+    assert process.returncode == 0
+    assert process.stderr == ""
+    assert "3.250" in process.stdout
+
+
+def test_ladder_host_limits_and_report_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rungs on the CPU, the twin and the limits of one, and the page from all of them."""
+    place = ["--nproc", "2", "--results-dir", str(tmp_path / "results")]
+    short = ["--iterations", "40", "--warmup-iterations", "10", "--target-auc", "None"]
+    assert main(["ladder", "--rungs", "cpu", "--rounds", "1", *place, *SMOKE, *short]) == 0
+    assert "static-fp32" in capsys.readouterr().out
+    (ladder,) = (tmp_path / "results").glob("*-cpu-smoke-ladder")
+    (record, *_) = ladder.glob("00-stock-fp32")
+    assert main(["host", str(record), *place]) == 0
+    assert "kernel launches" in capsys.readouterr().out
+    (twin,) = (tmp_path / "results").glob("*-cpu-smoke-host")
+    assert len(list(twin.glob("trace_rank*.json.gz"))) == 2
+    assert main(["limits", "--above", str(record), str(twin), *place, *SMOKE]) == 0
+    out = capsys.readouterr().out
+    assert "all-to-all: pooled vectors" in out
+    assert "above the floor" in out
+    assert main(["report", str(tmp_path / "results"), "--out", str(tmp_path / "report")]) == 0
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "Distance to the floor" in page
+    assert "static-fp32" in page

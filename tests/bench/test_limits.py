@@ -1,0 +1,125 @@
+"""Ceilings and the floor made of them. That they can be measured, test_cli.py shows."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.ceilings import (
+    ALL_REDUCE,
+    BATCH_COPY,
+    IDS,
+    LOOKUP,
+    POOLED,
+    Ceiling,
+    dense_weights,
+    gemm_shapes,
+    lookup_bytes,
+    update_bytes,
+)
+from bench.limits import LIMITS_JSON, Limits, distance_table, floor, limits_table, read_limits
+from bench.machine import Git
+from bench.record import read_record
+from dlrm.model import DenseNetwork
+from dlrm.presets import MLPERF_MODEL, preset
+from tests.bench.records import H200, configured, instruments, recorded_runs, write
+
+
+def ceiling(name: str, stage: str | None, ms: float, amount: float = 1e6, unit: str = "B") -> Ceiling:
+    return Ceiling(name=name, stage=stage, ms=ms, amount=amount, unit=unit)
+
+
+def some_limits(**changes: Any) -> Limits:
+    config = configured()
+    ceilings = [
+        ceiling(BATCH_COPY, "input_dist", 0.1),
+        ceiling(IDS, "input_dist", 0.2),
+        ceiling(LOOKUP, "embedding_forward", 0.3),
+        ceiling(POOLED, "embedding_forward", 0.4),
+        ceiling("GEMM: top 0 forward", "dense_forward_backward", 0.5, unit="FLOP"),
+        ceiling("GEMM: top 1 forward", "dense_forward_backward", 0.5, unit="FLOP"),
+        ceiling(ALL_REDUCE, "dense_forward_backward", 0.8),
+        ceiling("launch: 100 kernels", None, 0.2, 100, "launches"),
+    ]
+    model = json.loads(json.dumps(dataclasses.asdict(config.model)))
+    known: dict[str, Any] = {
+        "schema": 1,
+        "id": "limits",
+        "created": "2026-11-21T00:00:00+00:00",
+        "command": "torchrun",
+        "git": Git(commit="0123abc", dirty=False),
+        "machine": H200,
+        "config": {"world_size": 2, "local_batch_size": config.local_batch_size, "model": model},
+        "ceilings": ceilings,
+        "floor_ms": floor(ceilings),
+    }
+    return Limits(**known | changes)  # type: ignore[typeddict-item]
+
+
+def test_the_floor_hides_what_waits_for_nothing() -> None:
+    assert some_limits()["floor_ms"] == pytest.approx(
+        {
+            "input_dist": 0.3,
+            "embedding_forward": 0.7,
+            "dense_forward_backward": 1.0,  # the all-reduce hides behind the GEMMs
+            "embedding_backward": 0,
+            "dense_update": 0,
+            "iteration": 1.7,  # and the input dist behind all of it
+        }
+    )
+
+
+def test_the_floor_is_no_lower_than_what_uses_one_resource() -> None:
+    assert floor([ceiling(ALL_REDUCE, "dense_forward_backward", 9), ceiling(IDS, "input_dist", 2)])["iteration"] == 11
+    assert floor([ceiling(BATCH_COPY, "input_dist", 5)])["iteration"] == 5
+    assert floor([ceiling(ALL_REDUCE, "dense_forward_backward", 9)])["dense_forward_backward"] == 9
+
+
+def test_sizes_of_the_mlperf_model() -> None:
+    assert dense_weights(MLPERF_MODEL) == 16_044_545
+    assert dense_weights(preset("smoke").model) == sum(
+        p.numel() for p in DenseNetwork(preset("smoke").model).parameters()
+    )
+    flop = sum(2 * m * n * k for m, n, k in gemm_shapes(MLPERF_MODEL, batch=1).values())
+    assert flop == pytest.approx(96e6, rel=0.01)
+    assert lookup_bytes(MLPERF_MODEL, 1, pooled_size=2) == 214 * (4 + 512) + 26 * 128 * 2
+    assert update_bytes(MLPERF_MODEL, 1, gradient_size=4) == 214 * (4 + 2048) + 26 * 128 * 4
+
+
+def test_tables(tmp_path: Path) -> None:
+    limits = some_limits()
+    rows = [str(cell) for cell in limits_table(limits).columns[0].cells]
+    assert rows.count("GEMMs: top") == 1
+    timed = read_record(write(tmp_path / "timed", recorded_runs()[0])).run
+    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], instruments=instruments())).run
+    table = distance_table(limits, [timed, twin])
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert cells[2][:5] == [""] * 5
+    assert timed["latency_ms"] is not None
+    assert cells[2][5] == f"{timed['latency_ms']['p50']:.3f} ({timed['latency_ms']['p50'] / 1.7:.1f} x)"
+    assert cells[3] == ["1.500 (5.0 x)", "1.500 (2.1 x)", "1.500 (1.5 x)", "1.500", "1.500", ""]
+
+
+def test_a_record_of_other_work_is_refused(tmp_path: Path) -> None:
+    other = read_record(write(tmp_path / "x", recorded_runs()[0], config=configured(local_batch_size=64))).run
+    with pytest.raises(ValueError, match="another local_batch_size than limits"):
+        distance_table(some_limits(), [other])
+
+
+def test_reading(tmp_path: Path) -> None:
+    limits, file = some_limits(), tmp_path / LIMITS_JSON
+    with pytest.raises(ValueError, match=r"limits\.json cannot be read"):
+        read_limits(tmp_path)
+    file.write_text(json.dumps(limits))
+    assert read_limits(tmp_path) == read_limits(file) == limits
+    for content, message in (
+        (b'{"schema"', "corrupt at line 1 column"),
+        (b"\xfe", "corrupt at byte 0"),
+        (b"3", "no limits record of schema 1"),
+        (b'{"schema": 1}', "lacks id"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_limits(tmp_path)

@@ -1,0 +1,126 @@
+"""The page from records of every kind, and in a real browser where there is one."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from bench import ladder as ladder_module
+from bench.ladder import Rung, run_ladder
+from bench.limits import LIMITS_JSON
+from bench.mllog import MLPerfLog
+from bench.record import TrainingOutcome, read_record
+from bench.report import _marks, collect, write_report
+from dlrm.config import OptimizerConfig
+from tests.bench.records import conditions, instruments, recorded_runs, write
+from tests.bench.test_limits import some_limits
+from tests.bench.test_mlperf_log import LOGS
+
+RUNS = recorded_runs()
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One of everything."""
+    import json
+
+    results = tmp_path / "results"
+    runs = iter(RUNS)
+
+    def pretend(flags: list[str], processes: int, output: Path) -> None:
+        run_id = flags[-1]
+        write(results / "ladder" / run_id, next(runs) * (0.5 if run_id.endswith("fast") else 1.0))
+
+    monkeypatch.setattr(ladder_module, "torchrun", pretend)
+    (results / "ladder").mkdir(parents=True)
+    rungs = (Rung("stock", ()), Rung("fast", ()), Rung("same", ()))
+    list(run_ladder(rungs, folder=results / "ladder", processes=2, rounds=3, seed=0, flags=[], command="dlrm-bench"))
+    write(results / "timed-1", RUNS[20], conditions=conditions(throttled=True))
+    write(results / "timed-2", RUNS[21], minute=1)
+    write(results / "twin-<b>", RUNS[22], instruments=instruments())
+    (results / "limits").mkdir()
+    (results / "limits" / LIMITS_JSON).write_text(json.dumps(some_limits()))
+    shutil.copytree(LOGS, results / "mlperf")
+    (results / "unfinished").mkdir()
+    (results / "unfinished" / "result_0.txt").touch()
+    return results
+
+
+def test_everything_is_found(results: Path) -> None:
+    material = collect([results])
+    assert [record.run["id"] for record in material.records] == ["timed-1", "timed-2"]
+    assert [twin.run["id"] for twin in material.twins] == ["twin-<b>"]
+    assert (len(material.ladders), len(material.limits), len(material.logs)) == (1, 1, 1)
+
+
+def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: Path) -> None:
+    page = write_report([results], tmp_path / "out")
+    text = page.read_text()
+    assert page.stat().st_size < 2e6
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text)
+    HTMLParser().feed(text)
+    assert set(re.findall(r"<h2 id=\"(\w+)\"", text)) == {
+        "ladder", "latency", "series", "stages", "floor", "published", "machines",
+    }  # fmt: skip
+    assert len(list((tmp_path / "out").glob("*.png"))) == text.count("<img ") >= 10
+    assert "twin-&lt;b&gt;" in text
+    assert "<b>" not in text
+    assert "throttled (power cap): timed-1" in text
+    assert "0.00000" not in text
+
+
+def test_a_page_from_one_record(tmp_path: Path) -> None:
+    record = write(tmp_path / "one", RUNS[0])
+    text = write_report([record], tmp_path / "out").read_text()
+    assert 'id="ladder"' not in text
+    assert 'id="latency"' in text
+
+
+def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
+    outcome = TrainingOutcome(status="success", epoch_num=0.5, auc=0.8, target=0.8)
+    folder = write(tmp_path / "trained", RUNS[0], training=outcome)  # 260 iterations
+    log = MLPerfLog(folder / "result_0.txt")
+    log.init_start()
+    log.hyperparameters(seed=0, global_batch_size=1, optimizer=OptimizerConfig(), train_samples=520, eval_samples=1)
+    log.init_stop()
+    log.run_start()
+    for epoch in (0.25, 0.5):
+        log.eval_start(epoch)
+        log.eval_accuracy(epoch, 0.8)
+        log.eval_stop(epoch)
+    log.close("success", 0.5)
+    assert list(_marks(read_record(folder)).evals) == [130, 260]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to report in"):
+        write_report([tmp_path], tmp_path / "out")
+    with pytest.raises(ValueError, match="absent does not exist"):
+        write_report([tmp_path / "absent"], tmp_path / "out")
+    (write(tmp_path / "damaged", RUNS[0]) / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"damaged/run\.json is corrupt"):
+        write_report([tmp_path], tmp_path / "out")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [500, 1200])
+def test_in_a_browser_nothing_fails_and_nothing_sticks_out(results: Path, tmp_path: Path, width: int) -> None:
+    page = write_report([results], tmp_path / "out")
+    # The page reports on itself: whether all pictures were drawn, and whether it is wider than the window.
+    probe = (
+        "<script>onload = () => document.title = [[...document.images].every(i => i.naturalWidth > 0), "
+        "document.documentElement.scrollWidth <= innerWidth].join()</script>"
+    )
+    page.write_text(page.read_text().replace("</body>", f"{probe}</body>"))
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += f" --disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --dump-dom"
+    flags += f" --window-size={width},900 --virtual-time-budget=5000 --enable-logging=stderr"
+    browser = subprocess.run(
+        [str(CHROMIUM), *flags.split(), page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "<title>true,true</title>" in browser.stdout
+    assert "CONSOLE" not in browser.stderr
