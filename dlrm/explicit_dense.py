@@ -3,10 +3,11 @@
 Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
 chain that the embeddings wait for comes first, weight gradients run beside it or beside what follows.
 
-Weights and gradients lie in two flat buckets, in the order in which gradients become ready. The update is sharded (the
-optimizer sharding of ZeRO, Rajbhandari et al. 2020): a reduce-scatter gives each rank the summed gradient of its slice
-of a bucket, it alone keeps the slice's master weights and Adagrad state, and an all-gather brings the new weights back.
-The two collectives move what one all-reduce moves, and the update costs a rank 1 / world_size of the memory traffic.
+Weights and gradients lie in three flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients
+become ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
+reduce-scatter gives each rank the summed gradient of its slice of a bucket, it alone keeps the slice's master weights
+and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
+and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
 """
 
 from typing import Literal
@@ -30,11 +31,21 @@ _PAD = 16
 
 
 class Bucket:
-    """Named tensors of one flat buffer, with its gradient and this rank's share of its optimizer."""
+    """Named tensors of one flat buffer, with its gradient and what this rank keeps of its optimizer.
 
-    def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup):
-        self._group = group
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    sharded: each rank updates its slice, and `all_gather` brings the slices together; otherwise each updates all.
+    """
+
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        sharded: bool,
+    ) -> None:
+        self._group, self._sharded = group, sharded
+        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if sharded else (0, 1)
         self.starts, end = {}, 0
         for name, value in weights.items():
             self.starts[name] = end
@@ -49,7 +60,7 @@ class Bucket:
         # In fp32 the working copy is the master.
         self.master = self.working[self._mine] if dtype == torch.float32 else flat[self._mine].clone()
         self.state = torch.zeros_like(self.master)
-        self._grad_share = torch.zeros_like(self.working[self._mine])
+        self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
         self.shapes = {name: value.shape for name, value in weights.items()}
 
     def view(self, flat: Tensor, name: str) -> Tensor:
@@ -57,25 +68,27 @@ class Bucket:
         shape = self.shapes[name]
         return flat[self.starts[name] :][: shape.numel()].view(shape)
 
-    def reduce_scatter(self) -> None:
-        """Sums this rank's share of the gradient over the ranks."""
-        dist.reduce_scatter_tensor(self._grad_share, self.grad, group=self._group)
-
     def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Adagrad on this rank's share."""
+        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective."""
+        if self._sharded:
+            dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
+        else:
+            dist.all_reduce(self.grad, group=self._group)
         mine = self.working[self._mine]
         flat_adagrad(
-            self.master, self.state, self._grad_share, learning_rate, eps, None if mine.dtype == torch.float32 else mine
+            self.master, self.state, self._summed, learning_rate, eps, None if mine.dtype == torch.float32 else mine
         )
 
     def all_gather(self) -> None:
-        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing."""
-        dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
+        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
+        if self._sharded:
+            dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
 
     def full(self, share: Tensor) -> dict[str, Tensor]:
         """Named copies of `master` or `state` put together from all ranks. Collective."""
-        flat = share.new_empty(self.working.numel())
-        dist.all_gather_into_tensor(flat, share.clone(), group=self._group)
+        flat = share.new_empty(self.working.numel()) if self._sharded else share
+        if self._sharded:
+            dist.all_gather_into_tensor(flat, share.clone(), group=self._group)
         return {name: self.view(flat, name).clone() for name in self.starts}
 
 
@@ -106,12 +119,16 @@ class ExplicitDense:
         network.init_weights(seed)
         weights = network.state_dict()
         weights["bottom_mlp.0.weight"] = self._pad(weights["bottom_mlp.0.weight"])
+
+        def bucket(prefix: str, sharded: bool, group: dist.ProcessGroup) -> Bucket:
+            mine = {name: value for name, value in weights.items() if name.startswith(prefix)}
+            return Bucket(mine, dtype, ranks.device, group, sharded)
+
+        # Collectives of one group queue behind one another: the bottom MLP's run beside the other two's.
         device, group = ranks.device, ranks.new_group()
-        top, rest = _backward_order(model)
-        assert {*top, *rest} == weights.keys()
-        self.top = Bucket({name: weights[name] for name in top}, dtype, device, group)
-        self.rest = Bucket({name: weights[name] for name in rest}, dtype, device, group)
-        self.buckets = (self.top, self.rest)
+        self.top, self.cross = bucket("top_mlp.", True, group), bucket("cross.", True, group)
+        self.bottom = bucket("bottom_mlp.", False, ranks.new_group())
+        self.buckets = (self.top, self.cross, self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         width = (model.num_features + 1) * model.embedding_dim
@@ -192,18 +209,18 @@ class ExplicitDense:
         last, first = layer == self.model.cross_layers - 1, layer == 0
         if last:
             self._dx0 = torch.empty_like(grad)
-            self._du: list[Tensor] = []
+            self._du: dict[int, Tensor] = {}
         y = self._y[layer]  # read, then overwritten by its own gradient
         bias, dbias = self.working[f"cross.{layer}.bias"], self.grad[f"cross.{layer}.bias"]
         cross_backward(grad, self.x0, y, bias, y, self._dx0, dbias, not last, first)
         du = torch.mm(y, self.working[f"cross.{layer}.w"])
-        self._du.append(du)
+        self._du[layer] = du
         return (self._dx0 if first else grad).addmm_(du, self.working[f"cross.{layer}.v"])
 
     def cross_weight_gradients(self, layer: int) -> None:
-        """Into `grad`: W and V of the layer that `cross_backward` was last called for."""
+        """Into `grad`: W and V of a layer that `cross_backward` is through with."""
         torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
-        torch.mm(self._du[-1].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
+        torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
 
     def bottom_backward(self) -> None:
         """Into `grad`: everything of the bottom MLP. Nothing else waits for it."""
@@ -217,11 +234,3 @@ class ExplicitDense:
     def _linear_relu(self, name: str, x: Tensor) -> Tensor:
         # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
         return torch._addmm_activation(self.working[f"{name}.bias"], x, self.working[f"{name}.weight"].t())
-
-
-def _backward_order(model: ModelConfig) -> tuple[list[str], list[str]]:
-    """Names of all weights in the order in which their gradients become ready: the top MLP's, and the rest."""
-    top = [f"top_mlp.{i}.{kind}" for i in reversed(range(len(model.top_mlp))) for kind in ("weight", "bias")]
-    cross = [f"cross.{i}.{kind}" for i in reversed(range(model.cross_layers)) for kind in ("w", "v", "bias")]
-    bottom = [f"bottom_mlp.{i}.{kind}" for i in reversed(range(len(model.bottom_mlp))) for kind in ("weight", "bias")]
-    return top, cross + bottom

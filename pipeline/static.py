@@ -10,6 +10,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ _EAGER_ITERATIONS = 3
 
 # CUDA priorities of the streams, lower first. What everything waits for goes before what fills gaps. The table update
 # is bound by memory and shares the multiprocessors with weight gradients; small kernels must not queue behind it.
-_PRIORITY = {"main": -2, "reduce": -2, "replicated": -2, "weights": -1, "input_dist": 0, "tables": 0}
+_PRIORITY = {"main": -2, "reduce": -2, "local": -2, "weights": -1, "input_dist": 0, "tables": 0}
 
 
 @dataclass(slots=True)
@@ -122,51 +123,49 @@ class StaticPipeline:
     def _iteration(self, now: _Slot, ahead: _Slot) -> None:
         """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
         dense, streams, config = self.dense, self._streams, self._config
+        update = partial(Bucket.update, learning_rate=self._learning_rate, eps=config.optimizer.eps)
+        layers = range(config.model.cross_layers)
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
             with streams.beside("reduce"):
+                dense.cross.all_gather()
+            with streams.beside("local"):
                 self._local_forward(now)
             pooled = self.ebc.lookup(now.ids)
             self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
+        streams.join("local", "reduce")
         with record_function("dense_forward_backward"), torch.no_grad():
-            streams.join("reduce")
             dense.cross_forward()
             grad = dense.top_backward(dense.loss_backward(dense.top_forward(), now.labels, self._loss))
             with streams.beside("weights"):
                 dense.top_weight_gradients()
-            with streams.beside("reduce", after="weights"):
-                self._dense_update(dense.top)
+            with streams.beside("reduce", after="weights"), record_function("dense_update"):
+                update(dense.top)
                 dense.top.all_gather()
-            for layer in reversed(range(config.model.cross_layers)):
+            for layer in reversed(layers):
                 grad = dense.cross_backward(layer, grad)
-                with streams.beside("weights"):
-                    dense.cross_weight_gradients(layer)
+            # Not beside the chain above, which would take longer by as much: beside the all-to-all and the tables.
             with streams.beside("weights"):
-                dense.bottom_backward()
+                for layer in layers:
+                    dense.cross_weight_gradients(layer)
+        pooled_grad = grad[:, config.model.embedding_dim :]
+        with streams.beside("local"), record_function("dense_update"):
+            dense.bottom_backward()
+            update(dense.bottom)
+            self.ebc.update_replicated(now.ids, pooled_grad)
         with record_function("embedding_backward"):
-            pooled_grad = grad[:, config.model.embedding_dim :]
-            with streams.beside("replicated"):
-                self.ebc.update_replicated(now.ids, pooled_grad)
             received = self.ebc.gradient_dist(pooled_grad)
-            with streams.beside("reduce", after="weights"):
-                self._dense_update(dense.rest)
+            with streams.beside("reduce", after="weights"), record_function("dense_update"):
+                update(dense.cross)
             with streams.beside("tables"):
                 self.ebc.update(now.ids, pooled, received)
-        for side in ("input_dist", "reduce", "replicated", "tables"):
-            streams.join(side)
+        streams.join("input_dist", "local", "reduce", "tables")
 
     def _local_forward(self, slot: _Slot) -> None:
-        """What needs no other rank's vectors: the bottom MLP, once the cross layers' and its weights are all here as
-        the last update left them on their ranks, and the replicated tables."""
-        self.dense.rest.all_gather()
-        self.dense.bottom_forward(slot.dense)
+        """What needs no other rank: the replicated tables and the bottom MLP."""
         self.ebc.lookup_replicated(slot.ids, self._interaction_input())
-
-    def _dense_update(self, bucket: Bucket) -> None:
-        with record_function("dense_update"):
-            bucket.reduce_scatter()
-            bucket.update(self._learning_rate, self._config.optimizer.eps)
+        self.dense.bottom_forward(slot.dense)
 
     def _input_dist(self, slot: _Slot) -> None:
         with record_function("input_dist"):
@@ -175,6 +174,7 @@ class StaticPipeline:
             self.ebc.input_dist(slot.staging.ids, slot.ids)
 
     def _forward(self, slot: _Slot) -> Tensor:
+        self.dense.cross.all_gather()
         self._local_forward(slot)
         self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
         self.dense.cross_forward()
@@ -256,11 +256,11 @@ class _Streams:
         with torch.cuda.stream(side):
             yield
 
-    def join(self, name: str) -> None:
-        """The current stream waits for side stream `name`."""
-        side = self._side.get(name)
-        if side is not None:
-            torch.cuda.current_stream().wait_stream(side)
+    def join(self, *names: str) -> None:
+        """The current stream waits for the side streams of these names."""
+        for name in names:
+            if name in self._side:
+                torch.cuda.current_stream().wait_stream(self._side[name])
 
     def copying(self) -> AbstractContextManager[Any]:
         """Copies launched inside run on the copy stream, behind the iteration before the last one."""

@@ -18,7 +18,7 @@ US_PER_CALL = 180.0
 # One rank's all-to-all bandwidth; pooled vectors and their gradients each cross once.
 ALL_TO_ALL_BYTES_PER_US = 257e3
 # Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's.
-REPLICATED_ROWS = 4096
+REPLICATED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, order=True)
