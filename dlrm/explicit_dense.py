@@ -124,9 +124,10 @@ class ExplicitDense:
             mine = {name: value for name, value in weights.items() if name.startswith(prefix)}
             return Bucket(mine, dtype, ranks.device, group, sharded)
 
-        # Collectives of one group queue behind one another: the bottom MLP's run beside the other two's.
-        device, group = ranks.device, ranks.new_group()
-        self.top, self.cross = bucket("top_mlp.", True, group), bucket("cross.", True, group)
+        # A group for each: collectives of one group queue behind one another.
+        device = ranks.device
+        self.top = bucket("top_mlp.", True, ranks.new_group())
+        self.cross = bucket("cross.", True, ranks.new_group())
         self.bottom = bucket("bottom_mlp.", False, ranks.new_group())
         self.buckets = (self.top, self.cross, self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}

@@ -1,13 +1,13 @@
 """The five-stage pipeline on the static EBC: every stage of fixed shapes, eager or as one CUDA graph an iteration.
 
 1 input dist               of the next batch, beside stages 2 to 5
-2 embedding forward        the bottom MLP beside it
-3 dense forward/backward   the top MLP's gradient all-reduce beside the cross network's backward
-4 embedding backward       weight gradients and their all-reduce beside it
-5 dense update             beside 4
+2 embedding forward        the bottom MLP and the all-gather of the last dense update beside it
+3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part
+4 embedding backward       the other weight gradients beside it
+5 dense update             beside 3 and 4
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,18 @@ _EAGER_ITERATIONS = 3
 
 # CUDA priorities of the streams, lower first. What everything waits for goes before what fills gaps. The table update
 # is bound by memory and shares the multiprocessors with weight gradients; small kernels must not queue behind it.
-_PRIORITY = {"main": -2, "reduce": -2, "local": -2, "weights": -1, "input_dist": 0, "tables": 0}
+_PRIORITY = {
+    "main": -2,
+    "local": -2,
+    "top_weights": -2,
+    "cross_weights": -2,
+    "weights": -1,
+    "input_dist": 0,
+    "tables": 0,
+}
+# Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients beside it gain
+# nothing there. Below, they find room, and the top MLP's reduce-scatter can start early.
+_FILLING_BATCH = 2048
 
 
 @dataclass(slots=True)
@@ -63,6 +74,7 @@ class StaticPipeline:
         self._eval_slot = self._new_slot()
         self._streams = _Streams(device, config.overlap)
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._fills_gpu = batch_size >= _FILLING_BATCH
         self._step = 0
         self._fetched = 0
 
@@ -128,24 +140,26 @@ class StaticPipeline:
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
-            with streams.beside("reduce"):
+            with streams.beside("cross_weights"):
                 dense.cross.all_gather()
+            with streams.beside("top_weights", after="cross_weights"):
+                dense.top.all_gather()
             with streams.beside("local"):
                 self._local_forward(now)
             pooled = self.ebc.lookup(now.ids)
             self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
-        streams.join("local", "reduce")
+        streams.join("local", "cross_weights")
         with record_function("dense_forward_backward"), torch.no_grad():
             dense.cross_forward()
+            streams.join("top_weights")
             grad = dense.top_backward(dense.loss_backward(dense.top_forward(), now.labels, self._loss))
-            with streams.beside("weights"):
-                dense.top_weight_gradients()
-            with streams.beside("reduce", after="weights"), record_function("dense_update"):
-                update(dense.top)
-                dense.top.all_gather()
+            if not self._fills_gpu:
+                self._update_top(update)
             for layer in reversed(layers):
                 grad = dense.cross_backward(layer, grad)
-            # Not beside the chain above, which would take longer by as much: beside the all-to-all and the tables.
+            # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
+            if self._fills_gpu:
+                self._update_top(update)
             with streams.beside("weights"):
                 for layer in layers:
                     dense.cross_weight_gradients(layer)
@@ -156,11 +170,17 @@ class StaticPipeline:
             self.ebc.update_replicated(now.ids, pooled_grad)
         with record_function("embedding_backward"):
             received = self.ebc.gradient_dist(pooled_grad)
-            with streams.beside("reduce", after="weights"), record_function("dense_update"):
+            with streams.beside("cross_weights", after="weights"), record_function("dense_update"):
                 update(dense.cross)
             with streams.beside("tables"):
                 self.ebc.update(now.ids, pooled, received)
-        streams.join("input_dist", "local", "reduce", "tables")
+        streams.join("input_dist", "local", "top_weights", "cross_weights", "tables")
+
+    def _update_top(self, update: Callable[[Bucket], None]) -> None:
+        with self._streams.beside("weights"):
+            self.dense.top_weight_gradients()
+        with self._streams.beside("top_weights", after="weights"), record_function("dense_update"):
+            update(self.dense.top)
 
     def _local_forward(self, slot: _Slot) -> None:
         """What needs no other rank: the replicated tables and the bottom MLP."""
@@ -175,6 +195,7 @@ class StaticPipeline:
 
     def _forward(self, slot: _Slot) -> Tensor:
         self.dense.cross.all_gather()
+        self.dense.top.all_gather()
         self._local_forward(slot)
         self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
         self.dense.cross_forward()
