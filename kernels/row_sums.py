@@ -52,13 +52,14 @@ def triton_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tens
 @jit
 def _sum_tiles(grad, bags, starts, partials, columns: tl.constexpr, tile: tl.constexpr, parts: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts + row) + part * tile
+    first = tl.load(starts + row) + part * tile
     end = tl.load(starts + row + 1)
     column = tl.arange(0, columns)
     total = tl.zeros([tile, columns], tl.float32)
-    for first in range(start, end, tile * parts):
+    while first < end:  # not a range: Triton's interpreter cannot make an int of a loaded value
         at = first + tl.arange(0, tile)
         bag = tl.load(bags + at, at < end, other=0).to(tl.int64)
         total += tl.load(grad + bag[:, None] * columns + column[None, :], (at < end)[:, None], other=0.0).to(tl.float32)
+        first += tile * parts
     row_of_all = part * tl.num_programs(0) + row
     tl.store(partials + row_of_all.to(tl.int64) * columns + column, tl.sum(total, 0))

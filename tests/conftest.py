@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+if not torch.cuda.is_available():
+    # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()

@@ -1,0 +1,237 @@
+"""The static EBC's layouts and updates against whole tables, on plans that no planner would make."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from dlrm.config import ModelConfig, OptimizerConfig
+from dlrm.data.batch import feature_blocks
+from dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm.embedding.plan import Plan, Shard
+from dlrm.embedding.static_ebc import StaticEBC
+from dlrm.ranks import Ranks
+
+DIM = 64
+MODEL = ModelConfig(
+    num_embeddings=(50, 3, 1000, 7, 2000, 1, 200),
+    multi_hot_sizes=(3, 1, 2, 5, 7, 1, 4),
+    embedding_dim=DIM,
+    bottom_mlp=(DIM,),
+    top_mlp=(1,),
+)
+OPTIMIZER = OptimizerConfig(learning_rate=0.05)
+SEED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    plan: Plan
+    batch_size: int
+    dtype: torch.dtype
+    presort: bool
+
+
+def random_plan(seed: int, world_size: int) -> Plan:
+    """Each rank a width, each sharded table split by the width of some rank, its parts anywhere among such ranks."""
+    random = Random(seed)
+    while True:
+        widths = [random.choice([16, 32, DIM]) for _ in range(world_size)]
+        replicated = tuple(table for table in range(MODEL.num_features) if random.random() < 0.25)
+        shards = []
+        for table in set(range(MODEL.num_features)) - set(replicated):
+            width = random.choice(widths)
+            ranks = [rank for rank in range(world_size) if widths[rank] == width]
+            shards += [Shard(random.choice(ranks), table, column, width) for column in range(0, DIM, width)]
+        plan = Plan(world_size=world_size, shards=tuple(sorted(shards)), replicated=replicated)
+        if all(plan.of_rank(rank) for rank in range(world_size)):
+            plan.check(MODEL)
+            return plan
+
+
+def cases_of(world_size: int, gpu: bool) -> list[Case]:
+    plans = [random_plan(seed, world_size) for seed in range(6 if world_size < 3 else 3)]
+    assert any(plan.replicated for plan in plans)
+    assert any(not plan.replicated for plan in plans)
+    if world_size > 1:
+        assert any(len({shard.columns for shard in plan.shards}) > 1 for plan in plans), "ranks of different widths"
+    cases = [Case(plan, [5, 16, 1][i % 3], torch.float32, presort=i % 2 == 0) for i, plan in enumerate(plans)]
+    if gpu:
+        cases += [Case(plan, 8, torch.bfloat16, presort=i % 2 == 0) for i, plan in enumerate(plans)]
+    return cases
+
+
+def draw_ids(batch_size: int, rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    blocks = [
+        torch.randint(rows, (batch_size * hot,), generator=generator, dtype=torch.int32)
+        for rows, hot in zip(MODEL.rows, MODEL.multi_hot_sizes, strict=True)
+    ]
+    return torch.cat(blocks)
+
+
+class World:
+    """One case on one rank, and what every rank's samples and all tables are."""
+
+    def __init__(self, ranks: Ranks, case: Case) -> None:
+        self.rank, self.device, self.case = ranks.rank, ranks.device, case
+        self.ebc = StaticEBC(
+            MODEL, OPTIMIZER, case.plan, ranks, case.batch_size, SEED, wire_dtype=case.dtype, presort=case.presort
+        )
+        self.tables = [torch.empty(rows, DIM, device=self.device) for rows in MODEL.rows]
+        for table, weights in enumerate(self.tables):
+            fill_initial_weights(weights, seed=SEED, table=table, num_embeddings=len(weights))
+        sharded = set(range(MODEL.num_features)) - set(case.plan.replicated)
+        self.is_sharded = torch.zeros(MODEL.num_features * DIM, dtype=torch.bool, device=self.device)
+        for table in sharded:
+            self.is_sharded[table * DIM : (table + 1) * DIM] = True
+        self.batches = [
+            [draw_ids(case.batch_size, rank, seed).to(self.device) for rank in range(ranks.world_size)]
+            for seed in range(2)
+        ]
+
+    def global_blocks(self, batch: int) -> list[Tensor]:
+        """[G, hot] of each feature."""
+        per_rank = [feature_blocks(ids, MODEL.multi_hot_sizes) for ids in self.batches[batch]]
+        return [torch.cat(blocks) for blocks in zip(*per_rank, strict=True)]
+
+    def pooled(self, batch: int, tables: list[Tensor]) -> Tensor:
+        """The plain pooled matrix of the global batch, [G, features * DIM]."""
+        bags = [
+            functional.embedding_bag(block.long(), table, mode="sum")
+            for block, table in zip(self.global_blocks(batch), tables, strict=True)
+        ]
+        return torch.cat(bags, dim=1)
+
+    def mine(self, matrix: Tensor) -> Tensor:
+        """This rank's rows of a matrix of the global batch."""
+        return matrix[self.rank * self.case.batch_size :][: self.case.batch_size]
+
+    def columns_held(self, matrix: Tensor) -> Tensor:
+        """This rank's shards' columns of a matrix of the global batch: the layout of `lookup`."""
+        return torch.cat([matrix[:, s.table * DIM + s.column :][:, : s.columns] for s in self.ebc.shards], dim=1)
+
+    def random(self, rows: int, columns: int, seed: int) -> Tensor:
+        values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.device, self.case.dtype)
+
+    def interaction_input(self) -> Tensor:
+        """Columns of a wider matrix, as the pipeline's are."""
+        wider = torch.zeros(self.case.batch_size, (MODEL.num_features + 1) * DIM, device=self.device)
+        return wider.to(self.case.dtype)[:, DIM:]
+
+
+def check_input_dist(ranks: Ranks, case: Case) -> None:
+    world = World(ranks, case)
+    out = world.ebc.empty_ids()
+    for batch in (0, 1):  # into the same memory twice
+        world.ebc.input_dist(world.batches[batch][ranks.rank], out)
+        blocks = world.global_blocks(batch)
+        expected = torch.cat([blocks[shard.table].flatten() for shard in world.ebc.shards])
+        assert torch.equal(out.ids, expected)
+        assert out.ids.dtype == torch.int32
+        fresh = world.ebc.input_dist(world.batches[batch][ranks.rank])
+        assert torch.equal(fresh.ids, expected)
+        if case.presort:
+            assert torch.equal(out.sorted_ids, fresh.sorted_ids)
+            assert torch.equal(out.sorted_bags, fresh.sorted_bags)
+            offsets = [0, *torch.tensor([MODEL.rows[s.table] for s in world.ebc.shards]).cumsum(0).tolist()]
+            linear = [blocks[s.table].flatten() + first for s, first in zip(world.ebc.shards, offsets, strict=False)]
+            assert torch.equal(out.sorted_ids, torch.cat(linear).sort().values)
+
+
+def check_forward(ranks: Ranks, case: Case) -> None:
+    world = World(ranks, case)
+    ids = world.ebc.input_dist(world.batches[0][ranks.rank])
+    expected = world.pooled(0, world.tables)
+    pooled = world.ebc.lookup(ids)
+    torch.testing.assert_close(pooled.detach(), world.columns_held(expected).to(case.dtype))
+    out = world.interaction_input()
+    world.ebc.regroup(world.ebc.output_dist(pooled), out)
+    assert not out[:, ~world.is_sharded].any(), "columns of replicated tables are not the output dist's"
+    world.ebc.lookup_replicated(ids, out)
+    torch.testing.assert_close(out, world.mine(expected).to(case.dtype))
+
+
+def check_gradient_dist(ranks: Ranks, case: Case) -> None:
+    """Output dist and regroup, A, move numbers and change none: the transpose is the inverse, to the bit."""
+    world = World(ranks, case)
+    global_batch = case.batch_size * ranks.world_size
+    x = world.random(global_batch, len(world.ebc.shards) * world.ebc.columns, seed=ranks.rank)
+    y = world.random(case.batch_size, MODEL.num_features * DIM, seed=50 + ranks.rank)
+    a_x = world.interaction_input()
+    world.ebc.regroup(world.ebc.output_dist(x), a_x)
+    assert torch.equal(world.ebc.gradient_dist(a_x), x)
+    at_y = world.ebc.gradient_dist(y)
+    products = torch.stack([(a_x.double() * y.double()).sum(), (x.double() * at_y.double()).sum()])
+    dist.all_reduce(products)
+    torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
+    # And on the matrix that every rank can draw for itself.
+    whole = torch.cat([world.random(case.batch_size, y.shape[1], seed=50 + rank) for rank in range(ranks.world_size)])
+    assert torch.equal(at_y, world.columns_held(whole))
+
+
+def check_update(ranks: Ranks, case: Case) -> None:
+    """Two iterations of Adagrad on the rank's shards, replicated tables included."""
+    world = World(ranks, case)
+    parameters = [weights.clone().requires_grad_() for weights in world.tables]
+    adagrad = torch.optim.Adagrad(parameters, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    for batch in (0, 1):
+        grad = world.random(case.batch_size * ranks.world_size, MODEL.num_features * DIM, seed=batch)
+        ids = world.ebc.input_dist(world.batches[batch][ranks.rank])
+        pooled = world.ebc.lookup(ids)
+        mine = world.interaction_input().copy_(world.mine(grad))
+        world.ebc.update(ids, pooled, world.ebc.gradient_dist(mine))
+        world.ebc.update_replicated(ids, mine)
+        adagrad.zero_grad()
+        world.pooled(batch, parameters).backward(grad.float())
+        adagrad.step()
+    held = set()
+    for part in world.ebc.tables():
+        shard, parameter = part.shard, parameters[part.shard.table]
+        assert shard.rank == ranks.rank
+        columns = slice(shard.column, shard.column + shard.columns)
+        sums = adagrad.state[parameter]["sum"][:, columns]
+        torch.testing.assert_close(part.state, sums, rtol=1e-4, atol=1e-5)
+        # A gradient is a sum of random numbers, and Adagrad divides by its size: near zero rounding counts more.
+        torch.testing.assert_close(part.weights, parameter.detach()[:, columns], rtol=1e-4, atol=1e-4)
+        held.add((shard.table, shard.column))
+    assert held == {(s.table, s.column) for s in world.ebc.shards} | {(table, 0) for table in case.plan.replicated}
+
+
+CHECKS = (check_input_dist, check_forward, check_gradient_dist, check_update)
+
+
+def check_all(ranks: Ranks, cases: list[Case]) -> int:
+    for case in cases:
+        for check in CHECKS:
+            try:
+                check(ranks, case)
+            except Exception as error:
+                error.add_note(f"{check.__name__} on rank {ranks.rank} of {case}")
+                raise
+    return len(cases)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "gpu"),
+    [
+        (1, False),
+        (2, False),
+        (3, False),
+        (4, False),
+        pytest.param(1, True, marks=pytest.mark.gpu),
+        pytest.param(2, True, marks=pytest.mark.multi_gpu),
+    ],
+)
+def test_layouts_and_updates_equal_whole_tables(
+    run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
+) -> None:
+    cases = cases_of(world_size, gpu)
+    assert run_ranks(world_size, check_all, cases, gpu=gpu) == [len(cases)] * world_size
