@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from dlrm.config import ModelConfig, RunConfig
+from dlrm.config import ModelConfig, OptimizerConfig, RunConfig
 from dlrm.ranks import Ranks
 
 _MEASUREMENTS = 7  # of which the median counts
@@ -68,7 +68,7 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
     yield rate
     for name, stage, amount in (
         (LOOKUP, "embedding_forward", lookup_bytes(model, batch, size)),
-        (UPDATE, "embedding_backward", update_bytes(model, batch, size)),
+        (UPDATE, "embedding_backward", update_bytes(model, config.optimizer, batch, size)),
         (ADAGRAD, "dense_update", 20.0 * dense_weights(model)),  # fp32 weight and state read and written, gradient read
     ):
         yield Ceiling(name=name, stage=stage, ms=amount / rate["amount"] * rate["ms"], amount=amount, unit="B")
@@ -127,11 +127,11 @@ def lookup_bytes(model: ModelConfig, batch: int, pooled_size: int) -> float:
     return ids * 4.0 + ids * model.embedding_dim * 4.0 + batch * model.num_features * model.embedding_dim * pooled_size
 
 
-def update_bytes(model: ModelConfig, batch: int, gradient_size: int) -> float:
-    """The same of the table update: ids and gradients read; rows and their Adagrad state read and written, in fp32."""
-    ids = batch * model.ids_per_sample
+def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, batch: int, gradient_size: int) -> float:
+    """The same of the table update: ids and gradients read; rows and their state read and written, in fp32."""
+    ids, dim = batch * model.ids_per_sample, model.embedding_dim
     gradients = batch * model.num_features * model.embedding_dim * gradient_size
-    return ids * 4.0 + gradients + ids * model.embedding_dim * 16.0
+    return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
 
 
 def _mlps(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -77,7 +77,7 @@ class MLPerfLog:
         for key, value in (
             (constants.SEED, seed),
             (constants.GLOBAL_BATCH_SIZE, global_batch_size),
-            (constants.OPT_NAME, "adagrad"),
+            (constants.OPT_NAME, _optimizer_name(optimizer)),
             (constants.OPT_BASE_LR, optimizer.learning_rate),
             (constants.OPT_ADAGRAD_LR_DECAY, 0),
             (constants.OPT_WEIGHT_DECAY, 0),
@@ -143,6 +143,11 @@ class MLPerfLog:
         with self._lock:
             if not self._closed:
                 write(key, value, metadata=metadata)
+
+
+def _optimizer_name(optimizer: OptimizerConfig) -> str:
+    """`adagrad`, the only one that the closed division knows, or both where tables have another optimizer."""
+    return "adagrad" if optimizer.embedding == "adagrad" else f"{optimizer.embedding} for tables, adagrad"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Precision = Literal["fp32", "tf32", "bf16"]
 DataSource = Literal["random", "multi_hot", "one_hot"]
 EBCName = Literal["torchrec", "static"]
 CudaGraph = Literal["none", "iteration"]
+TableOptimizer = Literal["adagrad", "rowwise_adagrad", "sgd"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -115,6 +116,9 @@ class DataConfig:
     """Distinct batches of source random; they are drawn before the run and used in turn."""
     random_skew: float = 1.05
     """Zipf exponent of a feature's first id under source random; the other ids are uniform over the table."""
+    variable_lengths: bool = False
+    """Bags of none to multi_hot_sizes ids, which then are capacities, of equal probability (source random, ebc
+    static)."""
 
     def __post_init__(self) -> None:
         if self.source != "random":
@@ -124,13 +128,20 @@ class DataConfig:
             )
         for flag in ("train_days", "prefetch_batches", "random_batches"):
             _require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
+        _require(
+            not self.variable_lengths or self.source == "random",
+            f"--data.variable-lengths: the day files of --data.source {self.source} have full bags; choose random",
+        )
         _require(0 <= self.random_skew < math.inf, "--data.random-skew must be finite and not negative")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
-    """Element-wise Adagrad on tables and dense weights; MLPerf fixes everything but the learning rate."""
+    """Element-wise Adagrad on dense weights and, for MLPerf, on tables; MLPerf fixes all but the learning rate."""
 
+    embedding: TableOptimizer = "adagrad"
+    """Optimizer of the tables. adagrad: element-wise, MLPerf's. rowwise_adagrad: one state for each row, from the mean
+    of its squared gradients. sgd: no state."""
     learning_rate: float = 0.004
     """Constant learning rate of tables and dense weights."""
     eps: float = 1e-8
@@ -139,6 +150,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(0 < self.learning_rate < math.inf, "--optimizer.learning-rate must be finite and positive")
         _require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
+
+    def state_columns(self, columns: int) -> int:
+        """fp32 elements of optimizer state that a table row of `columns` columns has."""
+        return {"adagrad": columns, "rowwise_adagrad": 1, "sgd": 0}[self.embedding]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -206,6 +221,15 @@ class RunConfig:
         _require(
             self.cuda_graph == "none" or self.ebc == "static", f"--cuda-graph {self.cuda_graph} needs --ebc static"
         )
+        _require(
+            not self.data.variable_lengths or self.ebc == "static",
+            "--data.variable-lengths applies to --ebc static only",
+        )
+        _require(
+            not self.presort_ids or self.optimizer.embedding == "adagrad",
+            f"--presort-ids updates tables by exact Adagrad alone: leave it out with --optimizer.embedding "
+            f"{self.optimizer.embedding}",
+        )
         _require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
         _require(
             self.iterations is not None or self.data.source != "random",
@@ -233,3 +257,8 @@ class RunConfig:
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",
         )
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Bytes of one element of a pooled vector in the static EBC's all-to-alls."""
+        return 2 if self.precision == "bf16" else 4

@@ -29,6 +29,9 @@ from kernels.mlp import bias_relu_backward
 _ALIGN = 64
 _PAD = 16
 
+DenseState = Literal["master", "state"]
+"""fp32 weights, or Adagrad's state."""
+
 
 class Bucket:
     """Named tensors of one flat buffer, with its gradient and what this rank keeps of its optimizer.
@@ -52,9 +55,8 @@ class Bucket:
             end += -(-value.numel() // _ALIGN) * _ALIGN
         share = -(-end // (_ALIGN * world_size)) * _ALIGN
         self._mine = slice(rank * share, (rank + 1) * share)
-        flat = torch.zeros(share * world_size, device=device)
-        for name, value in weights.items():
-            flat[self.starts[name] :][: value.numel()].copy_(value.flatten())
+        self._size, self._device = share * world_size, device
+        flat = self._flat(weights)
         self.working = flat.to(dtype)
         self.grad = torch.zeros_like(self.working)
         # In fp32 the working copy is the master.
@@ -62,6 +64,10 @@ class Bucket:
         self.state = torch.zeros_like(self.master)
         self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
         self.shapes = {name: value.shape for name, value in weights.items()}
+
+    def tensors(self) -> list[Tensor]:
+        """All memory of this bucket on this rank: weights, master weights, Adagrad state, gradients; views of one."""
+        return [self.working, self.master, self.state, self.grad, self._summed]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The tensor called `name` in a buffer of this bucket's layout."""
@@ -83,6 +89,20 @@ class Bucket:
         """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
         if self._sharded:
             dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
+
+    def load(self, which: DenseState, values: dict[str, Tensor]) -> None:
+        """Takes `master` (and the working weights) or `state` from full tensors, the same on every rank."""
+        flat = self._flat(values)
+        getattr(self, which).copy_(flat[self._mine])
+        if which == "master":
+            self.working.copy_(flat)
+
+    def _flat(self, values: dict[str, Tensor]) -> Tensor:
+        """An fp32 buffer of this bucket's layout."""
+        flat = torch.zeros(self._size, device=self._device)
+        for name, value in values.items():
+            flat[self.starts[name] :][: value.numel()].copy_(value.flatten())
+        return flat
 
     def full(self, share: Tensor) -> dict[str, Tensor]:
         """Named copies of `master` or `state` put together from all ranks. Collective."""
@@ -136,11 +156,17 @@ class ExplicitDense:
         self.x0 = torch.zeros(batch_size, width, dtype=dtype, device=device)
         self._dense = torch.zeros(batch_size, self._padded, dtype=dtype, device=device)
 
-    def state_dict(self, which: Literal["master", "state"] = "master") -> dict[str, Tensor]:
+    def state_dict(self, which: DenseState = "master") -> dict[str, Tensor]:
         """Copies of the fp32 weights or of Adagrad's state, under DenseNetwork's names and shapes. Collective."""
         full = {name: value for bucket in self.buckets for name, value in bucket.full(getattr(bucket, which)).items()}
         full["bottom_mlp.0.weight"] = full["bottom_mlp.0.weight"][:, : self.model.dense_in_features].contiguous()
         return full
+
+    def load_state_dict(self, values: dict[str, Tensor], which: DenseState = "master") -> None:
+        """Takes what `state_dict(which)` gives, on any device, the same on every rank."""
+        values = values | {"bottom_mlp.0.weight": self._pad(values["bottom_mlp.0.weight"])}
+        for bucket in self.buckets:
+            bucket.load(which, {name: values[name] for name in bucket.starts})
 
     def _pad(self, weight: Tensor) -> Tensor:
         padded = weight.new_zeros(weight.shape[0], self._padded)

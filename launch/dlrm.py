@@ -1,9 +1,10 @@
 """Train DLRM-DCNv2 as a preset says, and leave an MLPerf log and a record of its latency.
 
-torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--field value ...] [--print-config]
+torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--field value ...]
 
---preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --print-config shows
-the resolved configuration and stops.
+--preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. Two flags show what a
+run would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of
+--ebc static would hold which tables, and its load; RANKS is torchrun's WORLD_SIZE where left out, or else 8.
 """
 
 import argparse
@@ -29,6 +30,7 @@ if not sys.warnoptions:
 
 import tyro
 
+from bench.plan_table import print_plan
 from bench.run import run
 from bench.summary import EXIT_BAD_INPUT, EXIT_FAILED, print_summary
 from dlrm.config import RunConfig
@@ -37,11 +39,12 @@ from dlrm.ranks import Ranks
 
 
 def parse(arguments: list[str]) -> RunConfig:
-    """The configuration of a command line; exits after --help and --print-config. ValueError names a bad flag."""
+    """The configuration of a command line; exits after --help and --print-*. ValueError names a bad flag."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="smoke")
     first.add_argument("--print-config", action="store_true")
+    first.add_argument("--print-plan", type=int, nargs="?", metavar="RANKS", const=os.environ.get("WORLD_SIZE", "8"))
     chosen, rest = first.parse_known_args(arguments)
     config = tyro.cli(
         RunConfig,
@@ -52,6 +55,9 @@ def parse(arguments: list[str]) -> RunConfig:
     )
     if chosen.print_config:
         print(json.dumps(asdict(config), indent=2, default=str))
+        sys.exit()
+    if chosen.print_plan is not None:
+        print_plan(config, chosen.print_plan)
         sys.exit()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
     return config

@@ -31,5 +31,8 @@ class Pipeline(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record should say about this pipeline beyond the configuration, such as the sharding plan."""
+        """What a record should say about this pipeline beyond the configuration, such as the sharding plan.
+
+        Collective, after training.
+        """
         ...

@@ -19,10 +19,13 @@ from torch.profiler import record_function
 
 from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
-from dlrm.embedding.plan import make_plan, rank_cost_us
+from dlrm.embedding.plan import make_plan, rank_loads
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
-from dlrm.explicit_dense import Bucket, ExplicitDense
+from dlrm.explicit_dense import Bucket, DenseState, ExplicitDense
+from dlrm.model import torchrec_names
 from dlrm.ranks import Ranks
+from pipeline.memory import memory_gb
+from pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
 
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
@@ -41,6 +44,8 @@ _PRIORITY = {
 # Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients beside it gain
 # nothing there. Below, they find room, and the top MLP's reduce-scatter can start early.
 _FILLING_BATCH = 2048
+
+_MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
 
 
 @dataclass(slots=True)
@@ -63,9 +68,19 @@ class StaticPipeline:
         model, batch_size = config.model, config.local_batch_size
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         global_batch_size = batch_size * ranks.world_size
-        self._plan = make_plan(model, ranks.world_size, global_batch_size, self._dtype.itemsize)
+        self._plan = make_plan(
+            model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
+        )
         self.ebc = StaticEBC(
-            model, config.optimizer, self._plan, ranks, batch_size, config.seed, self._dtype, config.presort_ids
+            model,
+            config.optimizer,
+            self._plan,
+            ranks,
+            batch_size,
+            config.seed,
+            self._dtype,
+            config.presort_ids,
+            config.data.variable_lengths,
         )
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks)
         self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
@@ -110,25 +125,66 @@ class StaticPipeline:
             yield logits.float(), slot.labels.clone()
 
     def describe(self) -> dict[str, Any]:
-        """The plan, and each rank's predicted embedding time and table memory."""
-        model, ranks = self._config.model, range(self._ranks.world_size)
-        global_batch_size = self._config.local_batch_size * self._ranks.world_size
-        shards = [self._plan.of_rank(rank) for rank in ranks]
+        """The plan, and each rank's predicted embedding time and GB of memory. Collective."""
+        config, names = self._config, self._config.model.feature_names
+        loads = rank_loads(
+            self._plan,
+            config.model,
+            config.optimizer,
+            config.local_batch_size * self._ranks.world_size,
+            config.pooled_bytes,
+        )
         return {
             "plan": [
-                [
-                    {"table": model.feature_names[s.table], "column": s.column, "columns": s.columns}
-                    for s in shards[rank]
-                ]
-                for rank in ranks
+                [{"table": names[s.table], "column": s.column, "columns": s.columns} for s in self._plan.of_rank(rank)]
+                for rank in range(self._ranks.world_size)
             ],
-            "predicted_embedding_us": [
-                round(rank_cost_us(shards[rank], model, global_batch_size, self._dtype.itemsize)) for rank in ranks
-            ],
-            "table_and_state_gb": [
-                round(sum(model.rows[s.table] * s.columns for s in shards[rank]) * 8 / 1e9, 2) for rank in ranks
-            ],
+            "predicted_embedding_us": [round(load.embedding_us) for load in loads],
+            "memory_gb": memory_gb(
+                self._ranks,
+                {
+                    "tables": [part.weights for part in self.ebc.tables()],
+                    "optimizer_state": [part.state for part in self.ebc.tables()],
+                    "ids_and_staging": [*self._slots, self._eval_slot],
+                    "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
+                },
+            ),
         }
+
+    # State
+
+    def state_dict(self) -> ModelState:
+        """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline.state."""
+        weights, optimizer = (self._parts(which, self.dense.state_dict(which)) for which in _MASTER_AND_STATE)
+        return gather(weights, optimizer, self._ranks)
+
+    def load_state_dict(self, state: ModelState) -> None:
+        """Goes on from rank 0's `state`, of whatever pipeline; batches in flight stay. Collective; see pipeline.state.
+
+        ValueError where it is of another model.
+        """
+        dense = [self.dense.state_dict(which) for which in _MASTER_AND_STATE]
+        weights, optimizer = map(self._parts, _MASTER_AND_STATE, dense)
+        scatter(state, weights, optimizer, self._ranks)
+        for which, values in zip(_MASTER_AND_STATE, dense, strict=True):
+            self.dense.load_state_dict(values, which)
+
+    def _parts(self, which: DenseState, dense: dict[str, Tensor]) -> Parts:
+        """Weights or optimizer state of the tables, as they lie, and of the dense network, from whole copies."""
+        model, names = self._config.model, torchrec_names(self._config.model)
+        held = {part.shard: part.weights if which == "master" else part.state for part in self.ebc.tables()}
+        parts = {names[name]: [Part.whole(value)] for name, value in dense.items()}
+        state_columns = self._config.optimizer.state_columns
+        for s in self._plan.shards:
+            columns = s.columns if which == "master" else state_columns(s.columns)
+            if columns == 0:
+                continue
+            part = Part(s.rank, (0, s.column), (model.rows[s.table], columns), held.get(s))
+            parts.setdefault(table_key(model, s.table), []).append(part)
+        for shard, tensor in held.items():
+            if shard.table in self._plan.replicated:
+                parts[table_key(model, shard.table)] = [Part.whole(tensor)]
+        return parts
 
     # The five stages
 

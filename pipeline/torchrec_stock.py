@@ -23,6 +23,7 @@ from torchrec.distributed.planner.storage_reservations import HeuristicalStorage
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
+from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -32,8 +33,7 @@ from dlrm.embedding.capacity import HEADROOM, check_tables_fit, device_memory_by
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.model import DenseNetwork, torchrec_names
 from dlrm.ranks import Ranks
-
-_TABLE_PREFIX = "t_"
+from pipeline.state import TABLE_PREFIX, ModelState, Part, Parts, gather, scatter, table_key
 
 
 class StockPipeline:
@@ -42,6 +42,7 @@ class StockPipeline:
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same config."""
         device = self._device = ranks.device
+        self._config, self._ranks = config, ranks
         self._autocast = config.precision == "bf16"
         self._layout = _KJTLayout(config.model, config.local_batch_size, pin=device.type == "cuda")
         self._model, self._plan = _build_model(config, ranks)
@@ -89,12 +90,37 @@ class StockPipeline:
             # The input dist of the batches in flight is done already: attach without starting it again.
             self._train.attach(sparse_dist=False)
 
+    def state_dict(self) -> ModelState:
+        """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline.state."""
+        return gather(*self._parts(), self._ranks)
+
+    def load_state_dict(self, state: ModelState) -> None:
+        """Goes on from rank 0's `state`, of whatever pipeline; batches in flight stay. Collective; see pipeline.state.
+
+        Writes through what the public state_dict of model and optimizer give, which is the memory they train.
+        ValueError where the state is of another model.
+        """
+        scatter(state, *self._parts(), self._ranks)
+
+    def _parts(self) -> tuple[Parts, Parts]:
+        """Weights and optimizer state; ValueError where the latter is of the sharding and not of the model."""
+        weights, state = self._model.state_dict(), self._optimizer.state_dict()["state"]
+        table_optimizer = self._config.optimizer.embedding
+        of_weights, of_optimizer = {}, {}
+        for key, value in weights.items():
+            name, is_table = key.removeprefix("model."), ".embedding_bags." in key
+            of_weights[name] = _tensor_parts(value, value)
+            if not is_table or table_optimizer != "sgd":
+                parts = _tensor_parts(value, _sums(state.get(key, {})))
+                of_optimizer[name] = _of_rows(name, parts) if is_table and table_optimizer != "adagrad" else parts
+        return of_weights, of_optimizer
+
     def describe(self) -> dict[str, Any]:
         """Sharding type and ranks of every table, as the planner chose them."""
         tables = next(iter(self._plan.plan.values()))
         return {
             "sharding_plan": {
-                name.removeprefix(_TABLE_PREFIX): {
+                name.removeprefix(TABLE_PREFIX): {
                     "sharding_type": sharding.sharding_type,
                     "compute_kernel": sharding.compute_kernel,
                     "ranks": sharding.ranks,
@@ -133,13 +159,10 @@ class _KJTLayout:
 def _build_model(config: RunConfig, ranks: Ranks) -> tuple[DistributedModelParallel, ShardingPlan]:
     model, device = config.model, ranks.device
     memory = device_memory_bytes(ranks)
-    check_tables_fit(model, memory, device)
+    check_tables_fit(model, config.optimizer, memory, device)
     train_model = DLRMTrain(_build_unsharded(model, config.seed, device))
-    apply_optimizer_in_backward(
-        torch.optim.Adagrad,
-        train_model.model.sparse_arch.parameters(),
-        {"lr": config.optimizer.learning_rate, "eps": config.optimizer.eps},
-    )
+    optimizer, arguments = _table_optimizer(config.optimizer)
+    apply_optimizer_in_backward(optimizer, train_model.model.sparse_arch.parameters(), arguments)
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=ranks.world_size,
@@ -150,7 +173,7 @@ def _build_model(config: RunConfig, ranks: Ranks) -> tuple[DistributedModelParal
         ),
         batch_size=config.local_batch_size,
         constraints={
-            _TABLE_PREFIX + name: ParameterConstraints(pooling_factors=[float(size)])
+            TABLE_PREFIX + name: ParameterConstraints(pooling_factors=[float(size)])
             for name, size in zip(model.feature_names, model.multi_hot_sizes, strict=True)
         },
         storage_reservation=HeuristicalStorageReservation(percentage=1 - HEADROOM),
@@ -171,7 +194,7 @@ def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLR
     """TorchRec's DLRM_DCN, its tables on the meta device, with the initial dense weights of our DenseNetwork."""
     tables = [
         EmbeddingBagConfig(
-            name=_TABLE_PREFIX + name, embedding_dim=model.embedding_dim, num_embeddings=rows, feature_names=[name]
+            name=TABLE_PREFIX + name, embedding_dim=model.embedding_dim, num_embeddings=rows, feature_names=[name]
         )
         for name, rows in zip(model.feature_names, model.rows, strict=True)
     ]
@@ -193,23 +216,70 @@ def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLR
     return dlrm
 
 
+def _tensor_parts(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[Part]:
+    """Where `weights` has its shards, with the memory of `tensor`, sharded alike and None without a local shard."""
+    if not isinstance(weights, ShardedTensor):
+        assert isinstance(tensor, Tensor)
+        return [Part.whole(tensor)]
+    local = {}
+    if isinstance(tensor, ShardedTensor):  # rowwise state has offsets of its own; its shards are in the same order
+        for shard, of_weights in zip(tensor.local_shards(), weights.local_shards(), strict=True):
+            local[tuple(of_weights.metadata.shard_offsets)] = shard.tensor
+    return [
+        Part(s.placement.rank(), tuple(s.shard_offsets), tuple(s.shard_sizes), local.get(tuple(s.shard_offsets)))
+        for s in weights.metadata().shards_metadata
+    ]
+
+
+def _sums(state: dict[str, Any]) -> Tensor | ShardedTensor | None:
+    """Adagrad's state, which a fused optimizer calls momentum1 and has only where there is a shard."""
+    return next((value for name, value in state.items() if name == "sum" or name.endswith(".momentum1")), None)
+
+
+def _of_rows(name: str, parts: list[Part]) -> list[Part]:
+    """The parts of rowwise state, [rows, 1], of a table sharded as `parts`; ValueError where columns are split."""
+    if any(part.start[1] > 0 for part in parts):
+        raise ValueError(
+            f"{name}: TorchRec's plan splits its columns, so rowwise Adagrad's state is of shards and not of rows: "
+            "move states with --optimizer.embedding adagrad"
+        )
+    return [
+        Part(p.owner, p.start, (p.shape[0], 1), p.local.view(-1, 1) if p.local is not None else None) for p in parts
+    ]
+
+
 def _fill_tables(sharded: DistributedModelParallel, model: ModelConfig, seed: int) -> None:
-    state = {name.split(".")[-2]: value for name, value in sharded.state_dict().items() if ".embedding_bags." in name}
-    for table, (name, rows) in enumerate(zip(model.feature_names, model.rows, strict=True)):
-        weights = state[_TABLE_PREFIX + name]
-        if isinstance(weights, ShardedTensor):
-            shards = [(shard.tensor, *shard.metadata.shard_offsets) for shard in weights.local_shards()]
-        else:
-            shards = [(weights, 0, 0)]  # data-parallel: every rank holds the whole table
-        for tensor, row, column in shards:
-            fill_initial_weights(
-                tensor, seed=seed, table=table, num_embeddings=rows, row_offset=row, column_offset=column
-            )
+    state = sharded.state_dict()
+    for table, rows in enumerate(model.rows):
+        weights = state[f"model.{table_key(model, table)}"]
+        for part in _tensor_parts(weights, weights):
+            if part.local is not None:
+                row, column = part.start
+                fill_initial_weights(
+                    part.local, seed=seed, table=table, num_embeddings=rows, row_offset=row, column_offset=column
+                )
+
+
+def _table_optimizer(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of the tables' optimizer."""
+    if config.embedding == "sgd":
+        return torch.optim.SGD, {"lr": config.learning_rate}
+    kind = torch.optim.Adagrad if config.embedding == "adagrad" else RowWiseAdagrad
+    return kind, {"lr": config.learning_rate, "eps": config.eps}
 
 
 def _build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> CombinedOptimizer:
-    dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
-        lambda params: torch.optim.Adagrad(params, lr=config.learning_rate, eps=config.eps),
+    not_fused = dict(in_backward_optimizer_filter(model.named_parameters()))
+    # TorchRec leaves data-parallel tables to the dense optimizer.
+    tables = {name: value for name, value in not_fused.items() if ".embedding_bags." in name}
+    optimizers = [model.fused_optimizer]
+    if tables and config.embedding != "adagrad":
+        not_fused = {name: value for name, value in not_fused.items() if name not in tables}
+        kind, arguments = _table_optimizer(config)
+        optimizers.append(KeyedOptimizerWrapper(tables, lambda params: kind(params, **arguments)))
+    optimizers.append(
+        KeyedOptimizerWrapper(
+            not_fused, lambda params: torch.optim.Adagrad(params, lr=config.learning_rate, eps=config.eps)
+        )
     )
-    return CombinedOptimizer([model.fused_optimizer, dense])
+    return CombinedOptimizer(optimizers)

@@ -21,7 +21,7 @@ class Batch:
     """float32 [B], 0 or 1."""
     ids: Tensor
     """int32 [B * ids_per_sample], feature-major: feature f is a row-major [B, multi_hot_sizes[f]] block, the blocks
-    in table order. These are the values of a KJT."""
+    in table order. These are the values of a KJT; where lengths vary, bags are padded (capacity.py)."""
     num_valid: int
     """The first num_valid samples are real; the others pad the last evaluation batch."""
     storage: Tensor

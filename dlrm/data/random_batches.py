@@ -8,6 +8,7 @@ import torch
 
 from dlrm.config import DataConfig, ModelConfig
 from dlrm.data.batch import Batch, feature_blocks
+from dlrm.data.capacity import PADDING
 from dlrm.data.distributions import log_counts, zipf_ids
 
 CLICK_RATE = 0.25
@@ -48,4 +49,7 @@ class RandomDataset:
             ids = block.numpy()
             ids[:, 0] = zipf_ids(rng, rows, self._data.random_skew, batch_size)
             ids[:, 1:] = rng.integers(0, rows, size=(batch_size, ids.shape[1] - 1), dtype=np.int32)
+            if self._data.variable_lengths:
+                lengths = rng.integers(0, ids.shape[1] + 1, size=(batch_size, 1))
+                ids[np.arange(ids.shape[1]) >= lengths] = PADDING
         return batch

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm.config import ModelConfig
+from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.ranks import Ranks
 
 # What stays free for activations, communication buffers and the dense network.
@@ -25,18 +25,21 @@ def _host_available_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def check_tables_fit(model: ModelConfig, available_bytes: int, device: torch.device) -> None:
-    """Raise ValueError, on every rank alike, if tables and Adagrad state exceed the memory of all ranks together.
+def check_tables_fit(
+    model: ModelConfig, optimizer: OptimizerConfig, available_bytes: int, device: torch.device
+) -> None:
+    """Raise ValueError, on every rank alike, if tables and optimizer state exceed the memory of all ranks together.
 
-    available_bytes: this rank's; the process group sums it. Exact Adagrad keeps one fp32 state per weight.
+    available_bytes: this rank's; the process group sums it.
     """
     total = torch.tensor([available_bytes], dtype=torch.int64, device=device)
     dist.all_reduce(total)
-    needed, available = 2 * model.table_bytes, int(total) * HEADROOM
+    state_bytes = sum(model.rows) * optimizer.state_columns(model.embedding_dim) * 4
+    needed, available = model.table_bytes + state_bytes, int(total) * HEADROOM
     if needed > available:
         scale = model.table_scale * available / needed
         raise ValueError(
-            f"the embedding tables do not fit: tables and Adagrad state need {needed / 1e9:.1f} GB and the "
+            f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB and the "
             f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or shrink the tables with "
             f"--model.table-scale {max(scale * 0.95, 1e-6):.2g}"
         )

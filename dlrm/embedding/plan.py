@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from dlrm.config import ModelConfig
+from dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer
 
 # Measured on one H200 (fbgemm-gpu 1.6.0, 40M-row tables, uniform ids, exact Adagrad, bf16 output, 5.5 million ids):
 # microseconds of FBGEMM's forward and backward for a million ids, by shard width, and for each call of a rank's tables.
@@ -63,6 +63,8 @@ class Plan:
 def rank_cost_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, pooled_bytes: int) -> float:
     """Predicted microseconds of one rank's embedding work in an iteration: lookup, update and both all-to-alls.
 
+    Other optimizers than exact Adagrad take less, by much the same share on every rank.
+
     pooled_bytes: of one pooled element on the wire (2 in bf16, 4 in fp32).
     """
     widths = sorted(US_PER_MILLION_IDS)
@@ -75,20 +77,66 @@ def rank_cost_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size:
     return compute + 2 * global_batch_size * columns * pooled_bytes / ALL_TO_ALL_BYTES_PER_US
 
 
-def make_plan(model: ModelConfig, world_size: int, global_batch_size: int, pooled_bytes: int = 2) -> Plan:
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What a plan gives one rank."""
+
+    embedding_us: float
+    """Predicted microseconds of embedding work in an iteration, as `rank_cost_us` has them."""
+    table_bytes: int
+    """fp32 weights, replicated tables included."""
+    state_bytes: int
+    """Optimizer state of the same tables."""
+    columns: int
+    """Pooled columns that the rank sends for each sample of the global batch, and whose gradients it receives."""
+
+
+def rank_loads(
+    plan: Plan, model: ModelConfig, optimizer: OptimizerConfig, global_batch_size: int, pooled_bytes: int
+) -> list[RankLoad]:
+    """The load of each rank. pooled_bytes: as for `rank_cost_us`."""
+    replicated = [(model.rows[table], model.embedding_dim) for table in plan.replicated]
+    loads = []
+    for rank in range(plan.world_size):
+        shards = plan.of_rank(rank)
+        parts = [*((model.rows[shard.table], shard.columns) for shard in shards), *replicated]
+        loads.append(
+            RankLoad(
+                embedding_us=rank_cost_us(shards, model, global_batch_size, pooled_bytes),
+                table_bytes=4 * sum(rows * columns for rows, columns in parts),
+                state_bytes=4 * sum(rows * optimizer.state_columns(columns) for rows, columns in parts),
+                columns=sum(shard.columns for shard in shards),
+            )
+        )
+    return loads
+
+
+def make_plan(
+    model: ModelConfig,
+    world_size: int,
+    global_batch_size: int,
+    pooled_bytes: int = 2,
+    optimizer: TableOptimizer = "adagrad",
+) -> Plan:
     """The plan of least predicted cost of the slowest rank, among those of two kinds of ranks.
 
     Some ranks hold column shards, all of one width, of the hottest tables; the others hold the remaining tables whole.
     All numbers of hot tables, widths and splits of the ranks are tried; within a kind, the most costly shard goes to
-    the least loaded rank. ValueError if there are fewer shards than ranks at every width.
+    the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no table, and only exact Adagrad, whose
+    update replicated.py has, replicates any. ValueError if there are fewer shards than ranks at every width.
     """
     dim = model.embedding_dim
     tables = list(range(model.num_features))
-    replicated = tuple(t for t in tables if model.rows[t] <= REPLICATED_ROWS) if world_size > 1 else ()
+    replicated = (
+        tuple(t for t in tables if model.rows[t] <= REPLICATED_ROWS)
+        if world_size > 1 and optimizer == "adagrad"
+        else ()
+    )
     if len(tables) - len(replicated) < world_size:
         replicated = ()
     hottest = sorted(set(tables) - set(replicated), key=lambda table: -model.multi_hot_sizes[table])
-    widths = [dim // parts for parts in (1, 2, 4, 8) if dim % (4 * parts) == 0]
+    splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
+    widths = [dim // parts for parts in splits if dim % (4 * parts) == 0]
     best: tuple[float, tuple[Shard, ...]] | None = None
     for split, width, narrow_ranks in product(range(len(hottest) + 1), widths, range(world_size + 1)):
         wide_ranks = world_size - narrow_ranks

@@ -2,7 +2,7 @@
 
 A pooled vector of a tiny table costs the all-to-all as much as one of a large table. Replicated, its lookup is local,
 and its gradient, a few thousand rows, is summed over the ranks and applied to all rows: rows that no id named have a
-zero gradient, which Adagrad leaves as they are.
+zero gradient, which Adagrad leaves as they are. Under other optimizers no table is replicated.
 """
 
 from dataclasses import dataclass
@@ -44,13 +44,15 @@ class ReplicatedTables:
         seed: int,
         dtype: torch.dtype,
         ranks: Ranks,
+        padding: bool = False,
     ) -> None:
-        """Collective. batch_size: local. dtype: of pooled vectors and their gradients; tables are fp32."""
+        """Collective. batch_size: local. dtype: of pooled vectors and their gradients; tables are fp32. padding: as
+        FixedTBE has it."""
         self.tables, self._eps = tables, optimizer.eps
         dim = model.embedding_dim
-        rows = [model.rows[table] for table in tables]
+        rows = self._rows = [model.rows[table] for table in tables]
         hot = [model.multi_hot_sizes[table] for table in tables]
-        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, ranks.device)
+        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, ranks.device, padding)
         for table, part in self.parts().items():
             fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
         self._grad = torch.zeros_like(self._tbe.weights)
@@ -66,10 +68,9 @@ class ReplicatedTables:
 
     def parts(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Weights and Adagrad state of each table, fp32 [rows, dim] views."""
-        ends = [*self._tbe.first_row[1:], len(self._tbe.weights)]
         return {
-            table: (self._tbe.weights[start:end], self._tbe.state[start:end])
-            for table, start, end in zip(self.tables, self._tbe.first_row, ends, strict=True)
+            table: (self._tbe.weights[start : start + rows], self._tbe.state[start : start + rows])
+            for table, start, rows in zip(self.tables, self._tbe.first_row, self._rows, strict=True)
         }
 
     def empty_ids(self) -> ReplicatedIds:
@@ -80,6 +81,7 @@ class ReplicatedTables:
     def input_dist(self, ids: Tensor, out: ReplicatedIds) -> None:
         """ids: the flat ids of one Batch, on the device."""
         gather_segments(ids, self._segments, out.ids)
+        self._tbe.shift(out.ids)
         self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
         out.starts.copy_(row_starts(out.sorted_ids, len(self._grad)))
 

@@ -35,9 +35,9 @@ class DistributedIds:
     """Model-parallel ids of one batch: what the input dist leaves for lookup and update."""
 
     ids: Tensor
-    """int32 [T][G, hot], flat."""
+    """int32 [T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
     sorted_ids: Tensor | None = None
-    """int32, flat: ids plus the first row of their table, in ascending order."""
+    """int32, flat: rows of all tables behind one another, in ascending order."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of the pooled gradient, viewed as [G * T, C], of each sorted id."""
     replicated: ReplicatedIds | None = None
@@ -52,7 +52,7 @@ class TableShard:
     weights: Tensor
     """fp32 [rows, columns]."""
     state: Tensor
-    """fp32 [rows, columns], Adagrad's sum of squared gradients."""
+    """fp32, Adagrad's sum of squared gradients: [rows, columns], or rowwise [rows, 1]; of SGD [rows, 0]."""
 
 
 class StaticEBC:
@@ -68,13 +68,16 @@ class StaticEBC:
         seed: int,
         wire_dtype: torch.dtype,
         presort: bool,
+        padding: bool = False,
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
-        batch_size: local, B. wire_dtype: of pooled vectors and their gradients, fp32 or bf16; tables and Adagrad
-        state are fp32. presort: sort ids in the input dist and update tables from sorted ids; otherwise FBGEMM's
-        fused backward sorts and updates.
+        batch_size: local, B. wire_dtype: of pooled vectors and their gradients, fp32 or bf16; tables and optimizer
+        state are fp32. presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone;
+        otherwise FBGEMM's fused backward sorts and updates. Replicated tables are for Adagrad too. padding: bags of
+        fewer ids than their multi-hot size, which is then a capacity, are filled up with ids of -1.
         """
+        assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
         self.model, self.plan, self.batch_size = model, plan, batch_size
         self.device, self.wire_dtype, self.presort = ranks.device, wire_dtype, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
@@ -91,11 +94,14 @@ class StaticEBC:
             optimizer,
             wire_dtype,
             ranks.device,
+            padding,
         )
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
         if plan.replicated:
-            self._replicated = ReplicatedTables(model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks)
+            self._replicated = ReplicatedTables(
+                model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks, padding
+            )
         self._build_input_dist(ranks.world_size)
         self._build_output_dist(ranks.world_size)
 
@@ -104,7 +110,7 @@ class StaticEBC:
     def input_dist(self, ids: Tensor, out: DistributedIds | None = None) -> DistributedIds:
         """Ids of this rank's samples to ids of this rank's shards; into `out` where given.
 
-        ids: int32, the flat ids of one Batch, on the device.
+        ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it.
         """
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self.device)
         gather_segments(ids, self._send_segments, sent)
@@ -113,6 +119,7 @@ class StaticEBC:
         if out is None:
             out = self.empty_ids()
         gather_segments(received, self._receive_segments, out.ids)
+        self._tbe.shift(out.ids)
         if out.sorted_ids is not None and out.sorted_bags is not None:
             self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
         if self._replicated is not None and out.replicated is not None:
@@ -166,7 +173,7 @@ class StaticEBC:
         return received
 
     def update(self, ids: DistributedIds, pooled: Tensor, grad: Tensor) -> None:
-        """Exact Adagrad on the rows that `ids` named. grad: [G, T * C] in wire_dtype; pooled: what `lookup` gave."""
+        """One step on the rows that `ids` named. grad: [G, T * C] in wire_dtype; pooled: what `lookup` gave."""
         if self.presort:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None

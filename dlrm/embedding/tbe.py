@@ -14,14 +14,21 @@ from torch import Tensor
 from dlrm.config import OptimizerConfig
 from kernels.sorted_adagrad import sort_ids
 
+_OPTIMIZERS = {
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "sgd": EmbOptimType.EXACT_SGD,
+}
+
 
 class FixedTBE:
-    """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples; exact Adagrad.
+    """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
 
-    The tables lie behind one another: `weights` and `state` are fp32 [sum(rows), columns], table t's rows start at
-    `first_row[t]`. Ids come as int32 [table][samples, hot], flat. Pooled vectors are [samples, tables * columns], so
-    that a pooled matrix, viewed as [samples * tables, columns], has the bag of (sample, table) in row
-    sample * tables + table.
+    The tables lie behind one another: `weights` are fp32 [sum(rows), columns], table t's rows start at `first_row[t]`;
+    `state`, the optimizer's, has as many rows and `OptimizerConfig.state_columns` columns. Where there is padding, both
+    have one more row before each table. Ids come as int32 [table][samples, hot], flat. Pooled vectors are
+    [samples, tables * columns], so that a pooled matrix, viewed as [samples * tables, columns], has the bag of
+    (sample, table) in row sample * tables + table.
     """
 
     def __init__(
@@ -33,12 +40,20 @@ class FixedTBE:
         optimizer: OptimizerConfig,
         output_dtype: torch.dtype,
         device: torch.device,
+        padding: bool = False,
     ) -> None:
+        """padding: bags may hold ids of -1, which mean nothing; `shift` them first.
+
+        Each table then begins with a row of zeros, so that a lookup of fixed shape is exact. An update writes to that
+        row as to any other; `lookup` sets it back. This holds for every optimizer, and for sorted ids too.
+        """
+        self._padding = padding
+        rows = [table_rows + padding for table_rows in rows]
         cuda = device.type == "cuda"
         place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
         self._tbe = SplitTableBatchedEmbeddingBagsCodegen(
             [(table_rows, columns, *place) for table_rows in rows],
-            optimizer=EmbOptimType.EXACT_ADAGRAD,
+            optimizer=_OPTIMIZERS[optimizer.embedding],
             learning_rate=optimizer.learning_rate,
             eps=optimizer.eps,
             output_dtype=SparseType.BF16 if output_dtype == torch.bfloat16 else SparseType.FP32,
@@ -52,9 +67,14 @@ class FixedTBE:
         self.num_tables, self.columns = len(rows), columns
         self.weights = (self._tbe.weights_dev if cuda else self._tbe.weights_host).detach().view(-1, columns)
         states = [state for (state,) in self._tbe.split_optimizer_states()]
-        assert sum(state.numel() for state in states) == self.weights.numel()
-        self.state = states[0].view(-1).as_strided(self.weights.shape, (columns, 1), states[0].storage_offset())
-        self.first_row = [sum(rows[:table]) for table in range(len(rows))]
+        shape = (sum(rows), optimizer.state_columns(columns))
+        assert sum(state.numel() for state in states) == shape[0] * shape[1]
+        # Views of one buffer, one for each table: taken together.
+        first = states[0].view(-1) if states else torch.empty(0, device=device)
+        self.state = first.as_strided(shape, (shape[1], 1), first.storage_offset())
+        starts = [sum(rows[:table]) for table in range(len(rows))]
+        self.first_row = [start + padding for start in starts]
+        self._zero_rows = torch.tensor(starts, device=device)
         ends, start = [torch.zeros(1, dtype=torch.int64)], 0
         for size in hot:
             ends.append(start + torch.arange(1, samples + 1) * size)
@@ -65,12 +85,19 @@ class FixedTBE:
         sizes = torch.tensor(hot).repeat_interleave(samples)
         bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1)
         self._bags = bag.repeat_interleave(sizes).int() if not cuda else None
-        first_row = torch.tensor(self.first_row).repeat_interleave(samples)
+        first_row = torch.tensor(starts).repeat_interleave(samples)
         self._first_rows = first_row.repeat_interleave(sizes).int() if not cuda else None
+
+    def shift(self, ids: Tensor) -> None:
+        """In place: ids as a batch has them, -1 for padding, to those that `lookup` and `sort` take."""
+        if self._padding:
+            ids.add_(1)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Pooled vectors, [samples, tables * columns]; part of the autograd graph where gradients are enabled, and
         its backward then updates the tables."""
+        if self._padding:
+            self.weights.index_fill_(0, self._zero_rows, 0)
         return self._tbe(ids, self._offsets)
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:

@@ -22,6 +22,7 @@ from bench.ceilings import (
 from bench.limits import LIMITS_JSON, Limits, distance_table, floor, limits_table, read_limits
 from bench.machine import Git
 from bench.record import read_record
+from dlrm.config import OptimizerConfig
 from dlrm.model import DenseNetwork
 from dlrm.presets import MLPERF_MODEL, preset
 from tests.bench.records import H200, configured, instruments, recorded_runs, write
@@ -85,7 +86,11 @@ def test_sizes_of_the_mlperf_model() -> None:
     flop = sum(2 * m * n * k for m, n, k in gemm_shapes(MLPERF_MODEL, batch=1).values())
     assert flop == pytest.approx(96e6, rel=0.01)
     assert lookup_bytes(MLPERF_MODEL, 1, pooled_size=2) == 214 * (4 + 512) + 26 * 128 * 2
-    assert update_bytes(MLPERF_MODEL, 1, gradient_size=4) == 214 * (4 + 2048) + 26 * 128 * 4
+    assert update_bytes(MLPERF_MODEL, OptimizerConfig(), 1, gradient_size=4) == 214 * (4 + 2048) + 26 * 128 * 4
+    assert (
+        update_bytes(MLPERF_MODEL, OptimizerConfig(embedding="sgd"), 1, gradient_size=4)
+        == 214 * (4 + 1024) + 26 * 128 * 4
+    )
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.mllog import MLPerfLog, check_compliance
-from dlrm.config import MLPerfConfig, OptimizerConfig
+from dlrm.config import MLPerfConfig, OptimizerConfig, TableOptimizer
 
 TRAIN_SAMPLES = 4195197692
 EVAL_SAMPLES = 89137319
@@ -70,6 +70,21 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 def keys(path: Path) -> list[str]:
     return [event["key"] for event in events(path)]
+
+
+@pytest.mark.parametrize(
+    ("embedding", "name"), [("adagrad", "adagrad"), ("rowwise_adagrad", "rowwise_adagrad for tables, adagrad")]
+)
+def test_optimizers_are_named(tmp_path: Path, embedding: TableOptimizer, name: str) -> None:
+    log = MLPerfLog(tmp_path / "log")
+    log.hyperparameters(
+        seed=7,
+        global_batch_size=1,
+        optimizer=OptimizerConfig(embedding=embedding),
+        train_samples=TRAIN_SAMPLES,
+        eval_samples=EVAL_SAMPLES,
+    )
+    assert [event["value"] for event in events(tmp_path / "log") if event["key"] == "opt_name"] == [name]
 
 
 def test_open_division_run_passes_the_checker(tmp_path: Path) -> None:

@@ -41,11 +41,14 @@ BAD_DATA: list[tuple[str, dict[str, Any]]] = [
     ("--data.random-batches", {"random_batches": -3}),
     ("--data.random-skew", {"random_skew": -0.1}),
     ("--data.random-skew", {"random_skew": math.inf}),
+    ("--data.variable-lengths", {"variable_lengths": True, "source": "multi_hot", "path": Path("data")}),
 ]
 BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--overlap", {"overlap": True}),
     ("--presort-ids", {"presort_ids": True}),
+    ("--presort-ids", {"presort_ids": True, "ebc": "static", "optimizer": OptimizerConfig(embedding="sgd")}),
     ("--cuda-graph", {"cuda_graph": "iteration"}),
+    ("--data.variable-lengths", {"data": DataConfig(variable_lengths=True), "target_auc": None, "iterations": 100}),
     ("--local-batch-size", {"local_batch_size": 0}),
     ("--iterations", {"iterations": 0}),
     ("--iterations", {"data": DataConfig(), "target_auc": None}),

@@ -56,6 +56,7 @@ def test_help_explains_every_field(tmp_path):
     for name in PRESETS:
         assert name in text
     assert "--print-config" in text
+    assert "--print-plan [RANKS]" in text
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -68,6 +69,15 @@ def test_print_config_needs_no_torchrun(tmp_path, name):
         expected, seed=7, run_id="x", model=dataclasses.replace(expected.model, table_scale=0.5)
     )
     assert json.loads(text) == json.loads(json.dumps(dataclasses.asdict(expected), default=str))
+
+
+def test_print_plan_needs_no_torchrun(tmp_path):
+    status, text = typed(tmp_path, "--print-plan", "4", "--preset", "launch-bound")
+    assert status == 0
+    assert "launch-bound with --ebc static on 4 rank(s), global batch 2048" in text
+    status, text = typed(tmp_path, "--print-plan", "--local-batch-size", "64")
+    assert status == 0
+    assert "on 8 rank(s), global batch 512" in text
 
 
 def test_smoke_is_the_default(tmp_path):
@@ -89,6 +99,9 @@ def test_smoke_is_the_default(tmp_path):
         (["--model.table-scale", "2"], "--model.table-scale is 2.0"),
         (["--seed"], "--seed"),
         (["--preset"], "--preset"),
+        (["--print-plan", "0"], "--print-plan 0: a plan is for at least one rank"),
+        (["--print-plan", "200"], "26 tables of 16 columns cannot give each of 200 ranks a shard: use fewer ranks"),
+        (["--print-plan", "many"], "--print-plan"),
     ],
 )
 def test_what_is_typed_wrong_is_named(tmp_path, arguments, error):

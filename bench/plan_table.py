@@ -1,0 +1,54 @@
+"""What `--print-plan` shows: which rank of the static EBC would hold what, and how evenly the work would spread."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dlrm.config import ModelConfig, RunConfig
+from dlrm.embedding.plan import Shard, make_plan, rank_loads
+
+
+def print_plan(config: RunConfig, world_size: int) -> None:
+    """Prints the plan of `world_size` ranks as a table; ValueError where there is none."""
+    if world_size < 1:
+        raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
+    model, global_batch_size = config.model, config.local_batch_size * world_size
+    plan = make_plan(model, world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding)
+    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes)
+    table = Table(
+        title=f"{config.preset} with --ebc static on {world_size} rank(s), global batch {global_batch_size}",
+        caption="us: predicted embedding work of an iteration on an H200, all-to-alls included; columns: pooled, sent",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("rank", justify="right")
+    table.add_column("tables [columns]")
+    for name in ("columns", "us", "tables, GB", "state, GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, load in enumerate(loads):
+        table.add_row(
+            str(rank),
+            _names(plan.of_rank(rank), model),
+            str(load.columns),
+            f"{load.embedding_us:.0f}",
+            f"{load.table_bytes / 1e9:.3g}",
+            f"{load.state_bytes / 1e9:.3g}",
+        )
+    if plan.replicated:
+        table.add_row("all", " ".join(model.feature_names[table] for table in plan.replicated), "0", "", "", "")
+    console = Console(width=120, markup=False, highlight=False)
+    console.print(table)
+    times = [load.embedding_us for load in loads]
+    console.print(f"load, largest / mean: {max(times) * len(times) / sum(times):.3f}")
+
+
+def _names(shards: Sequence[Shard], model: ModelConfig) -> str:
+    """Tables by feature; of a split one, which columns."""
+    return " ".join(
+        model.feature_names[shard.table]
+        + ("" if shard.columns == model.embedding_dim else f"[{shard.column}:{shard.column + shard.columns}]")
+        for shard in shards
+    )

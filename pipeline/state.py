@@ -1,0 +1,147 @@
+"""Weights and optimizer state of a whole model, whatever its sharding: how they move from one pipeline to another.
+
+Keys are those of an unsharded torchrec.models.dlrm.DLRM_DCN. Gathering and loading are collective, a part of one tensor
+after the other, so a rank's device holds no more than a few megabytes beside what it holds anyway. The whole tensors
+are CPU memory of rank 0 alone: all tables and their state must fit on that host.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm.config import ModelConfig
+from dlrm.ranks import Ranks
+
+TABLE_PREFIX = "t_"
+# Elements of one broadcast.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(slots=True)
+class ModelState:
+    """Full tensors on the CPU of rank 0; empty on the other ranks."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """fp32; `DLRM_DCN.load_state_dict` takes it as it is."""
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    """fp32, Adagrad's sum of squared gradients of each weight, under the weight's key and of its shape; for tables
+    under rowwise Adagrad [rows, 1], under SGD nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of one full tensor."""
+
+    owner: int
+    """A rank that holds it."""
+    start: tuple[int, ...]
+    """Where it starts in the full tensor."""
+    shape: tuple[int, ...]
+    local: Tensor | None
+    """Its memory, of this shape, on every rank that holds it; None elsewhere."""
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Which elements of the full tensor it holds."""
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+
+    @classmethod
+    def whole(cls, local: Tensor) -> "Part":
+        """A tensor that every rank holds in full."""
+        return cls(0, (0,) * local.dim(), tuple(local.shape), local)
+
+
+Parts = dict[str, list[Part]]
+"""The parts of each tensor, in the same order on all ranks."""
+
+
+def table_key(model: ModelConfig, table: int) -> str:
+    """Key of a table's weights in DLRM_DCN.state_dict()."""
+    name = f"{TABLE_PREFIX}{model.feature_names[table]}"
+    return f"sparse_arch.embedding_bag_collection.embedding_bags.{name}.weight"
+
+
+def gather(weights: Parts, optimizer: Parts, ranks: Ranks) -> ModelState:
+    """The full tensors as CPU copies on rank 0, nothing on the others. Collective."""
+    return ModelState(_gather(weights, ranks), _gather(optimizer, ranks))
+
+
+def scatter(state: ModelState, weights: Parts, optimizer: Parts, ranks: Ranks) -> None:
+    """Writes rank 0's full tensors into the parts of all ranks. Collective.
+
+    ValueError on every rank, before anything is written, if a tensor is missing, not expected or of another shape.
+    """
+    _check(state, weights, optimizer, ranks)
+    _scatter(state.weights, weights, ranks)
+    _scatter(state.optimizer, optimizer, ranks)
+
+
+def _gather(parts: Parts, ranks: Ranks) -> dict[str, Tensor]:
+    full = {}
+    for key, blocks in parts.items():
+        tensor = torch.empty(_full_shape(blocks)) if ranks.rank == 0 else None
+        for block in blocks:
+            for rows in _chunks(block):
+                source = None
+                if block.owner == ranks.rank:
+                    assert block.local is not None
+                    source = block.local[rows]
+                buffer = _buffer(block, rows, ranks, source)
+                dist.broadcast(buffer, src=block.owner)
+                if tensor is not None:
+                    tensor[block.index][rows] = buffer.cpu()
+        if tensor is not None:
+            full[key] = tensor
+    return full
+
+
+@torch.no_grad()
+def _scatter(full: dict[str, Tensor], parts: Parts, ranks: Ranks) -> None:
+    for key, blocks in parts.items():
+        for block in blocks:
+            for rows in _chunks(block):
+                buffer = _buffer(block, rows, ranks, full[key][block.index][rows] if ranks.rank == 0 else None)
+                dist.broadcast(buffer, src=0)
+                if block.local is not None:
+                    block.local[rows].copy_(buffer)
+
+
+def _full_shape(blocks: Iterable[Part]) -> tuple[int, ...]:
+    ends = [[index.stop for index in block.index] for block in blocks]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _chunks(block: Part) -> Iterable[slice]:
+    rows, *others = block.shape
+    step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(others).numel()))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _buffer(block: Part, rows: slice, ranks: Ranks, source: Tensor | None) -> Tensor:
+    """What is broadcast of some rows of a block: a copy of `source` on the rank that has it."""
+    buffer = torch.empty(rows.stop - rows.start, *block.shape[1:], device=ranks.device)
+    return buffer if source is None else buffer.copy_(source)
+
+
+def _check(state: ModelState, weights: Parts, optimizer: Parts, ranks: Ranks) -> None:
+    answer: list[Any] = [None]
+    if ranks.rank == 0:
+        wrong = [*_differences(state.weights, weights, ""), *_differences(state.optimizer, optimizer, "optimizer of ")]
+        if wrong:
+            answer = [f"{wrong[0]}; give both runs the same --model flags and the same --optimizer.embedding"]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is not None:
+        raise ValueError(answer[0])
+
+
+def _differences(full: dict[str, Tensor], parts: Parts, what: str) -> Iterator[str]:
+    needed = {key: _full_shape(blocks) for key, blocks in parts.items()}
+    given = {key: tuple(tensor.shape) for key, tensor in full.items()}
+    for key in sorted(needed.keys() | given.keys()):
+        if given.get(key) != needed.get(key):
+            has, needs = given.get(key, "nothing"), needed.get(key, "nothing")
+            yield f"the state is of another model: {what}{key}: it has {has}, needed is {needs}"

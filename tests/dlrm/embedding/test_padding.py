@@ -1,0 +1,66 @@
+"""A TBE with padding: ids of -1 add nothing to a bag and change no table, step after step, under every optimizer."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.optim import RowWiseAdagrad
+
+from dlrm.config import OptimizerConfig, TableOptimizer
+from dlrm.embedding.tbe import FixedTBE
+from kernels.sorted_adagrad import adagrad_update
+
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+ROWS, HOT, COLUMNS, SAMPLES = [5, 1000, 1], [2, 7, 3], 16, 33
+LEARNING_RATE, EPS = 0.1, 1e-8
+OPTIMIZERS = {
+    "adagrad": lambda tables: torch.optim.Adagrad(tables, lr=LEARNING_RATE, eps=EPS),
+    "rowwise_adagrad": lambda tables: RowWiseAdagrad(tables, lr=LEARNING_RATE, eps=EPS),
+    "sgd": lambda tables: torch.optim.SGD(tables, lr=LEARNING_RATE),
+}
+
+
+def bag_sums(table: Tensor, ids: Tensor) -> Tensor:
+    lengths = (ids >= 0).sum(1)
+    return functional.embedding_bag(ids[ids >= 0].long(), table, lengths.cumsum(0) - lengths, mode="sum")
+
+
+@pytest.mark.parametrize(
+    ("embedding", "presort"), [*((name, False) for name in get_args(TableOptimizer)), ("adagrad", True)]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_means_nothing(device: torch.device, embedding: TableOptimizer, presort: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, eps=EPS, embedding=embedding)
+    tbe = FixedTBE(ROWS, HOT, COLUMNS, SAMPLES, optimizer, torch.float32, device, padding=True)
+    tables = nn.ParameterList(torch.randn(rows, COLUMNS, generator=generator) for rows in ROWS)
+    parts = [tbe.weights[first : first + rows] for first, rows in zip(tbe.first_row, ROWS, strict=True)]
+    for part, table in zip(parts, tables, strict=True):
+        part.copy_(table.detach())
+    plain = OPTIMIZERS[embedding](tables)
+    for _ in range(5):
+        ids = [
+            torch.randint(-rows, rows, (SAMPLES, hot), generator=generator, dtype=torch.int32).clamp(min=-1)
+            for rows, hot in zip(ROWS, HOT, strict=True)
+        ]
+        ids[1][7] = -1
+        flat = torch.cat([block.flatten() for block in ids]).to(device)
+        tbe.shift(flat)
+        pooled = tbe.lookup(flat)
+        expected = torch.cat([bag_sums(table, block) for table, block in zip(tables, ids, strict=True)], dim=1)
+        torch.testing.assert_close(pooled.cpu(), expected, rtol=1e-5, atol=1e-5)
+        grad = torch.randn(expected.shape, generator=generator)
+        if presort:
+            sorted_ids, sorted_bags = torch.empty(2, tbe.num_ids, dtype=torch.int32, device=device)
+            tbe.sort(flat, sorted_ids, sorted_bags)
+            rate = torch.tensor([LEARNING_RATE], device=device)
+            adagrad_update(tbe.weights, tbe.state, grad.to(device), sorted_ids, sorted_bags, rate, EPS)
+        else:
+            pooled.backward(grad.to(device))
+        plain.zero_grad()
+        expected.backward(grad)
+        plain.step()
+        for part, table in zip(parts, tables, strict=True):
+            torch.testing.assert_close(part.cpu(), table.detach(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,75 @@
+"""The memory report adds up to what the model, its state and its batches need."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm.data.batch import Batch, storage_bytes
+from dlrm.embedding.plan import make_plan, rank_loads
+from dlrm.presets import preset
+from dlrm.ranks import Ranks
+from pipeline.memory import memory_gb
+from pipeline.static import StaticPipeline
+
+MODEL = preset("smoke").model
+BATCH_SIZE = 64
+
+
+def config(embedding: TableOptimizer, presort: bool) -> RunConfig:
+    return RunConfig(
+        preset="test",
+        model=MODEL,
+        data=DataConfig(source="random", random_batches=4),
+        optimizer=OptimizerConfig(embedding=embedding),
+        ebc="static",
+        presort_ids=presort,
+        local_batch_size=BATCH_SIZE,
+        precision="fp32",
+        iterations=100,
+    )
+
+
+JOBS: list[tuple[TableOptimizer, bool]] = [("adagrad", True), ("adagrad", False), ("rowwise_adagrad", False)]
+
+
+def describe(ranks: Ranks) -> list[list[dict[str, float]]]:
+    return [StaticPipeline(config(*job), ranks).describe()["memory_gb"] for job in JOBS]
+
+
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.multi_gpu)])
+def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None:
+    first, second = run_ranks(2, describe, gpu=gpu)
+    for (embedding, presort), ranks in zip(JOBS, first, strict=True):
+        optimizer = OptimizerConfig(embedding=embedding)
+        plan = make_plan(MODEL, 2, 2 * BATCH_SIZE, 4, embedding)
+        loads = rank_loads(plan, MODEL, optimizer, 2 * BATCH_SIZE, 4)
+        for rank, (memory, load) in enumerate(zip(ranks, loads, strict=True)):
+            assert memory["tables"] * 1e9 == pytest.approx(load.table_bytes, rel=0.01)
+            assert memory["optimizer_state"] * 1e9 == pytest.approx(load.state_bytes, rel=0.01)
+            # Of each of three batches: the batch, labels and dense features in use, the ids that the rank looks up.
+            batch = storage_bytes(BATCH_SIZE, MODEL) + BATCH_SIZE * (MODEL.dense_in_features + 1) * 4
+            ids = 2 * BATCH_SIZE * sum(MODEL.multi_hot_sizes[shard.table] for shard in plan.of_rank(rank)) * 4
+            local = BATCH_SIZE * sum(MODEL.multi_hot_sizes[table] for table in plan.replicated) * 4
+            starts = sum(MODEL.rows[table] for table in plan.replicated) * 4
+            needed = 3 * (batch + ids * (3 if presort else 1) + 3 * local + starts)
+            assert memory["ids_and_staging"] * 1e9 == pytest.approx(needed, rel=0.01)
+            assert memory["dense_weights"] > 0
+            if gpu:
+                assert 0 < sum(list(memory.values())[:4]) <= memory["allocated"] <= memory["reserved"]
+                assert memory["left"] > 0
+    assert len(second) == len(first)
+
+
+def views(ranks: Ranks) -> list[dict[str, float]]:
+    batch = Batch.empty(BATCH_SIZE, MODEL)
+    whole = torch.zeros(1000)
+    return memory_gb(ranks, {"batch": batch, "views": [whole[:10], (whole, [whole[5:]])], "nothing": []})
+
+
+def test_memory_behind_several_views_counts_once(run_ranks: Callable[..., list[Any]]) -> None:
+    ((memory,),) = run_ranks(1, views)
+    expected = {"batch": storage_bytes(BATCH_SIZE, MODEL) / 1e9, "views": 4e-6, "nothing": 0}
+    assert memory == pytest.approx(expected, rel=1e-3)

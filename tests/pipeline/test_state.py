@@ -1,0 +1,196 @@
+"""Weights and optimizer state move between the stock and the static pipeline, whatever the plans and world sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+import pipeline.static
+from dlrm.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from dlrm.data.batch import Batch, feature_blocks
+from dlrm.data.random_batches import RandomDataset
+from dlrm.embedding.plan import Plan, Shard
+from dlrm.ranks import Ranks
+from pipeline.state import ModelState
+from pipeline.static import StaticPipeline
+from pipeline.torchrec_stock import StockPipeline, _build_unsharded
+
+STEPS = 10
+MODEL = ModelConfig(
+    num_embeddings=(5000, 7, 30, 90000, 600, 400),
+    multi_hot_sizes=(3, 1, 2, 12, 4, 1),
+    embedding_dim=32,
+    dense_in_features=5,
+    bottom_mlp=(24, 32),
+    cross_layers=2,
+    cross_rank=8,
+    top_mlp=(24, 16, 1),
+)
+CONFIG = RunConfig(
+    preset="test",
+    model=MODEL,
+    data=DataConfig(source="random", random_batches=4 * STEPS),
+    optimizer=OptimizerConfig(learning_rate=0.02),
+    local_batch_size=24,
+    precision="fp32",
+    iterations=100,
+)
+STATIC = replace(CONFIG, ebc="static", presort_ids=True)
+# Every table but one in halves.
+HALVES = Plan(
+    world_size=2,
+    shards=tuple(Shard(rank, table, 16 * rank, 16) for rank in range(2) for table in (0, 2, 3, 4, 5)),
+    replicated=(1,),
+)
+
+
+def local_batches(rank: int) -> list[Batch]:
+    dataset = RandomDataset(CONFIG.data, MODEL, CONFIG.seed)
+    return list(islice(dataset.train_batches(rank, 2, CONFIG.local_batch_size), 3 * STEPS))
+
+
+def joined(parts: tuple[Batch, ...]) -> Batch:
+    """The samples of several ranks' batches in one."""
+    batch = Batch.empty(sum(len(part.labels) for part in parts), MODEL)
+    batch.dense.copy_(torch.cat([part.dense for part in parts]))
+    batch.labels.copy_(torch.cat([part.labels for part in parts]))
+    blocks = zip(*(feature_blocks(part.ids, MODEL.multi_hot_sizes) for part in parts), strict=True)
+    for block, pieces in zip(feature_blocks(batch.ids, MODEL.multi_hot_sizes), blocks, strict=True):
+        block.copy_(torch.cat(pieces))
+    return batch
+
+
+class Training:
+    """A pipeline on its way through batches."""
+
+    def __init__(self, trained: StockPipeline | StaticPipeline, batches: list[Batch]) -> None:
+        self.pipeline, self._batches = trained, map(trained.prepare, batches)
+
+    def train(self, steps: int = STEPS) -> list[float]:
+        return [self.pipeline.train_step(self._batches).item() for _ in range(steps)]
+
+
+@dataclass(slots=True)
+class Moved:
+    losses: dict[str, list[float]]
+    states: dict[str, ModelState]
+
+
+def move(ranks: Ranks) -> Moved:
+    batches = local_batches(ranks.rank)
+    losses, states = {}, {}
+    stock = Training(StockPipeline(CONFIG, ranks), batches)
+    stock.train()
+    states["stock"] = stock.pipeline.state_dict()
+
+    pipeline.static.make_plan = lambda *_: HALVES  # type: ignore[assignment]
+    config = replace(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
+    static = Training(StaticPipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
+    static.train(4)  # past the capture on a GPU; what it has learned is to be forgotten
+    static.pipeline.load_state_dict(states["stock"])
+    states["static"] = static.pipeline.state_dict()
+    losses["stock trains on"], losses["static goes on from stock"] = stock.train(), static.train()
+    states["static, later"] = static.pipeline.state_dict()
+
+    again = Training(StockPipeline(replace(CONFIG, seed=1), ranks), batches[STEPS:])
+    again.train()
+    again.pipeline.load_state_dict(states["static, later"])
+    states["stock again"] = again.pipeline.state_dict()
+    losses["stock trains on, still"], losses["stock goes on from static"] = stock.train(), again.train()
+    return Moved(losses, states)
+
+
+def through_bf16(ranks: Ranks, state: ModelState) -> ModelState:
+    static = StaticPipeline(replace(STATIC, precision="bf16", presort_ids=False, seed=3), ranks)
+    static.load_state_dict(state)
+    working = static.dense.working["cross.0.w"].float()
+    torch.testing.assert_close(working, static.dense.state_dict()["cross.0.w"], rtol=0.01, atol=1e-6)
+    return static.state_dict()
+
+
+def go_on_alone(ranks: Ranks, state: ModelState) -> list[float]:
+    static = StaticPipeline(replace(STATIC, local_batch_size=2 * CONFIG.local_batch_size, seed=2), ranks)
+    static.load_state_dict(state)
+    batches = [joined(parts) for parts in zip(*map(local_batches, range(2)), strict=True)]
+    return Training(static, batches[2 * STEPS :]).train()
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.multi_gpu)])
+def gpu(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def moved(run_ranks: Callable[..., list[Any]], gpu: bool) -> list[Moved]:
+    return run_ranks(2, move, gpu=gpu)
+
+
+def mean_losses(moved: list[Moved], name: str) -> torch.Tensor:
+    return torch.tensor([rank.losses[name] for rank in moved]).mean(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("stock", "resumed"),
+    [
+        ("stock trains on", "static goes on from stock"),
+        ("stock trains on, still", "stock goes on from static"),
+    ],
+)
+def test_training_goes_on_as_if_nothing_had_moved(moved, stock, resumed):
+    torch.testing.assert_close(mean_losses(moved, resumed), mean_losses(moved, stock), rtol=1e-5, atol=0)
+
+
+def test_two_ranks_to_one(moved, run_ranks, gpu):
+    (losses,) = run_ranks(1, go_on_alone, moved[0].states["static, later"], gpu=gpu)
+    expected = mean_losses(moved, "stock trains on, still")
+    torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("before", "after"), [("stock", "static"), ("static, later", "stock again")])
+def test_moving_changes_no_bit(moved, before, after):
+    state, copy = moved[0].states[before], moved[0].states[after]
+    for full, copied in ((state.weights, copy.weights), (state.optimizer, copy.optimizer)):
+        assert full.keys() == copied.keys()
+        assert [key for key in full if not torch.equal(full[key], copied[key])] == []
+    assert all(values.any() for values in state.optimizer.values())
+
+
+def test_bf16_keeps_fp32_masters(moved, run_ranks, gpu):
+    state = moved[0].states["stock"]
+    (copy,) = run_ranks(1, through_bf16, state, gpu=gpu)
+    for full, copied in ((state.weights, copy.weights), (state.optimizer, copy.optimizer)):
+        assert [key for key in full if not torch.equal(full[key], copied[key])] == []
+
+
+def test_keys_and_shapes_are_those_of_torchrecs_model(moved):
+    theirs = _build_unsharded(MODEL, 0, torch.device("cpu")).state_dict()
+    for state in (moved[0].states["stock"], moved[0].states["static"]):
+        for full in (state.weights, state.optimizer):
+            assert {key: value.shape for key, value in full.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_only_rank_0_holds_it(moved):
+    assert all(state == ModelState() for state in moved[1].states.values())
+
+
+def refused(ranks: Ranks, weights: dict[str, torch.Tensor]) -> list[str]:
+    errors = []
+    for config, kind in ((CONFIG, StockPipeline), (STATIC, StaticPipeline)):
+        with pytest.raises(ValueError, match="--model") as raised:
+            kind(config, ranks).load_state_dict(ModelState(weights) if ranks.rank == 0 else ModelState())
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_another_models_state_is_refused_on_every_rank(moved, run_ranks, gpu):
+    weights = dict(moved[0].states["stock"].weights)
+    key = "sparse_arch.embedding_bag_collection.embedding_bags.t_cat_3.weight"
+    weights[key] = weights[key][1:]
+    stock, static = zip(*run_ranks(2, refused, weights, gpu=gpu), strict=True)
+    assert {*stock, *static} == {
+        f"the state is of another model: {key}: it has (89999, 32), needed is (90000, 32); give both runs the same "
+        "--model flags and the same --optimizer.embedding"
+    }

@@ -1,0 +1,141 @@
+"""Adagrad, rowwise Adagrad and SGD on the tables: the static pipeline trains what the stock one does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from dlrm.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm.data.random_batches import RandomDataset
+from dlrm.embedding.plan import make_plan, rank_loads
+from dlrm.presets import MLPERF_MODEL
+from dlrm.ranks import Ranks
+from pipeline.state import ModelState, table_key
+from pipeline.static import StaticPipeline
+from pipeline.torchrec_stock import StockPipeline
+
+STEPS = 40
+OPTIMIZERS = get_args(TableOptimizer)
+MODEL = ModelConfig(
+    # TorchRec replicates the small ones.
+    num_embeddings=(5000, 7, 30, 90000, 600, 400),
+    multi_hot_sizes=(3, 1, 2, 12, 4, 1),
+    embedding_dim=32,
+    dense_in_features=5,
+    bottom_mlp=(24, 32),
+    cross_layers=2,
+    cross_rank=8,
+    top_mlp=(24, 16, 1),
+)
+
+
+def config(embedding: TableOptimizer, **changes: Any) -> RunConfig:
+    return RunConfig(
+        preset="test",
+        model=MODEL,
+        data=DataConfig(source="random", random_batches=STEPS),
+        optimizer=OptimizerConfig(learning_rate=0.02, embedding=embedding),
+        local_batch_size=24,
+        precision="fp32",
+        iterations=100,
+        **changes,
+    )
+
+
+@dataclass(slots=True)
+class Trained:
+    losses: list[float]
+    before: ModelState
+    state: ModelState
+    loaded: ModelState | None = None
+    """What a static pipeline has that loaded the stock one's state."""
+
+
+def train(pipeline: StockPipeline | StaticPipeline, config: RunConfig, ranks: Ranks) -> Trained:
+    dataset = RandomDataset(config.data, config.model, config.seed)
+    batches = dataset.train_batches(ranks.rank, ranks.world_size, config.local_batch_size)
+    training = map(pipeline.prepare, islice(batches, STEPS))
+    before = pipeline.state_dict()
+    losses = [pipeline.train_step(training).item() for _ in range(STEPS)]
+    return Trained(losses, before, pipeline.state_dict())
+
+
+def train_all(ranks: Ranks) -> dict[str, dict[str, Trained]]:
+    results = {}
+    for embedding in OPTIMIZERS:
+        stock = train(StockPipeline(config(embedding), ranks), config(embedding), ranks)
+        static = StaticPipeline(config(embedding, ebc="static"), ranks)
+        results[embedding] = {"stock": stock, "static": train(static, config(embedding), ranks)}
+        static.load_state_dict(stock.state)
+        stock.loaded = static.state_dict()
+    return results
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.multi_gpu)])
+def trained(request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]]) -> list[dict[str, dict[str, Trained]]]:
+    return run_ranks(2, train_all, gpu=request.param)
+
+
+@pytest.mark.parametrize("embedding", OPTIMIZERS)
+def test_static_equals_stock(trained, embedding):
+    losses = {name: torch.tensor([rank[embedding][name].losses for rank in trained]) for name in ("stock", "static")}
+    torch.testing.assert_close(losses["static"], losses["stock"], rtol=1e-5, atol=0)
+    stock, static = (trained[0][embedding][name].state for name in ("stock", "static"))
+    assert stock.weights.keys() == static.weights.keys()
+    assert stock.optimizer.keys() == static.optimizer.keys()
+    for key in stock.optimizer:
+        torch.testing.assert_close(static.optimizer[key], stock.optimizer[key], rtol=1e-2, atol=1e-8)
+    before = trained[0][embedding]["stock"].before.weights
+    for key in stock.weights:
+        error, change = (static.weights[key] - stock.weights[key]).abs(), (stock.weights[key] - before[key]).abs()
+        # Adagrad divides by the gradients' size: where a gradient's terms cancel, rounding decides the step.
+        assert (error > change.max() / 20).float().mean() < 1e-4
+        assert error.mean() < change.mean() / 1e3
+
+
+def test_optimizers_differ(trained):
+    assert len({tuple(trained[0][embedding]["static"].losses) for embedding in OPTIMIZERS}) == 3
+
+
+@pytest.mark.parametrize(("embedding", "columns"), [("adagrad", 32), ("rowwise_adagrad", 1), ("sgd", 0)])
+def test_state_moves_and_has_the_columns_that_memory_is_counted_for(trained, embedding, columns):
+    stock = trained[0][embedding]["stock"]
+    for full, copied in ((stock.state.weights, stock.loaded.weights), (stock.state.optimizer, stock.loaded.optimizer)):
+        assert full.keys() == copied.keys()
+        assert [key for key in full if not torch.equal(full[key], copied[key])] == []
+    for table, rows in enumerate(MODEL.rows):
+        state = stock.state.optimizer.get(table_key(MODEL, table), torch.empty(rows, 0))
+        assert state.shape == (rows, columns)
+    assert config(embedding).optimizer.state_columns(32) == columns
+
+
+@pytest.mark.parametrize("embedding", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_plan(embedding, world_size):
+    plan = make_plan(MLPERF_MODEL, world_size, 55296, optimizer=embedding)
+    loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(embedding=embedding), 55296, 2)
+    if embedding == "adagrad":
+        assert plan.replicated
+    else:
+        assert not plan.replicated
+        assert sum(load.table_bytes for load in loads) == MLPERF_MODEL.table_bytes
+    states = sum(load.state_bytes for load in loads) / sum(load.table_bytes for load in loads)
+    assert states == {"adagrad": 1, "rowwise_adagrad": 1 / 128, "sgd": 0}[embedding]
+    if embedding == "rowwise_adagrad":
+        assert {shard.columns for shard in plan.shards} == {128}
+
+
+def refused(ranks: Ranks) -> str:
+    pipeline = StaticPipeline(config("rowwise_adagrad", ebc="static"), ranks)
+    other = StaticPipeline(replace(config("sgd"), ebc="static"), ranks)
+    with pytest.raises(ValueError, match="optimizer of sparse_arch") as raised:
+        pipeline.load_state_dict(other.state_dict())
+    return str(raised.value)  # rank 0's on both
+
+
+def test_state_of_another_optimizer_is_refused(run_ranks):
+    errors = run_ranks(2, refused)
+    assert errors[0] == errors[1]
