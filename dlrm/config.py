@@ -230,6 +230,16 @@ class RunConfig:
             f"--presort-ids updates tables by exact Adagrad alone: leave it out with --optimizer.embedding "
             f"{self.optimizer.embedding}",
         )
+        dim = self.model.embedding_dim
+        _require(
+            not self.presort_ids or dim in (16, 32, 64, 128),
+            f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
+        )
+        _require(
+            self.ebc != "static" or (self.model.num_features + 1) * dim % 8 == 0,
+            f"--ebc static needs (features + 1) * --model.embedding-dim to be a multiple of 8, and "
+            f"({self.model.num_features} + 1) * {dim} is not: choose a multiple of 8",
+        )
         _require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
         _require(
             self.iterations is not None or self.data.source != "random",

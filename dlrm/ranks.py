@@ -1,6 +1,7 @@
 """Who this process is among all processes of a run."""
 
 import os
+import shlex
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,12 @@ class Ranks:
             local_world_size=local_world_size,
             device=device,
         )
+
+    def command_line(self, program: str, arguments: list[str]) -> str:
+        """What to type to start such ranks again."""
+        nodes = self.world_size // self.local_world_size
+        torchrun = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else [])]
+        return shlex.join([*torchrun, f"--nproc_per_node={self.local_world_size}", program, *arguments])
 
     def init_process_group(self) -> None:
         """NCCL on GPUs, gloo on CPUs; sets the current GPU."""

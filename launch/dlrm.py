@@ -1,4 +1,4 @@
-"""Train DLRM-DCNv2 as a preset says, and leave an MLPerf log and a record of its latency.
+"""Train DLRM-DCNv2 as a preset says; leave an MLPerf log and a record of its latency.
 
 torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--field value ...]
 
@@ -11,11 +11,11 @@ import argparse
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,23 +63,21 @@ def parse(arguments: list[str]) -> RunConfig:
     return config
 
 
-def command_line(ranks: Ranks) -> str:
-    """What to type to repeat this run."""
-    nodes = ranks.world_size // ranks.local_world_size
-    torchrun = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else []), f"--nproc_per_node={ranks.local_world_size}"]
-    return shlex.join([*torchrun, "launch/dlrm.py", *sys.argv[1:]])
-
-
 def main() -> int:
     """Returns the exit status."""
+    config = parse(sys.argv[1:])
+    ranks = Ranks.from_environment()
+    outcome = run(config, ranks, ranks.command_line("launch/dlrm.py", sys.argv[1:]))
+    status = print_summary(outcome, ranks)
+    ranks.destroy_process_group()
+    return status
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """The exit status of `work`; says what went wrong, and on which rank."""
     where = f"rank {os.environ.get('RANK', '-')}"
     try:
-        config = parse(sys.argv[1:])
-        ranks = Ranks.from_environment()
-        outcome = run(config, ranks, command_line(ranks))
-        status = print_summary(outcome, ranks)
-        ranks.destroy_process_group()
-        return status
+        return work()
     except ValueError as error:
         print(f"{where}: error: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_INPUT
@@ -90,6 +88,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # No interpreter shutdown after a failure: other ranks may wait in a collective that this rank's teardown joins.
-    status = main()
+    status = guarded(main)
     sys.stdout.flush()
     os._exit(status) if status else sys.exit()

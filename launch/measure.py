@@ -5,7 +5,6 @@ host: the instrumented twin of launch/dlrm.py. limits: the ceilings of this mach
 
 import os
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -15,38 +14,29 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from bench.host_cost import InstrumentedPipeline, twin_config
 from bench.limits import run_limits
 from bench.run import run
-from bench.summary import EXIT_BAD_INPUT, EXIT_FAILED
 from dlrm.ranks import Ranks
-from launch.dlrm import command_line, parse
+from launch.dlrm import guarded, parse
 
 
 def main() -> int:
     """Returns the exit status."""
-    where = f"rank {os.environ.get('RANK', '-')}"
-    try:
-        what, *flags = sys.argv[1:] or ["nothing"]
-        # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
-        config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
-        ranks = Ranks.from_environment()
-        command = command_line(ranks).replace("launch/dlrm.py", "launch/measure.py")
-        if what == "host":
-            config = twin_config(config)
-            run(config, ranks, command, partial(InstrumentedPipeline, config=config, ranks=ranks))
-        elif what == "limits":
-            run_limits(config, ranks, command)
-        else:
-            raise ValueError(f"{what!r} cannot be measured: host or limits can")
-        ranks.destroy_process_group()
-        return 0
-    except ValueError as error:
-        print(f"{where}: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
-    except Exception:
-        print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+    what, *flags = sys.argv[1:] or ["nothing"]
+    # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
+    config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
+    ranks = Ranks.from_environment()
+    command = ranks.command_line("launch/measure.py", sys.argv[1:])
+    if what == "host":
+        config = twin_config(config)
+        run(config, ranks, command, partial(InstrumentedPipeline, config=config, ranks=ranks))
+    elif what == "limits":
+        run_limits(config, ranks, command)
+    else:
+        raise ValueError(f"{what!r} cannot be measured: host or limits can")
+    ranks.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    status = main()
+    status = guarded(main)
     sys.stdout.flush()
     os._exit(status) if status else sys.exit()

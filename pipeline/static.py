@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
+from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes
 from dlrm.embedding.plan import make_plan, rank_loads
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm.explicit_dense import Bucket, DenseState, ExplicitDense
@@ -68,6 +69,7 @@ class StaticPipeline:
         model, batch_size = config.model, config.local_batch_size
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         global_batch_size = batch_size * ranks.world_size
+        check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
         self._plan = make_plan(
             model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
         )

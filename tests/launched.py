@@ -94,7 +94,7 @@ def launch_main(arguments: Sequence[str], before: Callable[[], None] | None = No
     sys.argv = ["launch/dlrm.py", *arguments]
     if before is not None:
         before()
-    return launch.dlrm.main()
+    return launch.dlrm.guarded(launch.dlrm.main)
 
 
 def forked_launch(

@@ -19,6 +19,8 @@ US_PER_CALL = 180.0
 ALL_TO_ALL_BYTES_PER_US = 257e3
 # Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's.
 REPLICATED_ROWS = 256
+# Narrower column shards cost as much (the costs above hardly fall any more), and the sorted update does not take them.
+NARROWEST = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -129,14 +131,14 @@ def make_plan(
     tables = list(range(model.num_features))
     replicated = (
         tuple(t for t in tables if model.rows[t] <= REPLICATED_ROWS)
-        if world_size > 1 and optimizer == "adagrad"
+        if world_size > 1 and optimizer == "adagrad" and dim & (dim - 1) == 0  # what row_sums can add up
         else ()
     )
     if len(tables) - len(replicated) < world_size:
         replicated = ()
     hottest = sorted(set(tables) - set(replicated), key=lambda table: -model.multi_hot_sizes[table])
     splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
-    widths = [dim // parts for parts in splits if dim % (4 * parts) == 0]
+    widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
     best: tuple[float, tuple[Shard, ...]] | None = None
     for split, width, narrow_ranks in product(range(len(hottest) + 1), widths, range(world_size + 1)):
         wide_ranks = world_size - narrow_ranks
