@@ -25,6 +25,7 @@ from rich import box
 from rich.table import Table
 
 from bench.compare import Side, side_of_records
+from bench.json_file import read_json
 from bench.record import Record, read_record
 from bench.statistics import Ratio, compare
 
@@ -180,13 +181,9 @@ def read_ladder(path: Path) -> tuple[Ladder, dict[str, Side]]:
     """ladder.json in folder `path`, and each rung's members. ValueError, naming the file, if it is damaged."""
     file = path / LADDER_JSON
     try:
-        ladder = json.loads(file.read_text(encoding="utf-8"))
+        ladder = read_json(file)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): {path} is no ladder") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is corrupt at line {error.lineno} column {error.colno}: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is corrupt at byte {error.start}: not UTF-8") from error
     if not isinstance(ladder, dict) or ladder.get("schema") != LADDER_SCHEMA:
         raise ValueError(f"{file} is no ladder of schema {LADDER_SCHEMA}: use the version of the harness that wrote it")
     missing = [name for name in Ladder.__annotations__ if name not in ladder]

@@ -17,6 +17,7 @@ from rich import box
 from rich.table import Table
 
 from bench.ceilings import ALL_REDUCE, ALL_TO_ALLS, BATCH_COPY, MEMORY, Ceiling, measure
+from bench.json_file import read_json
 from bench.machine import Git, Machine, describe_machine, git_state, short_name
 from bench.record import RunRecord, create_run_folder, new_run_id
 from bench.trace import STAGES
@@ -96,13 +97,9 @@ def read_limits(path: Path) -> Limits:
     """limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is damaged."""
     file = path / LIMITS_JSON if path.is_dir() else path
     try:
-        limits = json.loads(file.read_text(encoding="utf-8"))
+        limits = read_json(file)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): `dlrm-bench limits` makes one") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is corrupt at line {error.lineno} column {error.colno}: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is corrupt at byte {error.start}: not UTF-8") from error
     if not isinstance(limits, dict) or limits.get("schema") != LIMITS_SCHEMA:
         raise ValueError(f"{file} is no limits record of schema {LIMITS_SCHEMA}")
     missing = [name for name in Limits.__annotations__ if name not in limits]

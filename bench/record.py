@@ -19,6 +19,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from bench.json_file import read_json
 from bench.machine import Git, Machine
 from bench.monitor import Conditions
 from dlrm.config import RunConfig
@@ -275,15 +276,9 @@ def read_record(folder: Path) -> Record:
     """
     path = folder / RUN_JSON
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path, "; restore it or leave it out")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: {folder} is no record of a finished run") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is corrupt at line {error.lineno} column {error.colno}: {error.msg}; restore it or leave it out"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is corrupt at byte {error.start}: not UTF-8; restore it or leave it out") from error
     _check_record(path, record)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)

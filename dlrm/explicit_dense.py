@@ -106,8 +106,9 @@ class Bucket:
 
     def full(self, share: Tensor) -> dict[str, Tensor]:
         """Named copies of `master` or `state` put together from all ranks. Collective."""
-        flat = share.new_empty(self.working.numel()) if self._sharded else share
+        flat = share
         if self._sharded:
+            flat = share.new_empty(self._size)
             dist.all_gather_into_tensor(flat, share.clone(), group=self._group)
         return {name: self.view(flat, name).clone() for name in self.starts}
 

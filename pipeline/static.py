@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -343,7 +343,7 @@ class _Streams:
 
     def copying(self) -> AbstractContextManager[Any]:
         """Copies launched inside run on the copy stream, behind the iteration before the last one."""
-        return self._copying() if self._cuda else _nothing()
+        return self._copying() if self._cuda else nullcontext()
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -362,8 +362,3 @@ class _Streams:
         if self._cuda:
             self._ended.reverse()
             self._ended[1].record()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

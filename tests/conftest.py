@@ -2,13 +2,14 @@
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+
+from tests.launched import free_port, rank_environment
 
 if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
@@ -28,14 +29,7 @@ def _rank_main(
 ) -> None:
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= rank_environment(rank, world_size, port)
     torch.set_num_threads(1)
     from dlrm.ranks import Ranks
 
@@ -47,9 +41,7 @@ def _rank_main(
 
 
 def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: bool = False) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with multiprocessing.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(_rank_main, (world_size, port, gpu, function, args, results), nprocs=world_size)

@@ -35,14 +35,9 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def _rank_main(
-    rank: int, world_size: int, port: int, output: Path, function: Callable[..., int], args: tuple[Any, ...]
-) -> None:
-    sink = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    os.environ |= {
-        "CUDA_VISIBLE_DEVICES": "",
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank of one node."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -50,6 +45,15 @@ def _rank_main(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def _rank_main(
+    rank: int, world_size: int, port: int, output: Path, function: Callable[..., int], args: tuple[Any, ...]
+) -> None:
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", **rank_environment(rank, world_size, port)}
     import torch
 
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from dlrm.config import ModelConfig
 from dlrm.explicit_dense import ExplicitDense
 from dlrm.model import DenseNetwork
 from dlrm.ranks import Ranks
+from tests.cases import PLACES
 
 LEARNING_RATE, EPS, SEED, STEPS = 0.01, 1e-8, 5, 4
 SMALL = ModelConfig(
@@ -193,15 +194,7 @@ def check_all(ranks: Ranks, cases: list[Case]) -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "gpu"),
-    [
-        (1, False),
-        (2, False),
-        pytest.param(1, True, marks=pytest.mark.gpu),
-        pytest.param(2, True, marks=pytest.mark.multi_gpu),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_equals_autograd_and_adagrad(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
     cases = [*CASES, *BF16_CASES]
     assert run_ranks(world_size, check_all, cases, gpu=gpu) == [len(cases)] * world_size

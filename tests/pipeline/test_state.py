@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pipeline.static
-from dlrm.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from dlrm.config import DataConfig, OptimizerConfig, RunConfig
 from dlrm.data.batch import Batch, feature_blocks
 from dlrm.data.random_batches import RandomDataset
 from dlrm.embedding.plan import Plan, Shard
@@ -17,18 +17,10 @@ from dlrm.ranks import Ranks
 from pipeline.state import ModelState
 from pipeline.static import StaticPipeline
 from pipeline.torchrec_stock import StockPipeline, _build_unsharded
+from tests.cases import SMALL_MODEL
 
 STEPS = 10
-MODEL = ModelConfig(
-    num_embeddings=(5000, 7, 30, 90000, 600, 400),
-    multi_hot_sizes=(3, 1, 2, 12, 4, 1),
-    embedding_dim=32,
-    dense_in_features=5,
-    bottom_mlp=(24, 32),
-    cross_layers=2,
-    cross_rank=8,
-    top_mlp=(24, 16, 1),
-)
+MODEL = SMALL_MODEL
 CONFIG = RunConfig(
     preset="test",
     model=MODEL,

@@ -23,6 +23,7 @@ from dlrm.presets import preset
 from dlrm.ranks import Ranks
 from pipeline import build_pipeline
 from pipeline.static import StaticPipeline
+from tests.cases import CPU_PLACES, GPU_PLACES, PLACES
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 100
@@ -53,9 +54,6 @@ MODELS = {
         **DENSE,
     ),
 }
-CPU_PLACES = [(1, False), (2, False)]
-GPU_PLACES = [pytest.param(1, True, marks=pytest.mark.gpu), pytest.param(2, True, marks=pytest.mark.multi_gpu)]
-PLACES = [*CPU_PLACES, *GPU_PLACES]
 PARITY = [
     *[pytest.param(*place, model, presort) for place in CPU_PLACES for model in MODELS for presort in (False, True)],
     # Four processes are slow on few cores: each model and each way to sort once.

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from dlrm.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
 from dlrm.data.random_batches import RandomDataset
 from dlrm.embedding.plan import make_plan, rank_loads
 from dlrm.presets import MLPERF_MODEL
@@ -16,20 +16,11 @@ from dlrm.ranks import Ranks
 from pipeline.state import ModelState, table_key
 from pipeline.static import StaticPipeline
 from pipeline.torchrec_stock import StockPipeline
+from tests.cases import SMALL_MODEL
 
 STEPS = 40
 OPTIMIZERS = get_args(TableOptimizer)
-MODEL = ModelConfig(
-    # TorchRec replicates the small ones.
-    num_embeddings=(5000, 7, 30, 90000, 600, 400),
-    multi_hot_sizes=(3, 1, 2, 12, 4, 1),
-    embedding_dim=32,
-    dense_in_features=5,
-    bottom_mlp=(24, 32),
-    cross_layers=2,
-    cross_rank=8,
-    top_mlp=(24, 16, 1),
-)
+MODEL = SMALL_MODEL
 
 
 def config(embedding: TableOptimizer, **changes: Any) -> RunConfig:

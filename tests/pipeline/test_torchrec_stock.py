@@ -11,6 +11,7 @@ from dlrm.data.random_batches import RandomDataset
 from dlrm.presets import preset
 from dlrm.ranks import Ranks
 from pipeline.torchrec_stock import StockPipeline
+from tests.cases import PLACES
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 30
@@ -44,15 +45,7 @@ def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[
     return losses, plan
 
 
-@pytest.mark.parametrize(
-    ("world_size", "gpu"),
-    [
-        (1, False),
-        (2, False),
-        pytest.param(1, True, marks=pytest.mark.gpu),
-        pytest.param(2, True, marks=pytest.mark.multi_gpu),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_losses_equal_plain_dlrm(run_ranks, world_size, gpu):
     config = small()
     per_rank = run_ranks(world_size, train, config, None, gpu=gpu)

@@ -1,6 +1,7 @@
 """Bags of none to capacity ids: the static pipeline trains what plain EmbeddingBags of the true lengths do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -10,34 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from dlrm.config import DataConfig, OptimizerConfig, RunConfig
 from dlrm.data.batch import Batch, feature_blocks
 from dlrm.data.capacity import PADDING
 from dlrm.data.random_batches import RandomDataset
 from dlrm.ranks import Ranks
 from pipeline.state import ModelState, table_key
 from pipeline.static import StaticPipeline
+from tests.cases import PLACES, SMALL_MODEL
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 60
 LEARNING_RATE = 0.004
-MODEL = ModelConfig(
-    # Those of up to 256 rows are replicated.
-    num_embeddings=(5000, 7, 30, 9000, 600, 400),
-    multi_hot_sizes=(3, 1, 2, 12, 4, 1),
-    embedding_dim=32,
-    dense_in_features=5,
-    bottom_mlp=(24, 32),
-    cross_layers=2,
-    cross_rank=8,
-    top_mlp=(24, 16, 1),
-)
-PLACES = [
-    (1, False),
-    (2, False),
-    pytest.param(1, True, marks=pytest.mark.gpu),
-    pytest.param(2, True, marks=pytest.mark.multi_gpu),
-]
+MODEL = replace(SMALL_MODEL, num_embeddings=(5000, 7, 30, 9000, 600, 400))
 
 
 def config(presort: bool, gpu: bool = False) -> RunConfig:

@@ -13,6 +13,7 @@ from dlrm.data.batch import feature_blocks
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.replicated import ReplicatedTables
 from dlrm.ranks import Ranks
+from tests.cases import PLACES
 
 DIM = 16
 MODEL = ModelConfig(
@@ -108,15 +109,7 @@ def train_all(ranks: Ranks, gpu: bool) -> list[dict[int, tuple[Tensor, Tensor]]]
     return results
 
 
-@pytest.mark.parametrize(
-    ("world_size", "gpu"),
-    [
-        (1, False),
-        (2, False),
-        pytest.param(1, True, marks=pytest.mark.gpu),
-        pytest.param(2, True, marks=pytest.mark.multi_gpu),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_lookup_and_update_equal_plain_tables(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
     first, *others = run_ranks(world_size, train_all, gpu, gpu=gpu)
     assert len(first) == (4 if gpu else 2)

@@ -1,0 +1,22 @@
+"""Where tests on several ranks run, and a model small enough for all of them."""
+
+import pytest
+
+from dlrm.config import ModelConfig
+
+CPU_PLACES = [(1, False), (2, False)]
+GPU_PLACES = [pytest.param(1, True, marks=pytest.mark.gpu), pytest.param(2, True, marks=pytest.mark.multi_gpu)]
+PLACES = [*CPU_PLACES, *GPU_PLACES]
+"""(world_size, gpu) for the fixture run_ranks."""
+
+SMALL_MODEL = ModelConfig(
+    # TorchRec's planner and ours replicate the small tables.
+    num_embeddings=(5000, 7, 30, 90000, 600, 400),
+    multi_hot_sizes=(3, 1, 2, 12, 4, 1),
+    embedding_dim=32,
+    dense_in_features=5,
+    bottom_mlp=(24, 32),
+    cross_layers=2,
+    cross_rank=8,
+    top_mlp=(24, 16, 1),
+)
