@@ -92,6 +92,10 @@ class InstrumentedPipeline:
         """The pipeline's."""
         return self._pipeline.describe()
 
+    def close(self) -> None:
+        """The pipeline's."""
+        self._pipeline.close()
+
     def instruments(self) -> Instruments:
         """Writes the traces; what they say, as mean of the ranks, on every rank. Collective."""
         self._profile.export_chrome_trace(str(self._trace))

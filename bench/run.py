@@ -176,6 +176,7 @@ def run(
         log.close("success" if this.reached_target else "aborted", this.epoch_num)
         instruments = instrumented.instruments() if instrumented else None
         record = _write(this, machine, command, folder, losses, monitor.gather(), instruments)
+        pipeline.close()
     return Outcome(folder=folder, record=record)
 
 

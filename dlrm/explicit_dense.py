@@ -19,6 +19,7 @@ from torch import Tensor
 from dlrm.config import ModelConfig
 from dlrm.model import DenseNetwork
 from dlrm.ranks import Ranks
+from kernels.column_sums import column_sums
 from kernels.cross import cross_backward, cross_forward
 from kernels.flat_adagrad import flat_adagrad
 from kernels.loss import bce_with_logits
@@ -117,7 +118,10 @@ class ExplicitDense:
     """Forward, backward and update of the dense network at one fixed local batch size.
 
     `x0` [batch, (features + 1) * dim] is the interaction's input: `bottom_forward` fills its first dim columns, the
-    caller the pooled vectors behind them. Call the methods in the order in which they stand here.
+    caller the pooled vectors behind them. `dx0`, of its shape, is the gradient by it.
+
+    The chain from x0 to dx0 can go in `parts`, equal ranges of rows, each in the order of the methods below, beside or
+    behind one another; weight gradients come once all parts are through, for the whole batch.
     """
 
     def __init__(
@@ -128,11 +132,13 @@ class ExplicitDense:
         global_batch_size: int,
         dtype: torch.dtype,
         ranks: Ranks,
+        parts: int = 1,
     ) -> None:
         """Collective. dtype: of activations, gradients and the working copy of the weights, fp32 or bf16.
 
-        Master weights and Adagrad state are fp32.
+        Master weights and Adagrad state are fp32. parts: divides batch_size.
         """
+        assert batch_size % parts == 0
         self.model = model
         self.global_batch_size = global_batch_size
         self._padded = -(-model.dense_in_features // _PAD) * _PAD
@@ -146,16 +152,37 @@ class ExplicitDense:
             return Bucket(mine, dtype, ranks.device, group, sharded)
 
         # A group for each: collectives of one group queue behind one another.
-        device = ranks.device
         self.top = bucket("top_mlp.", True, ranks.new_group())
         self.cross = bucket("cross.", True, ranks.new_group())
         self.bottom = bucket("bottom_mlp.", False, ranks.new_group())
         self.buckets = (self.top, self.cross, self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
+        self._rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
+        self._make_buffers(batch_size, dtype, ranks.device)
+
+    def _make_buffers(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Activations and their gradients, whole batches of them; the bottom MLP's, which are small, come and go."""
+
+        def matrices(*columns: int) -> list[Tensor]:
+            return [torch.zeros(batch_size, n, dtype=dtype, device=device) for n in columns]
+
+        model, layers = self.model, self.model.cross_layers
         width = (model.num_features + 1) * model.embedding_dim
-        self.x0 = torch.zeros(batch_size, width, dtype=dtype, device=device)
-        self._dense = torch.zeros(batch_size, self._padded, dtype=dtype, device=device)
+        self.x0, self.dx0, self._dx = matrices(width, width, width)
+        self._x = [self.x0, *matrices(*[width] * layers)]
+        self._u, self._du = (matrices(*[model.cross_rank] * layers) for _ in range(2))
+        self._y = matrices(*[width] * layers)
+        self._top = [self._x[-1], *matrices(*model.top_mlp)]
+        self._dz_top = matrices(*model.top_mlp)
+        (self._dense,) = matrices(self._padded)
+        # Column sums of each part, by bias; of a single part they are the gradient already.
+        self._bias_sums = {
+            name: torch.zeros(len(self._rows), *self.grad[name].shape, device=device)
+            for bucket in (self.top, self.cross)
+            for name in bucket.starts
+            if name.endswith(".bias") and len(self._rows) > 1
+        }
 
     def state_dict(self, which: DenseState = "master") -> dict[str, Tensor]:
         """Copies of the fp32 weights or of Adagrad's state, under DenseNetwork's names and shapes. Collective."""
@@ -179,86 +206,92 @@ class ExplicitDense:
         self._dense[:, : self.model.dense_in_features].copy_(dense)
         self._bottom = [self._dense]
         for i in range(len(self.model.bottom_mlp)):
-            self._bottom.append(self._linear_relu(f"bottom_mlp.{i}", self._bottom[-1]))
+            name = f"bottom_mlp.{i}"
+            weight, bias = self.working[f"{name}.weight"], self.working[f"{name}.bias"]
+            self._bottom.append(torch._addmm_activation(bias, self._bottom[-1], weight.t()))
         self.x0[:, : self.model.embedding_dim].copy_(self._bottom[-1])
 
-    def cross_forward(self) -> None:
+    def cross_forward(self, part: int = 0) -> None:
         """The cross network over x0."""
-        working = self.working
-        self._x, self._u, self._y = [self.x0], [], []
+        working, rows = self.working, self._rows[part]
         for i in range(self.model.cross_layers):
-            self._u.append(torch.mm(self._x[-1], working[f"cross.{i}.v"].t()))
-            self._y.append(torch.mm(self._u[-1], working[f"cross.{i}.w"].t()))
-            self._x.append(torch.empty_like(self.x0))
-            cross_forward(self.x0, self._x[-2], self._y[-1], working[f"cross.{i}.bias"], self._x[-1])
+            x, u, y, out = (t[rows] for t in (self._x[i], self._u[i], self._y[i], self._x[i + 1]))
+            torch.mm(x, working[f"cross.{i}.v"].t(), out=u)
+            torch.mm(u, working[f"cross.{i}.w"].t(), out=y)
+            cross_forward(self.x0[rows], x, y, working[f"cross.{i}.bias"], out)
 
-    def top_forward(self) -> Tensor:
-        """Logits [batch], in `dtype`."""
-        working = self.working
-        self._top = [self._x[-1]]
-        last = len(self.model.top_mlp) - 1
-        for i in range(last):
-            self._top.append(self._linear_relu(f"top_mlp.{i}", self._top[-1]))
-        name = f"top_mlp.{last}"
-        return torch.addmm(working[f"{name}.bias"], self._top[-1], working[f"{name}.weight"].t()).squeeze(1)
+    def top_forward(self, part: int = 0) -> Tensor:
+        """Logits [rows of the part], in `dtype`."""
+        rows, last = self._rows[part], len(self.model.top_mlp) - 1
+        for i in range(last + 1):
+            x, out = self._top[i][rows], self._top[i + 1][rows]
+            weight, bias = self.working[f"top_mlp.{i}.weight"].t(), self.working[f"top_mlp.{i}.bias"]
+            if i < last:
+                # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
+                torch._addmm_activation(bias, x, weight, out=out)
+            else:
+                torch.addmm(bias, x, weight, out=out)
+        return self._top[-1][rows].view(-1)
 
-    def loss_backward(self, logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
-        """Gradient of the GLOBAL mean loss by the logits, [batch]: weight gradients then only need a sum over ranks.
+    def loss_backward(self, logits: Tensor, labels: Tensor, loss: Tensor, part: int = 0) -> None:
+        """Gradient of the GLOBAL mean loss by the logits: weight gradients then only need a sum over ranks.
 
-        labels: fp32 [batch]. loss: fp32 scalar, set to the local batch's mean loss.
+        labels: fp32 [rows of the part]. loss: fp32, one element, set to the part's mean loss.
         """
-        dlogits = torch.empty_like(logits)
+        dlogits = self._dz_top[-1][self._rows[part]].view(-1)
         bce_with_logits(logits, labels, loss, dlogits, self.global_batch_size)
-        return dlogits
 
-    def top_backward(self, dlogits: Tensor) -> Tensor:
-        """Gradient by the cross network's output [batch, width]; keeps what `top_weight_gradients` needs."""
-        last = len(self.model.top_mlp) - 1
-        self._dz_top: list[Tensor] = [dlogits.view(-1, 1)]
-        torch.sum(self._dz_top[0], dim=0, out=self.grad[f"top_mlp.{last}.bias"])
+    def top_backward(self, part: int = 0) -> None:
+        """Gradient by the cross network's output; keeps what `top_weight_gradients` needs."""
+        rows, last = self._rows[part], len(self.model.top_mlp) - 1
+        torch.sum(self._dz_top[last][rows], dim=0, out=self._bias_grad(f"top_mlp.{last}", part))
         for i in range(last, 0, -1):
-            dh = torch.mm(self._dz_top[-1], self.working[f"top_mlp.{i}.weight"])
-            bias_relu_backward(dh, self._top[i], dh, self.grad[f"top_mlp.{i - 1}.bias"])
-            self._dz_top.append(dh)
-        return torch.mm(self._dz_top[-1], self.working["top_mlp.0.weight"])
+            dh = self._dz_top[i - 1][rows]
+            torch.mm(self._dz_top[i][rows], self.working[f"top_mlp.{i}.weight"], out=dh)
+            bias_relu_backward(dh, self._top[i][rows], dh, self._bias_grad(f"top_mlp.{i - 1}", part))
+        torch.mm(self._dz_top[0][rows], self.working["top_mlp.0.weight"], out=self._dx[rows])
 
-    def top_weight_gradients(self) -> None:
-        """Into `grad`: the top MLP's weights (its biases are there already)."""
-        last = len(self.model.top_mlp) - 1
-        for dz, i in zip(self._dz_top, range(last, -1, -1), strict=True):
-            torch.mm(dz.t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
-
-    def cross_backward(self, layer: int, grad: Tensor) -> Tensor:
-        """One cross layer, last layer first: from the gradient by its output to that by its input, [batch, width].
+    def cross_backward(self, part: int = 0) -> None:
+        """Into dx0: the gradient by the cross network's input; keeps what `cross_weight_gradients` needs.
 
         What reaches x0 directly is collected on the way, so that the first layer's result is the whole gradient by x0.
-        `grad` is overwritten.
         """
-        last, first = layer == self.model.cross_layers - 1, layer == 0
-        if last:
-            self._dx0 = torch.empty_like(grad)
-            self._du: dict[int, Tensor] = {}
-        y = self._y[layer]  # read, then overwritten by its own gradient
-        bias, dbias = self.working[f"cross.{layer}.bias"], self.grad[f"cross.{layer}.bias"]
-        cross_backward(grad, self.x0, y, bias, y, self._dx0, dbias, not last, first)
-        du = torch.mm(y, self.working[f"cross.{layer}.w"])
-        self._du[layer] = du
-        return (self._dx0 if first else grad).addmm_(du, self.working[f"cross.{layer}.v"])
+        rows, last = self._rows[part], self.model.cross_layers - 1
+        x0, dx0, dx = self.x0[rows], self.dx0[rows], self._dx[rows]
+        for i in range(last, -1, -1):
+            y, du = self._y[i][rows], self._du[i][rows]  # y is read, then overwritten by its own gradient
+            bias, dbias = self.working[f"cross.{i}.bias"], self._bias_grad(f"cross.{i}", part)
+            cross_backward(dx, x0, y, bias, y, dx0, dbias, accumulate=i < last, first_layer=i == 0)
+            torch.mm(y, self.working[f"cross.{i}.w"], out=du)
+            (dx if i else dx0).addmm_(du, self.working[f"cross.{i}.v"])
 
-    def cross_weight_gradients(self, layer: int) -> None:
-        """Into `grad`: W and V of a layer that `cross_backward` is through with."""
-        torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
-        torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
+    def _bias_grad(self, name: str, part: int) -> Tensor:
+        name += ".bias"
+        return self._bias_sums[name][part] if self._bias_sums else self.grad[name]
+
+    def _add_up_biases(self, prefix: str) -> None:
+        for name, sums in self._bias_sums.items():
+            if name.startswith(prefix):
+                column_sums(sums, self.grad[name])
+
+    def top_weight_gradients(self) -> None:
+        """Into `grad`: everything of the top MLP, whose `top_backward` is through."""
+        for i in range(len(self.model.top_mlp) - 1, -1, -1):
+            torch.mm(self._dz_top[i].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
+        self._add_up_biases("top_mlp.")
+
+    def cross_weight_gradients(self) -> None:
+        """Into `grad`: everything of the cross network, whose `cross_backward` is through."""
+        for i in range(self.model.cross_layers):
+            torch.mm(self._y[i].t(), self._u[i], out=self.grad[f"cross.{i}.w"])
+            torch.mm(self._du[i].t(), self._x[i], out=self.grad[f"cross.{i}.v"])
+        self._add_up_biases("cross.")
 
     def bottom_backward(self) -> None:
         """Into `grad`: everything of the bottom MLP. Nothing else waits for it."""
-        dh = self._dx0[:, : self.model.embedding_dim].contiguous()
+        dh = self.dx0[:, : self.model.embedding_dim].contiguous()
         for i in reversed(range(len(self.model.bottom_mlp))):
             bias_relu_backward(dh, self._bottom[i + 1], dh, self.grad[f"bottom_mlp.{i}.bias"])
             torch.mm(dh.t(), self._bottom[i], out=self.grad[f"bottom_mlp.{i}.weight"])
             if i > 0:
                 dh = torch.mm(dh, self.working[f"bottom_mlp.{i}.weight"])
-
-    def _linear_relu(self, name: str, x: Tensor) -> Tensor:
-        # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
-        return torch._addmm_activation(self.working[f"{name}.bias"], x, self.working[f"{name}.weight"].t())

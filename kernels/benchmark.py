@@ -77,8 +77,9 @@ def sorted_adagrad_cases() -> Iterator[Case]:
         ):
             ids, bags = sorted_ids_case(tables, batch, hot)
             name = f"G {batch}, {len(tables)} table(s), hot {hot}"
-            yield Case("sort_ids", name, 16 * len(ids), partial(sort_ids, ids, bags, sum(tables)))
-            ordered = sort_ids(ids, bags, sum(tables))
+            ordered = torch.empty_like(ids), torch.empty_like(bags)
+            yield Case("sort_ids", name, 16 * len(ids), partial(sort_ids, ids, bags, *ordered))
+            sort_ids(ids, bags, *ordered)
             distinct = len(torch.unique_consecutive(ordered[0]))
             for columns in widths:
                 rows = sum(tables)
@@ -103,12 +104,12 @@ def gather_segments_cases() -> Iterator[Case]:
                 )
             at += hot
         table = SegmentTable(segments, torch.device("cuda"))
-        source, out, linear = torch.zeros(3, 8 * 140 * batch, dtype=torch.int32, device="cuda")
+        source, out = torch.zeros(2, 8 * 140 * batch, dtype=torch.int32, device="cuda")
         yield Case(
             "gather_segments",
-            f"{name}, 140 ids a sample, two outputs",
-            12 * len(source),
-            partial(gather_segments, source, table, out, linear),
+            f"{name}, 140 ids a sample",
+            8 * len(source),
+            partial(gather_segments, source, table, out),
         )
 
 

@@ -14,74 +14,65 @@ _PIECE = 2048  # elements that one program copies
 
 
 class Segment(NamedTuple):
-    """`length` ids from source[source_offset:] to out[out_offset:]; with `first_row` added, to linear[out_offset:]."""
+    """`length` ids from source[source_offset:] to out[out_offset:]."""
 
     source_offset: int
     out_offset: int
     length: int
-    first_row: int = 0
 
 
 class SegmentTable:
     """Segments, cut into pieces and put on the device once.
 
-    pieces: int32 [pieces, 4] with the fields of `Segment`. The segments' ranges of the output must not overlap.
+    pieces: int32 [pieces, 3] with the fields of `Segment`. The segments' ranges of the output must not overlap.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.segments = tuple(segments)
         pieces = [
-            (source + start, out + start, min(_PIECE, length - start), first_row)
-            for source, out, length, first_row in self.segments
+            (source + start, out + start, min(_PIECE, length - start))
+            for source, out, length in self.segments
             for start in range(0, length, _PIECE)
         ]
-        self.pieces = torch.tensor(pieces, dtype=torch.int32).view(-1, 4).to(device)
+        self.pieces = torch.tensor(pieces, dtype=torch.int32).view(-1, 3).to(device)
         # 16-byte accesses where every piece starts and ends on 16 bytes.
-        self.alignment = 4 if all(value % 4 == 0 for piece in pieces for value in piece[:3]) else 1
+        self.alignment = 4 if all(value % 4 == 0 for piece in pieces for value in piece) else 1
         self.source_size = max((s.source_offset + s.length for s in self.segments), default=0)
         self.out_size = max((s.out_offset + s.length for s in self.segments), default=0)
 
 
-def gather_segments(source: Tensor, table: SegmentTable, out: Tensor, linear: Tensor | None = None) -> None:
-    """Copy each segment of `table` from `source` to `out`; into `linear` also, with the segment's first row added.
+def gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
+    """Copy each segment of `table` from `source` to `out`.
 
-    source: int32 [n]; out and linear: int32 [m], 16-byte aligned as whole tensors are, all contiguous, none overlapping
-    another. What no segment covers stays as it is.
+    source: int32 [n]; out: int32 [m], contiguous, not overlapping. What no segment covers stays as it is.
     """
-    tensors = [source, out] if linear is None else [source, out, linear]
+    tensors = (source, out)
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors), "contiguous int32 only"
     assert source.numel() >= table.source_size, f"source has {source.numel()} elements, not {table.source_size}"
-    assert all(t.numel() >= table.out_size for t in tensors[1:]), f"outputs need {table.out_size} elements"
+    assert out.numel() >= table.out_size, f"the output needs {table.out_size} elements"
     gather = triton_gather_segments if source.is_cuda else plain_gather_segments
-    gather(source, table, out, linear)
+    gather(source, table, out)
 
 
-def plain_gather_segments(source: Tensor, table: SegmentTable, out: Tensor, linear: Tensor | None = None) -> None:
+def plain_gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
     """What `gather_segments` does, in PyTorch."""
-    for source_offset, out_offset, length, first_row in table.segments:
-        ids = source[source_offset : source_offset + length]
-        out[out_offset : out_offset + length] = ids
-        if linear is not None:
-            linear[out_offset : out_offset + length] = ids + first_row
+    for source_offset, out_offset, length in table.segments:
+        out[out_offset : out_offset + length] = source[source_offset : source_offset + length]
 
 
-def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor, linear: Tensor | None = None) -> None:
+def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
     """What `gather_segments` does, in one kernel."""
     if len(table.pieces):
-        aligned = all(t.data_ptr() % 16 == 0 for t in (source, out) + (() if linear is None else (linear,)))
-        _copy_pieces[(len(table.pieces),)](
-            source, table.pieces, out, linear, table.alignment if aligned else 1, _PIECE, num_warps=4
-        )
+        aligned = all(t.data_ptr() % 16 == 0 for t in (source, out))
+        alignment = table.alignment if aligned else 1
+        _copy_pieces[(len(table.pieces),)](source, table.pieces, out, alignment, _PIECE, num_warps=4)
 
 
 @jit
-def _copy_pieces(source, pieces, out, linear, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
-    piece = pieces + 4 * tl.program_id(0)
+def _copy_pieces(source, pieces, out, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
+    piece = pieces + 3 * tl.program_id(0)
     source_offset = tl.multiple_of(tl.load(piece), alignment)
     out_offset = tl.multiple_of(tl.load(piece + 1), alignment)
     length = tl.multiple_of(tl.load(piece + 2), alignment)
     at = tl.arange(0, piece_size)
-    ids = tl.load(source + source_offset + at, at < length)
-    tl.store(out + out_offset + at, ids, at < length)
-    if linear is not None:
-        tl.store(linear + out_offset + at, ids + tl.load(piece + 3), at < length)
+    tl.store(out + out_offset + at, tl.load(source + source_offset + at, at < length), at < length)

@@ -21,16 +21,17 @@ _WARPS = 2048  # enough to fill a large GPU
 _TILES = {16: 64, 32: 32, 64: 8, 128: 4}
 
 
-def sort_ids(linear_ids: Tensor, bags: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Sort ids, stably, and bring the bag of each along.
+def sort_ids(linear_ids: Tensor, bags: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
+    """Sort ids, stably, and bring the bag of each along; both come out in id order.
 
-    linear_ids: int32 [N], the row of the concatenated tables that each id means, in [0, num_rows), or negative for
-    padding. bags: int32 [N], the bag of each id: sample * tables + table. Returns both in id order, int32 [N] each.
+    linear_ids: the row of the concatenated tables that each id means, or negative for padding. bags: the bag of each
+    id: sample * tables + table. All int32 [N]; the outputs overlap nothing.
     """
-    assert linear_ids.dtype == bags.dtype == torch.int32 and linear_ids.shape == bags.shape, "ids and bags: int32 [N]"
-    keys = linear_ids.to(torch.int16) if num_rows <= 1 << 15 else linear_ids  # a radix sort's time goes with the bits
-    sorted_keys, order = torch.sort(keys, stable=True)
-    return sorted_keys.to(torch.int32), bags[order]
+    tensors = (linear_ids, bags, sorted_ids, sorted_bags)
+    assert all(t.dtype == torch.int32 and t.shape == linear_ids.shape for t in tensors), "ids and bags: int32 [N]"
+    order = torch.empty(linear_ids.shape, dtype=torch.int64, device=linear_ids.device)
+    torch.sort(linear_ids, stable=True, out=(sorted_ids, order))
+    torch.index_select(bags, 0, order, out=sorted_bags)
 
 
 def adagrad_update(

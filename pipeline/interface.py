@@ -36,3 +36,10 @@ class Pipeline(Protocol):
         Collective, after training.
         """
         ...
+
+    def close(self) -> None:
+        """Frees what must not outlive the process group, such as graphs with collectives in them; nothing comes after.
+
+        NCCL does not let go of a communicator before the last graph that has captured it is gone.
+        """
+        ...

@@ -5,10 +5,12 @@
 3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part
 4 embedding backward       the other weight gradients beside it
 5 dense update             beside 3 and 4
+
+Large batches go through stages 2 to 4 in two halves: what one half moves over the links or through memory hides behind
+the other half's GEMMs. Table update and weight gradients are of the whole batch.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,25 +29,19 @@ from dlrm.model import torchrec_names
 from dlrm.ranks import Ranks
 from pipeline.memory import memory_gb
 from pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
+from pipeline.streams import IterationStreams
 
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
 
-# CUDA priorities of the streams, lower first. What everything waits for goes before what fills gaps. The table update
-# is bound by memory and shares the multiprocessors with weight gradients; small kernels must not queue behind it.
-_PRIORITY = {
-    "main": -2,
-    "local": -2,
-    "top_weights": -2,
-    "cross_weights": -2,
-    "weights": -1,
-    "input_dist": 0,
-    "tables": 0,
-}
 # Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients beside it gain
-# nothing there. Below, they find room, and the top MLP's reduce-scatter can start early.
+# nothing there, but two halves of the batch do. Below, weight gradients find room, and the top MLP's reduce-scatter can
+# start early.
 _FILLING_BATCH = 2048
+# The streams of the batch's parts, from the embedding forward to the embedding backward.
+_PART_STREAMS = ("main", "second half")
 
+_ALL = slice(None)
 _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
 
 
@@ -70,6 +66,9 @@ class StaticPipeline:
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         global_batch_size = batch_size * ranks.world_size
         check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
+        self._fills_gpu = batch_size >= _FILLING_BATCH
+        parts = 2 if self._fills_gpu and config.presort_ids and batch_size % 2 == 0 else 1
+        self._part_rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
         self._plan = make_plan(
             model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
         )
@@ -83,15 +82,15 @@ class StaticPipeline:
             self._dtype,
             config.presort_ids,
             config.data.variable_lengths,
+            parts,
         )
-        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks)
+        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts)
         self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
-        self._loss = torch.zeros((), device=device)
+        self._loss = torch.zeros(parts, device=device)
         self._slots = [self._new_slot() for _ in range(2)]
         self._eval_slot = self._new_slot()
-        self._streams = _Streams(device, config.overlap)
+        self._streams = IterationStreams(device, config.overlap)
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._fills_gpu = batch_size >= _FILLING_BATCH
         self._step = 0
         self._fetched = 0
 
@@ -106,6 +105,7 @@ class StaticPipeline:
         if self._step == self._fetched:
             raise StopIteration
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
+        self._streams.limit_run_ahead()
         self._streams.wait_for_copy()
         if self._config.cuda_graph == "iteration" and self._step >= _EAGER_ITERATIONS:
             self._replay()
@@ -114,7 +114,7 @@ class StaticPipeline:
         self._streams.end_iteration()
         self._step += 1
         self._fetch(batches)
-        return self._loss.clone()
+        return self._loss.mean()
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
@@ -152,6 +152,14 @@ class StaticPipeline:
                 },
             ),
         }
+
+    def close(self) -> None:
+        """Destroys the graphs."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            for graph in self._graphs:
+                graph.reset()
+            self._graphs.clear()
 
     # State
 
@@ -192,9 +200,10 @@ class StaticPipeline:
 
     def _iteration(self, now: _Slot, ahead: _Slot) -> None:
         """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
-        dense, streams, config = self.dense, self._streams, self._config
-        update = partial(Bucket.update, learning_rate=self._learning_rate, eps=config.optimizer.eps)
-        layers = range(config.model.cross_layers)
+        dense, ebc, streams = self.dense, self.ebc, self._streams
+        update = partial(Bucket.update, learning_rate=self._learning_rate, eps=self._config.optimizer.eps)
+        parts = list(zip(_PART_STREAMS, self._part_rows, strict=False))
+        last = parts[-1][0]
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
@@ -204,38 +213,46 @@ class StaticPipeline:
                 dense.top.all_gather()
             with streams.beside("local"):
                 self._local_forward(now)
-            pooled = self.ebc.lookup(now.ids)
-            self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input())
-        streams.join("local", "cross_weights")
+            pooled = []
+            for part, (stream, _) in enumerate(parts):
+                with streams.beside(stream):
+                    pooled.append(ebc.lookup(now.ids, part))
+            for part, (stream, rows) in enumerate(parts):
+                with streams.on(stream):
+                    ebc.regroup(ebc.output_dist(pooled[part]), self._interaction_input(rows))
         with record_function("dense_forward_backward"), torch.no_grad():
-            dense.cross_forward()
-            streams.join("top_weights")
-            grad = dense.top_backward(dense.loss_backward(dense.top_forward(), now.labels, self._loss))
-            if not self._fills_gpu:
-                self._update_top(update)
-            for layer in reversed(layers):
-                grad = dense.cross_backward(layer, grad)
+            for part, (stream, rows) in enumerate(parts):
+                with streams.on(stream):
+                    streams.join("local", "cross_weights")
+                    dense.cross_forward(part)
+                    streams.join("top_weights")
+                    dense.loss_backward(dense.top_forward(part), now.labels[rows], self._loss[part], part)
+                    dense.top_backward(part)
+                    if not self._fills_gpu:
+                        self._update_top(update)
+                    dense.cross_backward(part)
             # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
             if self._fills_gpu:
-                self._update_top(update)
-            with streams.beside("weights"):
-                for layer in layers:
-                    dense.cross_weight_gradients(layer)
-        pooled_grad = grad[:, config.model.embedding_dim :]
-        with streams.beside("local"), record_function("dense_update"):
+                self._update_top(update, after=last)
+            with streams.beside("weights", after=last):
+                dense.cross_weight_gradients()
+        with streams.beside("local", after=last), record_function("dense_update"):
             dense.bottom_backward()
             update(dense.bottom)
-            self.ebc.update_replicated(now.ids, pooled_grad)
+            ebc.update_replicated(now.ids, self._interaction_gradient())
         with record_function("embedding_backward"):
-            received = self.ebc.gradient_dist(pooled_grad)
+            gradients = ebc.empty_gradients()
+            for part, (stream, rows) in enumerate(parts):
+                with streams.on(stream):
+                    ebc.gradient_dist(self._interaction_gradient(rows), gradients[part])
             with streams.beside("cross_weights", after="weights"), record_function("dense_update"):
                 update(dense.cross)
-            with streams.beside("tables"):
-                self.ebc.update(now.ids, pooled, received)
-        streams.join("input_dist", "local", "top_weights", "cross_weights", "tables")
+            with streams.beside("tables", after=last):
+                ebc.update(now.ids, pooled[0], gradients)
+        streams.join("input_dist", "second half", "local", "top_weights", "cross_weights", "tables")
 
-    def _update_top(self, update: Callable[[Bucket], None]) -> None:
-        with self._streams.beside("weights"):
+    def _update_top(self, update: Callable[[Bucket], None], after: str | None = None) -> None:
+        with self._streams.beside("weights", after=after):
             self.dense.top_weight_gradients()
         with self._streams.beside("top_weights", after="weights"), record_function("dense_update"):
             update(self.dense.top)
@@ -255,12 +272,19 @@ class StaticPipeline:
         self.dense.cross.all_gather()
         self.dense.top.all_gather()
         self._local_forward(slot)
-        self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
-        self.dense.cross_forward()
-        return self.dense.top_forward()
+        logits = []
+        for part, rows in enumerate(self._part_rows):
+            pooled = self.ebc.lookup(slot.ids, part)
+            self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input(rows))
+            self.dense.cross_forward(part)
+            logits.append(self.dense.top_forward(part))
+        return torch.cat(logits)
 
-    def _interaction_input(self) -> Tensor:
-        return self.dense.x0[:, self._config.model.embedding_dim :]
+    def _interaction_input(self, rows: slice = _ALL) -> Tensor:
+        return self.dense.x0[rows, self._config.model.embedding_dim :]
+
+    def _interaction_gradient(self, rows: slice = _ALL) -> Tensor:
+        return self.dense.dx0[rows, self._config.model.embedding_dim :]
 
     # Batches in flight
 
@@ -304,61 +328,3 @@ class StaticPipeline:
             with torch.cuda.graph(graph, pool=pool, stream=self._streams.main, capture_error_mode="thread_local"):
                 self._iteration(self._slots[i], self._slots[1 - i])
             self._graphs.append(graph)
-
-
-class _Streams:
-    """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order."""
-
-    def __init__(self, device: torch.device, overlap: bool) -> None:
-        self._cuda = device.type == "cuda"
-        self._side: dict[str, torch.cuda.Stream] = {}
-        if self._cuda:
-            self.main = torch.cuda.Stream(priority=_PRIORITY["main"])
-            self._copy = torch.cuda.Stream()
-            self._copied = torch.cuda.Event()
-            # The event of iteration n, and of n - 1: the last reader of the slot that batch n + 2 goes to.
-            self._ended = [torch.cuda.Event(), torch.cuda.Event()]
-            if overlap:
-                self._side = {name: torch.cuda.Stream(priority=p) for name, p in _PRIORITY.items() if name != "main"}
-
-    @contextmanager
-    def beside(self, name: str, after: str | None = None) -> Iterator[None]:
-        """What is launched inside runs on side stream `name`, after all launched so far on the current stream, and on
-        side stream `after` where one is named."""
-        side = self._side.get(name)
-        if side is None:
-            yield
-            return
-        side.wait_stream(torch.cuda.current_stream())
-        if after is not None:
-            side.wait_stream(self._side[after])
-        with torch.cuda.stream(side):
-            yield
-
-    def join(self, *names: str) -> None:
-        """The current stream waits for the side streams of these names."""
-        for name in names:
-            if name in self._side:
-                torch.cuda.current_stream().wait_stream(self._side[name])
-
-    def copying(self) -> AbstractContextManager[Any]:
-        """Copies launched inside run on the copy stream, behind the iteration before the last one."""
-        return self._copying() if self._cuda else nullcontext()
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        self._copy.wait_event(self._ended[0])
-        with torch.cuda.stream(self._copy):
-            yield
-            self._copied.record()
-
-    def wait_for_copy(self) -> None:
-        """The current stream waits for the last copy."""
-        if self._cuda:
-            torch.cuda.current_stream().wait_event(self._copied)
-
-    def end_iteration(self) -> None:
-        """Marks the end of an iteration on the current stream."""
-        if self._cuda:
-            self._ended.reverse()
-            self._ended[1].record()

@@ -129,6 +129,9 @@ class StockPipeline:
             }
         }
 
+    def close(self) -> None:
+        """Nothing to free."""
+
 
 class _KJTLayout:
     """The parts of a KJT that every batch of fixed multi-hot sizes shares, computed once as the reference does."""

@@ -10,6 +10,10 @@ samples, G = W * B, and the rank's T shards of C columns each:
     looked up      [T][G, hot]                  TBE's order: by table, then by sample of the global batch
     pooled         [G, T * C]                   rows r * B .. (r + 1) * B belong to rank r: the all-to-all sends as is
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
+
+Pooled vectors and their gradients can travel in several parts, equal ranges of each rank's local samples, so that one
+part's way overlaps with other work on another. From `looked up` on, everything above is then one part's, with B its
+local samples; ids and gradients of the parts stand one behind the other.
 """
 
 from collections.abc import Iterator
@@ -35,11 +39,11 @@ class DistributedIds:
     """Model-parallel ids of one batch: what the input dist leaves for lookup and update."""
 
     ids: Tensor
-    """int32 [T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
+    """int32 [part][T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
     sorted_ids: Tensor | None = None
     """int32, flat: rows of all tables behind one another, in ascending order."""
     sorted_bags: Tensor | None = None
-    """int32, flat: the row of the pooled gradient, viewed as [G * T, C], of each sorted id."""
+    """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
 
@@ -69,16 +73,20 @@ class StaticEBC:
         wire_dtype: torch.dtype,
         presort: bool,
         padding: bool = False,
+        parts: int = 1,
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
         batch_size: local, B. wire_dtype: of pooled vectors and their gradients, fp32 or bf16; tables and optimizer
         state are fp32. presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone;
         otherwise FBGEMM's fused backward sorts and updates. Replicated tables are for Adagrad too. padding: bags of
-        fewer ids than their multi-hot size, which is then a capacity, are filled up with ids of -1.
+        fewer ids than their multi-hot size, which is then a capacity, are filled up with ids of -1. parts: divides
+        batch_size; more than one need presort, because FBGEMM's backward updates once for each.
         """
         assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
-        self.model, self.plan, self.batch_size = model, plan, batch_size
+        assert batch_size % parts == 0
+        assert presort or parts == 1
+        self.model, self.plan, self.batch_size, self.parts = model, plan, batch_size, parts
         self.device, self.wire_dtype, self.presort = ranks.device, wire_dtype, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
         self.eps = optimizer.eps
@@ -90,11 +98,12 @@ class StaticEBC:
             [model.rows[shard.table] for shard in self.shards],
             [model.multi_hot_sizes[shard.table] for shard in self.shards],
             self.columns,
-            self._global_batch,
+            self._global_batch // parts,
             optimizer,
             wire_dtype,
             ranks.device,
             padding,
+            parts,
         )
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
@@ -136,13 +145,13 @@ class StaticEBC:
 
     # Stage 2
 
-    def lookup(self, ids: DistributedIds) -> Tensor:
-        """Pooled vectors of the global batch, [G, T * C] in wire_dtype."""
+    def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor:
+        """Pooled vectors of a part of the global batch, [G, T * C] in wire_dtype."""
         with torch.set_grad_enabled(not self.presort):
-            return self._tbe.lookup(ids.ids)
+            return self._tbe.lookup(ids.ids, part)
 
     def output_dist(self, pooled: Tensor) -> Tensor:
-        """All pooled vectors of the local batch, flat: [rank s][B, T_s * C_s]."""
+        """All pooled vectors of a part's local samples, flat: [rank s][B, T_s * C_s]."""
         received = torch.empty(sum(self._output_splits), dtype=self.wire_dtype, device=self.device)
         dist.all_to_all_single(
             received, pooled.detach().view(-1), self._output_splits, self._pooled_splits, group=self._pooled_group
@@ -160,20 +169,19 @@ class StaticEBC:
 
     # Stage 4
 
-    def gradient_dist(self, grad: Tensor) -> Tensor:
-        """Gradient of `regroup`'s output, [B, num_features * dim], to that of `lookup`'s, [G, T * C]."""
+    def empty_gradients(self) -> Tensor:
+        """Memory for the gradients of all parts' pooled vectors, [part, G, T * C] in wire_dtype."""
+        shape = (self.parts, self._global_batch // self.parts, len(self.shards) * self.columns)
+        return torch.empty(shape, dtype=self.wire_dtype, device=self.device)
+
+    def gradient_dist(self, grad: Tensor, out: Tensor) -> None:
+        """Gradient of `regroup`'s output, [B, num_features * dim], to that of `lookup`'s, [G, T * C], of one part."""
         sent = torch.empty(sum(self._output_splits), dtype=self.wire_dtype, device=self.device)
         regroup_backward(grad, self._regroup, sent)
-        received = torch.empty(
-            self._global_batch, len(self.shards) * self.columns, dtype=self.wire_dtype, device=self.device
-        )
-        dist.all_to_all_single(
-            received.view(-1), sent, self._pooled_splits, self._output_splits, group=self._pooled_group
-        )
-        return received
+        dist.all_to_all_single(out.view(-1), sent, self._pooled_splits, self._output_splits, group=self._pooled_group)
 
     def update(self, ids: DistributedIds, pooled: Tensor, grad: Tensor) -> None:
-        """One step on the rows that `ids` named. grad: [G, T * C] in wire_dtype; pooled: what `lookup` gave."""
+        """One step on the rows that `ids` named. grad: of all parts; pooled: what `lookup` gave, of one."""
         if self.presort:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None
@@ -187,7 +195,7 @@ class StaticEBC:
                 self.eps,
             )
         else:
-            pooled.backward(grad)
+            pooled.backward(grad.view_as(pooled))
 
     def update_replicated(self, ids: DistributedIds, grad: Tensor) -> None:
         """Exact Adagrad on the replicated tables. grad: of `regroup`'s output. Collective."""
@@ -235,17 +243,19 @@ class StaticEBC:
         per_rank = batch * sum(hot[shard.table] for shard in self.shards)
         self._receive_splits = [per_rank] * world_size
         receive = []
-        at = before = 0
-        for shard in self.shards:
-            length = batch * hot[shard.table]
-            for rank in range(world_size):
-                receive.append(Segment(rank * per_rank + before, at + rank * length, length))
-            at += world_size * length
-            before += length
+        at = 0
+        for part in range(self.parts):
+            before = 0
+            for shard in self.shards:
+                length = batch // self.parts * hot[shard.table]
+                for rank in range(world_size):
+                    receive.append(Segment(rank * per_rank + before + part * length, at, length))
+                    at += length
+                before += self.parts * length
         self._receive_segments = SegmentTable(receive, self.device)
 
     def _build_output_dist(self, world_size: int) -> None:
-        dim, batch = self.model.embedding_dim, self.batch_size
+        dim, batch = self.model.embedding_dim, self.batch_size // self.parts
         widths, runs = [], []
         for rank in range(world_size):
             column = 0

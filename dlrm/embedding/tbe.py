@@ -26,9 +26,10 @@ class FixedTBE:
 
     The tables lie behind one another: `weights` are fp32 [sum(rows), columns], table t's rows start at `first_row[t]`;
     `state`, the optimizer's, has as many rows and `OptimizerConfig.state_columns` columns. Where there is padding, both
-    have one more row before each table. Ids come as int32 [table][samples, hot], flat. Pooled vectors are
-    [samples, tables * columns], so that a pooled matrix, viewed as [samples * tables, columns], has the bag of
-    (sample, table) in row sample * tables + table.
+    have one more row before each table. Samples come in `parts`, each looked up by itself: ids are int32
+    [part][table][samples, hot], flat. A part's pooled vectors are [samples, tables * columns]. The bag of a part's
+    (sample, table) has number (part * samples + sample) * tables + table: its row where the pooled matrices of all
+    parts, one below the other, are viewed as [parts * samples * tables, columns].
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class FixedTBE:
         output_dtype: torch.dtype,
         device: torch.device,
         padding: bool = False,
+        parts: int = 1,
     ) -> None:
-        """padding: bags may hold ids of -1, which mean nothing; `shift` them first.
+        """samples: of one part. padding: bags may hold ids of -1, which mean nothing; `shift` them first.
 
         Each table then begins with a row of zeros, so that a lookup of fixed shape is exact. An update writes to that
         row as to any other; `lookup` sets it back. This holds for every optimizer, and for sorted ids too.
@@ -80,47 +82,27 @@ class FixedTBE:
             ends.append(start + torch.arange(1, samples + 1) * size)
             start += samples * size
         self._offsets = torch.cat(ends).to(device=device, dtype=torch.int32)
-        self.num_ids = start
-        # Of each id, in the order of `ids`; for the sort on the CPU.
+        self._part_ids, self.num_ids = start, parts * start
+        # Of each id, in the order of `ids`; for the sort.
         sizes = torch.tensor(hot).repeat_interleave(samples)
-        bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1)
-        self._bags = bag.repeat_interleave(sizes).int() if not cuda else None
-        first_row = torch.tensor(starts).repeat_interleave(samples)
-        self._first_rows = first_row.repeat_interleave(sizes).int() if not cuda else None
+        bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1).repeat_interleave(sizes)
+        part = torch.arange(parts)[:, None] * samples * len(rows)
+        self._bags = (part + bag).view(-1).to(device=device, dtype=torch.int32)
+        first_row = torch.tensor(starts).repeat_interleave(samples).repeat_interleave(sizes)
+        self._first_rows = first_row.repeat(parts).to(device=device, dtype=torch.int32)
 
     def shift(self, ids: Tensor) -> None:
         """In place: ids as a batch has them, -1 for padding, to those that `lookup` and `sort` take."""
         if self._padding:
             ids.add_(1)
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Pooled vectors, [samples, tables * columns]; part of the autograd graph where gradients are enabled, and
-        its backward then updates the tables."""
+    def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
+        """A part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are enabled, and
+        its backward then updates the tables. ids: of all parts."""
         if self._padding:
             self.weights.index_fill_(0, self._zero_rows, 0)
-        return self._tbe(ids, self._offsets)
+        return self._tbe(ids[part * self._part_ids :][: self._part_ids], self._offsets)
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order; into sorted_bags: the bag of each."""
-        tbe, tables = self._tbe, self.num_tables
-        if ids.is_cuda:
-            # FBGEMM's own first step of the backward: a radix sort over just the bits that row numbers have.
-            _, rows, infos, *_ = torch.ops.fbgemm.transpose_embedding_input(
-                tbe.hash_size_cumsum,
-                tbe.total_hash_size_bits,
-                ids,
-                self._offsets,
-                info_B_num_bits=tbe.info_B_num_bits,
-                info_B_mask=tbe.info_B_mask,
-            )
-            sorted_ids.copy_(rows)
-            # An info is unsigned, the table in its upper bits, but comes as int32: undo the sign's extension.
-            bits = tbe.info_B_num_bits
-            sample, table = infos & tbe.info_B_mask, (infos >> bits) & ((1 << (32 - bits)) - 1)
-            torch.add(table, sample, alpha=tables, out=sorted_bags)
-            return
-        assert self._bags is not None
-        assert self._first_rows is not None
-        rows, bags = sort_ids(ids + self._first_rows, self._bags, len(self.weights))
-        sorted_ids.copy_(rows)
-        sorted_bags.copy_(bags)
+        sort_ids(ids + self._first_rows, self._bags, sorted_ids, sorted_bags)

@@ -38,9 +38,11 @@ class Case:
     model: ModelConfig
     batch_size: int
     dtype: torch.dtype
+    parts: int = 1
 
 
 CASES = [Case(model, batch_size, torch.float32) for model in MODELS.values() for batch_size in (1, 6, 37)]
+CASES += [Case(model, 6, torch.float32, parts) for model in MODELS.values() for parts in (2, 3)]
 BF16_CASES = [Case(MODELS[name], 128, torch.bfloat16) for name in ("as MLPerf's", "odd widths")]
 
 
@@ -58,29 +60,31 @@ def load_working_weights(network: DenseNetwork, explicit: ExplicitDense, dtype: 
     network.load_state_dict({name: value.to(dtype).float() for name, value in explicit.state_dict().items()})
 
 
-def forward_backward(explicit: ExplicitDense, dense: Tensor, pooled: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+def forward_backward(
+    explicit: ExplicitDense, dense: Tensor, pooled: Tensor, labels: Tensor, parts: int
+) -> tuple[Tensor, ...]:
     """Logits, local mean loss and the gradient by x0; weight gradients go to explicit.grad."""
     explicit.bottom_forward(dense)
     explicit.x0[:, explicit.model.embedding_dim :].copy_(pooled)
-    explicit.cross_forward()
-    logits = explicit.top_forward()
-    loss = torch.zeros((), device=dense.device)
-    grad = explicit.top_backward(explicit.loss_backward(logits, labels, loss))
+    losses = torch.zeros(parts, device=dense.device)
+    logits = []
+    for part, part_labels in enumerate(labels.chunk(parts)):
+        explicit.cross_forward(part)
+        logits.append(explicit.top_forward(part))
+        explicit.loss_backward(logits[-1], part_labels, losses[part], part)
+        explicit.top_backward(part)
+        explicit.cross_backward(part)
     explicit.top_weight_gradients()
-    layers = range(explicit.model.cross_layers)
-    for layer in reversed(layers):
-        grad = explicit.cross_backward(layer, grad)
-    for layer in layers:
-        explicit.cross_weight_gradients(layer)
+    explicit.cross_weight_gradients()
     explicit.bottom_backward()
-    return logits, loss, grad
+    return torch.cat(logits), losses.mean(), explicit.dx0
 
 
 def check(ranks: Ranks, case: Case) -> None:
     torch.set_float32_matmul_precision("highest")
     device, dim = ranks.device, case.model.embedding_dim
     rows = case.batch_size * ranks.world_size
-    explicit = ExplicitDense(case.model, SEED, case.batch_size, rows, case.dtype, ranks)
+    explicit = ExplicitDense(case.model, SEED, case.batch_size, rows, case.dtype, ranks, case.parts)
     network = DenseNetwork(case.model)
     network.init_weights(SEED)
     initial = explicit.state_dict()
@@ -107,7 +111,7 @@ def check(ranks: Ranks, case: Case) -> None:
         dense, pooled, labels = (part.to(device) for part in global_batch(case, ranks.world_size, step))
         mine = dense[local], pooled[local], labels[local]
         with torch.no_grad():
-            logits, loss, grad = forward_backward(explicit, *mine)
+            logits, loss, grad = forward_backward(explicit, *mine, case.parts)
         # What the local samples give to the global mean loss.
         inputs = mine[0], mine[1].clone().requires_grad_()
         expected = network(*inputs)
@@ -138,13 +142,15 @@ def check(ranks: Ranks, case: Case) -> None:
 def check_state_dict(ranks: Ranks, case: Case) -> None:
     """What one network gives, another takes to the bit, and both go on alike."""
     rows = case.batch_size * ranks.world_size
-    first, second = (ExplicitDense(case.model, seed, case.batch_size, rows, case.dtype, ranks) for seed in (SEED, 99))
+    first, second = (
+        ExplicitDense(case.model, seed, case.batch_size, rows, case.dtype, ranks, case.parts) for seed in (SEED, 99)
+    )
     local = slice(ranks.rank * case.batch_size, (ranks.rank + 1) * case.batch_size)
 
     def step(explicit: ExplicitDense) -> None:
         dense, pooled, labels = (part.to(ranks.device)[local] for part in global_batch(case, ranks.world_size, 0))
         with torch.no_grad():
-            forward_backward(explicit, dense, pooled, labels)
+            forward_backward(explicit, dense, pooled, labels, case.parts)
         for bucket in explicit.buckets:
             bucket.update(torch.tensor([LEARNING_RATE], device=ranks.device), EPS)
             bucket.all_gather()

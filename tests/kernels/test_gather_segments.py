@@ -12,19 +12,18 @@ from kernels.gather_segments import (
 )
 from tests.kernels.devices import DEVICE, needs_triton
 
-ODD = [Segment(3, 5001, 4099, 7), Segment(4102, 0, 1, -2), Segment(5000, 1, 5000, 100), Segment(0, 9200, 0)]
-ALIGNED = [Segment(0, 4096, 4100, 12), Segment(4100, 0, 4096, 3)]
+ODD = [Segment(3, 5001, 4099), Segment(4102, 0, 1), Segment(5000, 1, 5000), Segment(0, 9200, 0)]
+ALIGNED = [Segment(0, 4096, 4100), Segment(4100, 0, 4096)]
 
 
 @needs_triton
 @pytest.mark.parametrize("segments", [ODD, ALIGNED, []])
-@pytest.mark.parametrize("with_linear", [False, True])
-def test_triton_equals_plain(segments: list[Segment], with_linear: bool) -> None:
+def test_triton_equals_plain(segments: list[Segment]) -> None:
     table = SegmentTable(segments, DEVICE)
     source = torch.randint(1000, (10_000,), dtype=torch.int32, device=DEVICE)
-    got, expected = (torch.full((2, 9200), -5, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    triton_gather_segments(source, table, got[0], got[1] if with_linear else None)
-    plain_gather_segments(source, table, expected[0], expected[1] if with_linear else None)
+    got, expected = torch.full((2, 10_004), -5, dtype=torch.int32, device=DEVICE)
+    triton_gather_segments(source, table, got)
+    plain_gather_segments(source, table, expected)
     assert torch.equal(got, expected)
 
 
@@ -33,17 +32,16 @@ def test_received_ids_become_features_of_the_global_batch() -> None:
     per_rank = [[torch.randint(9, (batch, h), dtype=torch.int32, device=DEVICE) for h in hot] for _ in range(ranks)]
     source = torch.cat([ids.flatten() for rank in per_rank for ids in rank])
     segments, out_offset = [], 0
-    for feature, first_row in enumerate([0, 50]):
+    for feature in range(2):
         for rank in range(ranks):
             length = batch * hot[feature]
             source_offset = rank * batch * sum(hot) + batch * sum(hot[:feature])
-            segments.append(Segment(source_offset, out_offset, length, first_row))
+            segments.append(Segment(source_offset, out_offset, length))
             out_offset += length
-    out, linear = torch.empty(2, len(source), dtype=torch.int32, device=DEVICE)
-    gather_segments(source, SegmentTable(segments, DEVICE), out, linear)
+    out = torch.empty(len(source), dtype=torch.int32, device=DEVICE)
+    gather_segments(source, SegmentTable(segments, DEVICE), out)
     features = [torch.cat([rank[feature] for rank in per_rank]) for feature in range(2)]
     assert torch.equal(out, torch.cat([ids.flatten() for ids in features]))
-    assert torch.equal(linear, torch.cat([features[0].flatten(), features[1].flatten() + 50]))
 
 
 def test_a_short_buffer_is_refused() -> None:

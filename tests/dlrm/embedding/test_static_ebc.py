@@ -1,6 +1,6 @@
 """The static EBC's layouts and updates against whole tables, on plans that no planner would make."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -15,7 +15,7 @@ from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.data.batch import feature_blocks
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.plan import Plan, Shard
-from dlrm.embedding.static_ebc import StaticEBC
+from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm.ranks import Ranks
 
 DIM = 64
@@ -36,6 +36,7 @@ class Case:
     batch_size: int
     dtype: torch.dtype
     presort: bool
+    parts: int = 1
 
 
 def random_plan(seed: int, world_size: int) -> Plan:
@@ -62,6 +63,9 @@ def cases_of(world_size: int, gpu: bool) -> list[Case]:
     if world_size > 1:
         assert any(len({shard.columns for shard in plan.shards}) > 1 for plan in plans), "ranks of different widths"
     cases = [Case(plan, [5, 16, 1][i % 3], torch.float32, presort=i % 2 == 0) for i, plan in enumerate(plans)]
+    cases += [
+        Case(plan, 6, torch.float32, presort=True, parts=parts) for plan, parts in zip(plans, (2, 3), strict=False)
+    ]
     if gpu:
         cases += [Case(plan, 8, torch.bfloat16, presort=i % 2 == 0) for i, plan in enumerate(plans)]
     return cases
@@ -82,7 +86,15 @@ class World:
     def __init__(self, ranks: Ranks, case: Case) -> None:
         self.rank, self.device, self.case = ranks.rank, ranks.device, case
         self.ebc = StaticEBC(
-            MODEL, OPTIMIZER, case.plan, ranks, case.batch_size, SEED, wire_dtype=case.dtype, presort=case.presort
+            MODEL,
+            OPTIMIZER,
+            case.plan,
+            ranks,
+            case.batch_size,
+            SEED,
+            wire_dtype=case.dtype,
+            presort=case.presort,
+            parts=case.parts,
         )
         self.tables = [torch.empty(rows, DIM, device=self.device) for rows in MODEL.rows]
         for table, weights in enumerate(self.tables):
@@ -114,8 +126,31 @@ class World:
         return matrix[self.rank * self.case.batch_size :][: self.case.batch_size]
 
     def columns_held(self, matrix: Tensor) -> Tensor:
-        """This rank's shards' columns of a matrix of the global batch: the layout of `lookup`."""
-        return torch.cat([matrix[:, s.table * DIM + s.column :][:, : s.columns] for s in self.ebc.shards], dim=1)
+        """This rank's shards' columns of a matrix of the global batch: the layout of `lookup`, all parts in order."""
+        held = torch.cat([matrix[:, s.table * DIM + s.column :][:, : s.columns] for s in self.ebc.shards], dim=1)
+        return self.by_part(held)
+
+    def by_part(self, matrix: Tensor) -> Tensor:
+        """The rows of a matrix of the global batch, [rank][part] of them, in the order [part][rank]."""
+        blocks = matrix.view(dist.get_world_size(), self.case.parts, -1, *matrix.shape[1:])
+        return blocks.transpose(0, 1).flatten(0, 2)
+
+    def lookup(self, ids: DistributedIds) -> list[Tensor]:
+        return [self.ebc.lookup(ids, part) for part in range(self.case.parts)]
+
+    def output(self, pooled: Sequence[Tensor]) -> Tensor:
+        """What all parts' pooled vectors become in the interaction's input."""
+        out = self.interaction_input()
+        for block, rows in zip(pooled, out.chunk(self.case.parts), strict=True):
+            self.ebc.regroup(self.ebc.output_dist(block), rows)
+        return out
+
+    def gradient_dist(self, grad: Tensor) -> Tensor:
+        """All parts' gradients, one below the other."""
+        received = self.ebc.empty_gradients()
+        for rows, out in zip(grad.chunk(self.case.parts), received, strict=True):
+            self.ebc.gradient_dist(rows, out)
+        return received.flatten(0, 1)
 
     def random(self, rows: int, columns: int, seed: int) -> Tensor:
         values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -133,7 +168,8 @@ def check_input_dist(ranks: Ranks, case: Case) -> None:
     for batch in (0, 1):  # into the same memory twice
         world.ebc.input_dist(world.batches[batch][ranks.rank], out)
         blocks = world.global_blocks(batch)
-        expected = torch.cat([blocks[shard.table].flatten() for shard in world.ebc.shards])
+        by_part = [world.by_part(blocks[shard.table]).chunk(case.parts) for shard in world.ebc.shards]
+        expected = torch.cat([block.flatten() for part in zip(*by_part, strict=True) for block in part])
         assert torch.equal(out.ids, expected)
         assert out.ids.dtype == torch.int32
         fresh = world.ebc.input_dist(world.batches[batch][ranks.rank])
@@ -150,10 +186,9 @@ def check_forward(ranks: Ranks, case: Case) -> None:
     world = World(ranks, case)
     ids = world.ebc.input_dist(world.batches[0][ranks.rank])
     expected = world.pooled(0, world.tables)
-    pooled = world.ebc.lookup(ids)
-    torch.testing.assert_close(pooled.detach(), world.columns_held(expected).to(case.dtype))
-    out = world.interaction_input()
-    world.ebc.regroup(world.ebc.output_dist(pooled), out)
+    pooled = world.lookup(ids)
+    torch.testing.assert_close(torch.cat(pooled).detach(), world.columns_held(expected).to(case.dtype))
+    out = world.output(pooled)
     assert not out[:, ~world.is_sharded].any(), "columns of replicated tables are not the output dist's"
     world.ebc.lookup_replicated(ids, out)
     torch.testing.assert_close(out, world.mine(expected).to(case.dtype))
@@ -165,10 +200,9 @@ def check_gradient_dist(ranks: Ranks, case: Case) -> None:
     global_batch = case.batch_size * ranks.world_size
     x = world.random(global_batch, len(world.ebc.shards) * world.ebc.columns, seed=ranks.rank)
     y = world.random(case.batch_size, MODEL.num_features * DIM, seed=50 + ranks.rank)
-    a_x = world.interaction_input()
-    world.ebc.regroup(world.ebc.output_dist(x), a_x)
-    assert torch.equal(world.ebc.gradient_dist(a_x), x)
-    at_y = world.ebc.gradient_dist(y)
+    a_x = world.output(x.chunk(case.parts))
+    assert torch.equal(world.gradient_dist(a_x), x)
+    at_y = world.gradient_dist(y)
     products = torch.stack([(a_x.double() * y.double()).sum(), (x.double() * at_y.double()).sum()])
     dist.all_reduce(products)
     torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
@@ -185,9 +219,9 @@ def check_update(ranks: Ranks, case: Case) -> None:
     for batch in (0, 1):
         grad = world.random(case.batch_size * ranks.world_size, MODEL.num_features * DIM, seed=batch)
         ids = world.ebc.input_dist(world.batches[batch][ranks.rank])
-        pooled = world.ebc.lookup(ids)
+        pooled = world.lookup(ids)
         mine = world.interaction_input().copy_(world.mine(grad))
-        world.ebc.update(ids, pooled, world.ebc.gradient_dist(mine))
+        world.ebc.update(ids, pooled[0], world.gradient_dist(mine))
         world.ebc.update_replicated(ids, mine)
         adagrad.zero_grad()
         world.pooled(batch, parameters).backward(grad.float())

@@ -20,14 +20,15 @@ OPTIMIZER = OptimizerConfig(learning_rate=0.1)
 
 
 def make(
-    tables: int, samples: int, device: torch.device, dtype: torch.dtype = torch.float32
+    tables: int, samples: int, device: torch.device, dtype: torch.dtype = torch.float32, parts: int = 1
 ) -> tuple[FixedTBE, list[Tensor]]:
-    """A TBE with random weights, and random ids [samples, hot] of each table, on the CPU."""
+    """A TBE with random weights, and random ids [samples, hot] of each table of each part, on the CPU."""
     generator = torch.Generator().manual_seed(tables)
-    tbe = FixedTBE(ROWS[:tables], HOT[:tables], COLUMNS, samples, OPTIMIZER, dtype, device)
+    tbe = FixedTBE(ROWS[:tables], HOT[:tables], COLUMNS, samples, OPTIMIZER, dtype, device, parts=parts)
     tbe.weights.copy_(torch.randn(tbe.weights.shape, generator=generator))
     ids = [
         torch.randint(rows, (samples, hot), generator=generator, dtype=torch.int32)
+        for _ in range(parts)
         for rows, hot in zip(ROWS[:tables], HOT[:tables], strict=True)
     ]
     return tbe, ids
@@ -44,21 +45,20 @@ def tables_of(tbe: FixedTBE) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("samples", [1, 37, 1024])
-@pytest.mark.parametrize("tables", NUM_TABLES)
-def test_sort_equals_a_naive_sort(tables: int, samples: int, device: torch.device) -> None:
-    tbe, ids = make(tables, samples, device)
+@pytest.mark.parametrize(("tables", "parts"), [*((tables, 1) for tables in NUM_TABLES), (3, 2), (1, 3)])
+def test_sort_equals_a_naive_sort(tables: int, parts: int, samples: int, device: torch.device) -> None:
+    tbe, ids = make(tables, samples, device, parts=parts)
     naive = sorted(
-        (first_row + row, sample * tables + table, table, position)
-        for table, (first_row, block) in enumerate(zip(tbe.first_row, ids, strict=True))
-        for position, (sample, row) in enumerate(
-            (sample, row) for sample, bag in enumerate(block.tolist()) for row in bag
-        )
+        (tbe.first_row[block % tables] + row, (block // tables * samples + sample) * tables + block % tables)
+        for block, bags in enumerate(ids)
+        for sample, bag in enumerate(bags.tolist())
+        for row in bag
     )
     sorted_ids, sorted_bags = torch.full((2, tbe.num_ids), -1, dtype=torch.int32, device=device)
     tbe.sort(flat(ids, device), sorted_ids, sorted_bags)
-    # Ids are in table and sample order already, so a stable sort leaves the bags of a row in ascending order.
-    assert sorted_ids.tolist() == [row for row, *_ in naive]
-    assert sorted_bags.tolist() == [bag for _, bag, *_ in naive]
+    # A table's ids are in sample order already, so a stable sort leaves the bags of a row in ascending order.
+    assert sorted_ids.tolist() == [row for row, _ in naive]
+    assert sorted_bags.tolist() == [bag for _, bag in naive]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -118,3 +118,14 @@ def test_what_is_written_to_weights_is_looked_up(device: torch.device) -> None:
     tbe.weights.fill_(2.0)
     pooled = tbe.lookup(flat(ids, device)).detach().view(5, 3, COLUMNS)
     assert torch.equal(pooled, 2.0 * torch.tensor(HOT[:3], device=device)[:, None].expand(5, 3, COLUMNS))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_is_looked_up_by_itself(device: torch.device) -> None:
+    tbe, ids = make(3, 5, device, parts=2)
+    for part in (0, 1):
+        bags = [
+            functional.embedding_bag(block.long().to(device), weights, mode="sum")
+            for block, weights in zip(ids[3 * part : 3 * part + 3], tables_of(tbe), strict=True)
+        ]
+        torch.testing.assert_close(tbe.lookup(flat(ids, device), part).detach(), torch.cat(bags, dim=1))

@@ -1,0 +1,92 @@
+"""The CUDA streams of an iteration of the static pipeline, and how far the host may run ahead of them."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+# CUDA priorities of the streams, lower first. What everything waits for goes before what fills gaps. The table update
+# is bound by memory and shares the multiprocessors with weight gradients; small kernels must not queue behind it.
+_PRIORITY = {
+    "main": -2,
+    "second half": -2,
+    "local": -2,
+    "top_weights": -2,
+    "cross_weights": -2,
+    "weights": -1,
+    "input_dist": 0,
+    "tables": 0,
+}
+# Iterations that the host may launch ahead of the GPU. Further ahead gains nothing, and a launch that finds the GPU's
+# queue full polls: a core at work for as long as the GPU is.
+_RUN_AHEAD = 3
+
+
+class IterationStreams:
+    """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order."""
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self._cuda = device.type == "cuda"
+        self._side: dict[str, torch.cuda.Stream] = {}
+        if self._cuda:
+            self.main = torch.cuda.Stream(priority=_PRIORITY["main"])
+            self._copy = torch.cuda.Stream()
+            self._copied = torch.cuda.Event()
+            # The ends of the last iterations, oldest first. On such an event the host sleeps instead of polling.
+            self._ended = deque(torch.cuda.Event(blocking=True) for _ in range(_RUN_AHEAD))
+            if overlap:
+                self._side = {name: torch.cuda.Stream(priority=p) for name, p in _PRIORITY.items() if name != "main"}
+
+    @contextmanager
+    def beside(self, name: str, after: str | None = None) -> Iterator[None]:
+        """What is launched inside runs on side stream `name`, after all launched so far on the current stream, and on
+        side stream `after` where there is one."""
+        side = self._side.get(name)
+        if side is None:
+            yield
+            return
+        side.wait_stream(torch.cuda.current_stream())
+        if after in self._side:
+            side.wait_stream(self._side[after])
+        with torch.cuda.stream(side):
+            yield
+
+    def on(self, name: str) -> AbstractContextManager[Any]:
+        """What is launched inside goes on where side stream `name` is, which waits for nothing more."""
+        return torch.cuda.stream(self._side[name]) if name in self._side else nullcontext()
+
+    def join(self, *names: str) -> None:
+        """The current stream waits for the side streams of these names."""
+        for name in names:
+            if name in self._side:
+                torch.cuda.current_stream().wait_stream(self._side[name])
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Copies launched inside run on the copy stream, behind the iteration before the last one."""
+        return self._copying() if self._cuda else nullcontext()
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        # The iteration before the last one has read the slot that this batch goes to.
+        self._copy.wait_event(self._ended[-2])
+        with torch.cuda.stream(self._copy):
+            yield
+            self._copied.record()
+
+    def limit_run_ahead(self) -> None:
+        """The host waits for the iteration that it launched _RUN_AHEAD iterations ago."""
+        if self._cuda:
+            self._ended[0].synchronize()
+
+    def wait_for_copy(self) -> None:
+        """The current stream waits for the last copy."""
+        if self._cuda:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def end_iteration(self) -> None:
+        """Marks the end of an iteration on the current stream."""
+        if self._cuda:
+            self._ended.rotate(-1)
+            self._ended[-1].record()
