@@ -249,7 +249,7 @@ class StaticPipeline:
                 update(dense.cross)
             with streams.beside("tables", after=last):
                 ebc.update(now.ids, pooled[0], gradients)
-        streams.join("input_dist", "second half", "local", "top_weights", "cross_weights", "tables")
+        streams.join("input_dist", *(stream for stream, _ in parts), "local", "top_weights", "cross_weights", "tables")
 
     def _update_top(self, update: Callable[[Bucket], None], after: str | None = None) -> None:
         with self._streams.beside("weights", after=after):
