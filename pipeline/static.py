@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,17 @@ from torch.profiler import record_function
 from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes
-from dlrm.embedding.plan import make_plan, rank_loads
+from dlrm.embedding.plan import make_plan
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm.embedding.torchrec_plan import torchrec_plan
 from dlrm.explicit_dense import Bucket, DenseState, ExplicitDense
 from dlrm.model import torchrec_names
 from dlrm.ranks import Ranks
+from pipeline.evaluation import Evaluation
+from pipeline.graphs import Graphs
 from pipeline.memory import memory_gb
 from pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
+from pipeline.table_load import embedding_load
 
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
@@ -70,9 +74,12 @@ class StaticPipeline:
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         global_batch_size = batch_size * ranks.world_size
         check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
-        self._plan = make_plan(
-            model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
-        )
+        if config.plan == "torchrec":
+            self._plan = torchrec_plan(config, ranks)
+        else:
+            self._plan = make_plan(
+                model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
+            )
         self.ebc = StaticEBC(
             model,
             config.optimizer,
@@ -85,12 +92,17 @@ class StaticPipeline:
             config.data.variable_lengths,
         )
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks)
+        self._rate = config.optimizer.learning_rate
         self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
         self._loss = torch.zeros((), device=device)
         self._slots = [self._new_slot() for _ in range(2)]
-        self._eval_slot = self._new_slot()
         self._streams = _Streams(device, config.overlap)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        make_graphs = None
+        if config.cuda_graph == "iteration":
+            make_graphs = partial(Graphs, ranks=ranks, stream=self._streams.main, fallback=config.cuda_graph_fallback)
+        iterations = [partial(self._iteration, self._slots[i], self._slots[1 - i]) for i in range(2)]
+        self._graphs = make_graphs("iteration", iterations) if make_graphs else None
+        self._eval = Evaluation([self._new_slot(sorts=False) for _ in range(2)], self._forward, ranks, make_graphs)
         self._fills_gpu = batch_size >= _FILLING_BATCH
         self._step = 0
         self._fetched = 0
@@ -107,8 +119,8 @@ class StaticPipeline:
             raise StopIteration
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.wait_for_copy()
-        if self._config.cuda_graph == "iteration" and self._step >= _EAGER_ITERATIONS:
-            self._replay()
+        if self._graphs is not None and self._step >= _EAGER_ITERATIONS:
+            self._graphs.run(self._step % 2)
         else:
             self._iteration(now, ahead)
         self._streams.end_iteration()
@@ -118,39 +130,45 @@ class StaticPipeline:
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
-        slot = self._eval_slot
-        for batch in batches:
-            self._copy(batch, slot)
-            self._input_dist(slot)
-            with torch.no_grad():
-                logits = self._forward(slot)
-            yield logits.float(), slot.labels.clone()
+        self.dense.cross.all_gather()
+        self.dense.top.all_gather()
+        yield from self._eval.run(batches)
+
+    def set_learning_rate(self, value: float) -> None:
+        """The learning rate of all weights from the next step on; all ranks give the same. ValueError names a bad one.
+
+        Nearly everything reads it from the device. FBGEMM's update, without presort_ids, has it built into the captured
+        iteration, which is then captured anew; rank 0 says so.
+        """
+        replace(self._config.optimizer, learning_rate=value)  # its checks
+        if value == self._rate:
+            return
+        self._rate = value
+        self._learning_rate.fill_(value)
+        self.ebc.set_learning_rate(value)
+        if self._graphs is not None and not self._config.presort_ids:
+            self._graphs.forget(f"learning rate {value}")
 
     def describe(self) -> dict[str, Any]:
-        """The plan, and each rank's predicted embedding time and GB of memory. Collective."""
-        config, names = self._config, self._config.model.feature_names
-        loads = rank_loads(
-            self._plan,
-            config.model,
-            config.optimizer,
-            config.local_batch_size * self._ranks.world_size,
-            config.pooled_bytes,
+        """The plan; each rank's embedding time, predicted and measured, and GB of memory; the graphs. Collective."""
+        names, graphs = self._config.model.feature_names, {"iteration": self._graphs, "evaluation": self._eval.graphs}
+        memory = memory_gb(
+            self._ranks,
+            {
+                "tables": [part.weights for part in self.ebc.tables()],
+                "optimizer_state": [part.state for part in self.ebc.tables()],
+                "ids_and_staging": [*self._slots, *self._eval.slots],
+                "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
+            },
         )
         return {
             "plan": [
                 [{"table": names[s.table], "column": s.column, "columns": s.columns} for s in self._plan.of_rank(rank)]
                 for rank in range(self._ranks.world_size)
             ],
-            "predicted_embedding_us": [round(load.embedding_us) for load in loads],
-            "memory_gb": memory_gb(
-                self._ranks,
-                {
-                    "tables": [part.weights for part in self.ebc.tables()],
-                    "optimizer_state": [part.state for part in self.ebc.tables()],
-                    "ids_and_staging": [*self._slots, self._eval_slot],
-                    "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
-                },
-            ),
+            **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks),
+            "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
+            "memory_gb": memory,
         }
 
     # State
@@ -252,8 +270,8 @@ class StaticPipeline:
             self.ebc.input_dist(slot.staging.ids, slot.ids)
 
     def _forward(self, slot: _Slot) -> Tensor:
-        self.dense.cross.all_gather()
-        self.dense.top.all_gather()
+        """Logits of the batch in `slot`'s staging, by weights that were gathered before."""
+        self._input_dist(slot)
         self._local_forward(slot)
         self.ebc.regroup(self.ebc.output_dist(self.ebc.lookup(slot.ids)), self._interaction_input())
         self.dense.cross_forward()
@@ -264,10 +282,14 @@ class StaticPipeline:
 
     # Batches in flight
 
-    def _new_slot(self) -> _Slot:
+    def _new_slot(self, sorts: bool = True) -> _Slot:
+        """sorts: whether its ids are sorted where those of the training are."""
         batch = Batch.empty(self._config.local_batch_size, self._config.model)
         staging = Batch.over(batch.storage.to(self._ranks.device), self._config.local_batch_size, self._config.model)
-        return _Slot(staging, self.ebc.empty_ids(), torch.zeros_like(staging.dense), torch.zeros_like(staging.labels))
+        ids = self.ebc.empty_ids()
+        if not sorts:
+            ids = replace(ids, sorted_ids=None, sorted_bags=None)
+        return _Slot(staging, ids, torch.zeros_like(staging.dense), torch.zeros_like(staging.labels))
 
     def _prime(self, batches: Iterator[Batch]) -> None:
         self._fetch(batches)
@@ -288,29 +310,13 @@ class StaticPipeline:
     def _copy(batch: Batch, slot: _Slot) -> None:
         slot.staging.storage.copy_(batch.storage, non_blocking=True)
 
-    # The graph
-
-    def _replay(self) -> None:
-        if not self._graphs:
-            self._capture()
-        self._graphs[self._step % 2].replay()
-
-    def _capture(self) -> None:
-        """Two graphs, one for each slot of the batch in training. Capturing runs nothing."""
-        torch.cuda.synchronize()
-        for i in range(2):
-            graph = torch.cuda.CUDAGraph()
-            pool = self._graphs[0].pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, stream=self._streams.main, capture_error_mode="thread_local"):
-                self._iteration(self._slots[i], self._slots[1 - i])
-            self._graphs.append(graph)
-
 
 class _Streams:
     """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order."""
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self._cuda = device.type == "cuda"
+        self.main: torch.cuda.Stream | None = None
         self._side: dict[str, torch.cuda.Stream] = {}
         if self._cuda:
             self.main = torch.cuda.Stream(priority=_PRIORITY["main"])
