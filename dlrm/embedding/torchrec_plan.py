@@ -14,6 +14,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
@@ -30,6 +31,8 @@ from dlrm.ranks import Ranks
 DATA_PARALLEL_ROWS = 10_000
 # Without a lower bound TorchRec splits no table of 128 columns.
 _COLUMN_SHARDS = 4
+# All others leave tables in host memory.
+_KERNELS = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value]
 
 _OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad, "sgd": torch.optim.SGD}
 
@@ -158,7 +161,10 @@ def _shardings(
         if data_parallel and rows <= DATA_PARALLEL_ROWS:
             types.append(ShardingType.DATA_PARALLEL.value)
         return ParameterConstraints(
-            sharding_types=types, pooling_factors=[float(pooling_factor)], min_partition=width if splits else None
+            sharding_types=types,
+            compute_kernels=_KERNELS,
+            pooling_factors=[float(pooling_factor)],
+            min_partition=width if splits else None,
         )
 
     planner = EmbeddingShardingPlanner(
