@@ -88,6 +88,7 @@ class Graphs:
                 f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph-fallback to go on eagerly"
             ) from error
         self.fell_back = reason
+        del error, watch  # their tracebacks hold the tensors of the failed capture
         if self._ranks.rank == 0:
             print(f"--cuda-graph-fallback: {reason}; it runs eagerly", file=sys.stderr, flush=True)
 
