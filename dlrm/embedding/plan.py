@@ -88,8 +88,8 @@ def _shard_us(shard: Shard, model: ModelConfig, global_batch_size: int) -> float
 def all_to_alls_us(columns: int, world_size: int, global_batch_size: int, pooled_bytes: int) -> float:
     """Predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
 
-    Vectors cross once and their gradients once; what a rank sends to itself does not travel. pooled_bytes: of one pooled
-    element on the wire (2 in bf16, 4 in fp32).
+    Vectors cross once and their gradients once; what a rank sends to itself does not travel. pooled_bytes: of one
+    pooled element on the wire (2 in bf16, 4 in fp32).
     """
     if world_size == 1:
         return 0.0
