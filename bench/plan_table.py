@@ -7,7 +7,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrm.config import ModelConfig, RunConfig
-from dlrm.embedding.plan import Shard, make_plan, rank_loads
+from dlrm.embedding.plan import Shard, imbalance, iteration_us, make_plan, rank_loads
+from dlrm.embedding.torchrec_plan import make_torchrec_plan
+
+_H200_BYTES = 141_000_000_000
 
 
 def print_plan(config: RunConfig, world_size: int) -> None:
@@ -15,34 +18,42 @@ def print_plan(config: RunConfig, world_size: int) -> None:
     if world_size < 1:
         raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
     model, global_batch_size = config.model, config.local_batch_size * world_size
-    plan = make_plan(model, world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding)
+    if config.plan == "torchrec":
+        plan = make_torchrec_plan(config, world_size, world_size, "cuda", _H200_BYTES)
+    else:
+        plan = make_plan(model, world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding)
     loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes)
     table = Table(
         title=f"{config.preset} with --ebc static on {world_size} rank(s), global batch {global_batch_size}",
-        caption="us: predicted embedding work of an iteration on an H200, all-to-alls included; columns: pooled, sent",
+        caption="us: predicted work of an iteration on an H200; tables: lookup, sort, update; all: and the all-to-alls",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("rank", justify="right")
     table.add_column("tables [columns]")
-    for name in ("columns", "us", "tables, GB", "state, GB"):
+    for name in ("columns", "tables, us", "all, us", "tables, GB", "state, GB"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank, load in enumerate(loads):
         table.add_row(
             str(rank),
             _names(plan.of_rank(rank), model),
             str(load.columns),
+            f"{load.tables_us:.0f}",
             f"{load.embedding_us:.0f}",
             f"{load.table_bytes / 1e9:.3g}",
             f"{load.state_bytes / 1e9:.3g}",
         )
     if plan.replicated:
-        table.add_row("all", " ".join(model.feature_names[table] for table in plan.replicated), "0", "", "", "")
+        table.add_row("all", " ".join(model.feature_names[table] for table in plan.replicated), "0", "", "", "", "")
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
-    times = [load.embedding_us for load in loads]
-    console.print(f"load, largest / mean: {max(times) * len(times) / sum(times):.3f}")
+    console.print(
+        f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
+        f"all {imbalance([load.embedding_us for load in loads]):.3f}"
+    )
+    iteration = iteration_us(plan.shards, model, world_size, global_batch_size, config.pooled_bytes)
+    console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
 
 
 def _names(shards: Sequence[Shard], model: ModelConfig) -> str:

@@ -187,6 +187,11 @@ class RunConfig:
     FBGEMM's table-batched embeddings, in five stages."""
     cuda_graph: CudaGraph = "none"
     """iteration: all five stages in one CUDA graph (ebc static, GPU)."""
+    cuda_graph_fallback: bool = False
+    """Go on eagerly where the iteration cannot be captured, instead of ending with an error."""
+    plan: Literal["balanced", "torchrec"] = "balanced"
+    """Which planner places the tables of ebc static: our own, or TorchRec's, limited to table-wise, column-wise and
+    data-parallel sharding."""
     overlap: bool = False
     """Run input dist, bottom MLP, weight gradients, all-reduce and dense update beside the rest (ebc static)."""
     presort_ids: bool = False
@@ -221,6 +226,11 @@ class RunConfig:
         _require(
             self.cuda_graph == "none" or self.ebc == "static", f"--cuda-graph {self.cuda_graph} needs --ebc static"
         )
+        _require(
+            not self.cuda_graph_fallback or self.cuda_graph != "none",
+            "--cuda-graph-fallback says what follows a failed capture: choose --cuda-graph iteration",
+        )
+        _require(self.plan == "balanced" or self.ebc == "static", "--plan torchrec applies to --ebc static only")
         _require(
             not self.data.variable_lengths or self.ebc == "static",
             "--data.variable-lengths applies to --ebc static only",

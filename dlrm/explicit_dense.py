@@ -3,8 +3,8 @@
 Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
 chain that the embeddings wait for comes first, weight gradients run beside it or beside what follows.
 
-Weights and gradients lie in three flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients
-become ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
+Weights and gradients lie in flat buckets, so that each is summed as soon as it is ready: each cross layer, top MLP,
+bottom MLP. The update of all but the last is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
 reduce-scatter gives each rank the summed gradient of its slice of a bucket, it alone keeps the slice's master weights
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
@@ -151,11 +151,16 @@ class ExplicitDense:
             mine = {name: value for name, value in weights.items() if name.startswith(prefix)}
             return Bucket(mine, dtype, ranks.device, group, sharded)
 
-        # A group for each: collectives of one group queue behind one another.
-        self.top = bucket("top_mlp.", True, ranks.new_group())
-        self.cross = bucket("cross.", True, ranks.new_group())
+        # A group for each network: collectives of one group queue behind one another.
+        top_group = ranks.new_group()
+        cross_group = ranks.new_group()
+        # In the order in which the forward pass needs them.
+        self.sharded = {
+            **{f"cross {i}": bucket(f"cross.{i}.", True, cross_group) for i in range(model.cross_layers)},
+            "top": bucket("top_mlp.", True, top_group),
+        }
         self.bottom = bucket("bottom_mlp.", False, ranks.new_group())
-        self.buckets = (self.top, self.cross, self.bottom)
+        self.buckets = (*self.sharded.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         self._rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
@@ -179,7 +184,7 @@ class ExplicitDense:
         # Column sums of each part, by bias; of a single part they are the gradient already.
         self._bias_sums = {
             name: torch.zeros(len(self._rows), *self.grad[name].shape, device=device)
-            for bucket in (self.top, self.cross)
+            for bucket in self.sharded.values()
             for name in bucket.starts
             if name.endswith(".bias") and len(self._rows) > 1
         }
@@ -211,14 +216,13 @@ class ExplicitDense:
             self._bottom.append(torch._addmm_activation(bias, self._bottom[-1], weight.t()))
         self.x0[:, : self.model.embedding_dim].copy_(self._bottom[-1])
 
-    def cross_forward(self, part: int = 0) -> None:
-        """The cross network over x0."""
-        working, rows = self.working, self._rows[part]
-        for i in range(self.model.cross_layers):
-            x, u, y, out = (t[rows] for t in (self._x[i], self._u[i], self._y[i], self._x[i + 1]))
-            torch.mm(x, working[f"cross.{i}.v"].t(), out=u)
-            torch.mm(u, working[f"cross.{i}.w"].t(), out=y)
-            cross_forward(self.x0[rows], x, y, working[f"cross.{i}.bias"], out)
+    def cross_forward(self, layer: int, part: int = 0) -> None:
+        """One layer of the cross network over x0, first layer first."""
+        rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
+        x, u, y, out = (t[rows] for t in (self._x[layer], self._u[layer], self._y[layer], self._x[layer + 1]))
+        torch.mm(x, v.t(), out=u)
+        torch.mm(u, w.t(), out=y)
+        cross_forward(self.x0[rows], x, y, bias, out)
 
     def top_forward(self, part: int = 0) -> Tensor:
         """Logits [rows of the part], in `dtype`."""
@@ -251,19 +255,18 @@ class ExplicitDense:
             bias_relu_backward(dh, self._top[i][rows], dh, self._bias_grad(f"top_mlp.{i - 1}", part))
         torch.mm(self._dz_top[0][rows], self.working["top_mlp.0.weight"], out=self._dx[rows])
 
-    def cross_backward(self, part: int = 0) -> None:
-        """Into dx0: the gradient by the cross network's input; keeps what `cross_weight_gradients` needs.
+    def cross_backward(self, layer: int, part: int = 0) -> None:
+        """One cross layer, last layer first; keeps what its `cross_weight_gradients` needs.
 
-        What reaches x0 directly is collected on the way, so that the first layer's result is the whole gradient by x0.
+        What reaches x0 directly is collected in dx0 on the way, which the first layer makes the whole gradient by x0.
         """
-        rows, last = self._rows[part], self.model.cross_layers - 1
-        x0, dx0, dx = self.x0[rows], self.dx0[rows], self._dx[rows]
-        for i in range(last, -1, -1):
-            y, du = self._y[i][rows], self._du[i][rows]  # y is read, then overwritten by its own gradient
-            bias, dbias = self.working[f"cross.{i}.bias"], self._bias_grad(f"cross.{i}", part)
-            cross_backward(dx, x0, y, bias, y, dx0, dbias, accumulate=i < last, first_layer=i == 0)
-            torch.mm(y, self.working[f"cross.{i}.w"], out=du)
-            (dx if i else dx0).addmm_(du, self.working[f"cross.{i}.v"])
+        rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
+        x0, dx0, dx, y, du = (t[rows] for t in (self.x0, self.dx0, self._dx, self._y[layer], self._du[layer]))
+        last, first = layer == self.model.cross_layers - 1, layer == 0
+        # y is read, then overwritten by its own gradient.
+        cross_backward(dx, x0, y, bias, y, dx0, self._bias_grad(f"cross.{layer}", part), not last, first)
+        torch.mm(y, w, out=du)
+        (dx0 if first else dx).addmm_(du, v)
 
     def _bias_grad(self, name: str, part: int) -> Tensor:
         name += ".bias"
@@ -280,12 +283,11 @@ class ExplicitDense:
             torch.mm(self._dz_top[i].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
         self._add_up_biases("top_mlp.")
 
-    def cross_weight_gradients(self) -> None:
-        """Into `grad`: everything of the cross network, whose `cross_backward` is through."""
-        for i in range(self.model.cross_layers):
-            torch.mm(self._y[i].t(), self._u[i], out=self.grad[f"cross.{i}.w"])
-            torch.mm(self._du[i].t(), self._x[i], out=self.grad[f"cross.{i}.v"])
-        self._add_up_biases("cross.")
+    def cross_weight_gradients(self, layer: int) -> None:
+        """Into `grad`: everything of a layer whose `cross_backward` is through."""
+        torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
+        torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
+        self._add_up_biases(f"cross.{layer}.")
 
     def bottom_backward(self) -> None:
         """Into `grad`: everything of the bottom MLP. Nothing else waits for it."""

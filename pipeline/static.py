@@ -11,7 +11,7 @@ the other half's GEMMs. Table update and weight gradients are of the whole batch
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,18 @@ from torch.profiler import record_function
 from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes
-from dlrm.embedding.plan import make_plan, rank_loads
+from dlrm.embedding.plan import make_plan
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm.embedding.torchrec_plan import torchrec_plan
 from dlrm.explicit_dense import Bucket, DenseState, ExplicitDense
 from dlrm.model import torchrec_names
 from dlrm.ranks import Ranks
+from pipeline.evaluation import Evaluation
+from pipeline.graphs import Graphs
 from pipeline.memory import memory_gb
 from pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
 from pipeline.streams import IterationStreams
+from pipeline.table_load import embedding_load
 
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
@@ -69,9 +73,12 @@ class StaticPipeline:
         self._fills_gpu = batch_size >= _FILLING_BATCH
         parts = 2 if self._fills_gpu and config.presort_ids and batch_size % 2 == 0 else 1
         self._part_rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
-        self._plan = make_plan(
-            model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
-        )
+        if config.plan == "torchrec":
+            self._plan = torchrec_plan(config, ranks)
+        else:
+            self._plan = make_plan(
+                model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
+            )
         self.ebc = StaticEBC(
             model,
             config.optimizer,
@@ -85,12 +92,17 @@ class StaticPipeline:
             parts,
         )
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts)
+        self._rate = config.optimizer.learning_rate
         self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
         self._loss = torch.zeros(parts, device=device)
         self._slots = [self._new_slot() for _ in range(2)]
-        self._eval_slot = self._new_slot()
         self._streams = IterationStreams(device, config.overlap)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        make_graphs = None
+        if config.cuda_graph == "iteration":
+            make_graphs = partial(Graphs, ranks=ranks, stream=self._streams.main, fallback=config.cuda_graph_fallback)
+        iterations = [partial(self._iteration, self._slots[i], self._slots[1 - i]) for i in range(2)]
+        self._graphs = make_graphs("iteration", iterations) if make_graphs else None
+        self._eval = Evaluation([self._new_slot(sorts=False) for _ in range(2)], self._forward, ranks, make_graphs)
         self._step = 0
         self._fetched = 0
 
@@ -107,8 +119,8 @@ class StaticPipeline:
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
         self._streams.wait_for_copy()
-        if self._config.cuda_graph == "iteration" and self._step >= _EAGER_ITERATIONS:
-            self._replay()
+        if self._graphs is not None and self._step >= _EAGER_ITERATIONS:
+            self._graphs.run(self._step % 2)
         else:
             self._iteration(now, ahead)
         self._streams.end_iteration()
@@ -118,48 +130,52 @@ class StaticPipeline:
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
-        slot = self._eval_slot
-        for batch in batches:
-            self._copy(batch, slot)
-            self._input_dist(slot)
-            with torch.no_grad():
-                logits = self._forward(slot)
-            yield logits.float(), slot.labels.clone()
+        for bucket in self.dense.sharded.values():
+            bucket.all_gather()
+        yield from self._eval.run(batches)
+
+    def set_learning_rate(self, value: float) -> None:
+        """The learning rate of all weights from the next step on; all ranks give the same. ValueError names a bad one.
+
+        Nearly everything reads it from the device. FBGEMM's update, without presort_ids, has it built into the captured
+        iteration, which is then captured anew; rank 0 says so.
+        """
+        replace(self._config.optimizer, learning_rate=value)  # its checks
+        if value == self._rate:
+            return
+        self._rate = value
+        self._learning_rate.fill_(value)
+        self.ebc.set_learning_rate(value)
+        if self._graphs is not None and not self._config.presort_ids:
+            self._graphs.forget(f"learning rate {value}")
 
     def describe(self) -> dict[str, Any]:
-        """The plan, and each rank's predicted embedding time and GB of memory. Collective."""
-        config, names = self._config, self._config.model.feature_names
-        loads = rank_loads(
-            self._plan,
-            config.model,
-            config.optimizer,
-            config.local_batch_size * self._ranks.world_size,
-            config.pooled_bytes,
+        """The plan; each rank's embedding time, predicted and measured, and GB of memory; the graphs. Collective."""
+        names, graphs = self._config.model.feature_names, {"iteration": self._graphs, "evaluation": self._eval.graphs}
+        memory = memory_gb(
+            self._ranks,
+            {
+                "tables": [part.weights for part in self.ebc.tables()],
+                "optimizer_state": [part.state for part in self.ebc.tables()],
+                "ids_and_staging": [*self._slots, *self._eval.slots],
+                "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
+            },
         )
         return {
             "plan": [
                 [{"table": names[s.table], "column": s.column, "columns": s.columns} for s in self._plan.of_rank(rank)]
                 for rank in range(self._ranks.world_size)
             ],
-            "predicted_embedding_us": [round(load.embedding_us) for load in loads],
-            "memory_gb": memory_gb(
-                self._ranks,
-                {
-                    "tables": [part.weights for part in self.ebc.tables()],
-                    "optimizer_state": [part.state for part in self.ebc.tables()],
-                    "ids_and_staging": [*self._slots, self._eval_slot],
-                    "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
-                },
-            ),
+            **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks),
+            "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
+            "memory_gb": memory,
         }
 
     def close(self) -> None:
         """Destroys the graphs."""
-        if self._graphs:
-            torch.cuda.synchronize()
-            for graph in self._graphs:
-                graph.reset()
-            self._graphs.clear()
+        for graphs in (self._graphs, self._eval.graphs):
+            if graphs is not None:
+                graphs.close()
 
     # State
 
@@ -201,16 +217,12 @@ class StaticPipeline:
     def _iteration(self, now: _Slot, ahead: _Slot) -> None:
         """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
         dense, ebc, streams = self.dense, self.ebc, self._streams
-        update = partial(Bucket.update, learning_rate=self._learning_rate, eps=self._config.optimizer.eps)
         parts = list(zip(_PART_STREAMS, self._part_rows, strict=False))
-        last = parts[-1][0]
+        layers, last = range(self._config.model.cross_layers), parts[-1][0]
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
-            with streams.beside("cross_weights"):
-                dense.cross.all_gather()
-            with streams.beside("top_weights", after="cross_weights"):
-                dense.top.all_gather()
+            self._gather_weights()
             with streams.beside("local"):
                 self._local_forward(now)
             pooled = []
@@ -223,39 +235,56 @@ class StaticPipeline:
         with record_function("dense_forward_backward"), torch.no_grad():
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
-                    streams.join("local", "cross_weights")
-                    dense.cross_forward(part)
-                    streams.join("top_weights")
+                    streams.join("local")
+                    for layer in layers:
+                        streams.join(f"cross {layer}")
+                        dense.cross_forward(layer, part)
+                    streams.join("top")
                     dense.loss_backward(dense.top_forward(part), now.labels[rows], self._loss[part], part)
                     dense.top_backward(part)
                     if not self._fills_gpu:
-                        self._update_top(update)
-                    dense.cross_backward(part)
+                        self._update_top()
+                    for layer in reversed(layers):
+                        dense.cross_backward(layer, part)
             # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
             if self._fills_gpu:
-                self._update_top(update, after=last)
-            with streams.beside("weights", after=last):
-                dense.cross_weight_gradients()
-        with streams.beside("local", after=last), record_function("dense_update"):
-            dense.bottom_backward()
-            update(dense.bottom)
-            ebc.update_replicated(now.ids, self._interaction_gradient())
+                self._update_top(after=last)
+            for layer in reversed(layers):
+                self._update_sharded(f"cross {layer}", partial(dense.cross_weight_gradients, layer), after=last)
+        with record_function("dense_update"):
+            with streams.beside("local", after=last):
+                dense.bottom_backward()
+                self._update(dense.bottom)
+            with streams.beside("replicated", after=last):
+                ebc.update_replicated(now.ids, self._interaction_gradient())
         with record_function("embedding_backward"):
-            gradients = ebc.empty_gradients()
+            pooled_gradients = ebc.empty_gradients()
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
-                    ebc.gradient_dist(self._interaction_gradient(rows), gradients[part])
-            with streams.beside("cross_weights", after="weights"), record_function("dense_update"):
-                update(dense.cross)
+                    ebc.gradient_dist(self._interaction_gradient(rows), pooled_gradients[part])
             with streams.beside("tables", after=last):
-                ebc.update(now.ids, pooled[0], gradients)
-        streams.join("input_dist", *(stream for stream, _ in parts), "local", "top_weights", "cross_weights", "tables")
+                ebc.update(now.ids, pooled[0], pooled_gradients)
+        streams.join_all()
 
-    def _update_top(self, update: Callable[[Bucket], None], after: str | None = None) -> None:
-        with self._streams.beside("weights", after=after):
-            self.dense.top_weight_gradients()
-        with self._streams.beside("top_weights", after="weights"), record_function("dense_update"):
-            update(self.dense.top)
+    def _gather_weights(self) -> None:
+        """Brings the last dense update's shares together, what is needed first first."""
+        before = None
+        for name, bucket in self.dense.sharded.items():
+            with self._streams.beside(name, after=before):
+                bucket.all_gather()
+            before = name
+
+    def _update_top(self, after: str | None = None) -> None:
+        self._update_sharded("top", self.dense.top_weight_gradients, after)
+
+    def _update_sharded(self, name: str, gradients: Callable[[], None], after: str | None) -> None:
+        with self._streams.beside(f"{name} gradients", after=after):
+            gradients()
+        with self._streams.beside(name, after=f"{name} gradients"), record_function("dense_update"):
+            self._update(self.dense.sharded[name])
+
+    def _update(self, bucket: Bucket) -> None:
+        bucket.update(self._learning_rate, self._config.optimizer.eps)
 
     def _local_forward(self, slot: _Slot) -> None:
         """What needs no other rank: the replicated tables and the bottom MLP."""
@@ -269,14 +298,15 @@ class StaticPipeline:
             self.ebc.input_dist(slot.staging.ids, slot.ids)
 
     def _forward(self, slot: _Slot) -> Tensor:
-        self.dense.cross.all_gather()
-        self.dense.top.all_gather()
+        """Logits of the batch in `slot`'s staging, by weights that were gathered before."""
+        self._input_dist(slot)
         self._local_forward(slot)
         logits = []
         for part, rows in enumerate(self._part_rows):
             pooled = self.ebc.lookup(slot.ids, part)
             self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input(rows))
-            self.dense.cross_forward(part)
+            for layer in range(self._config.model.cross_layers):
+                self.dense.cross_forward(layer, part)
             logits.append(self.dense.top_forward(part))
         return torch.cat(logits)
 
@@ -288,10 +318,14 @@ class StaticPipeline:
 
     # Batches in flight
 
-    def _new_slot(self) -> _Slot:
+    def _new_slot(self, sorts: bool = True) -> _Slot:
+        """sorts: whether its ids are sorted where those of the training are."""
         batch = Batch.empty(self._config.local_batch_size, self._config.model)
         staging = Batch.over(batch.storage.to(self._ranks.device), self._config.local_batch_size, self._config.model)
-        return _Slot(staging, self.ebc.empty_ids(), torch.zeros_like(staging.dense), torch.zeros_like(staging.labels))
+        ids = self.ebc.empty_ids()
+        if not sorts:
+            ids = replace(ids, sorted_ids=None, sorted_bags=None)
+        return _Slot(staging, ids, torch.zeros_like(staging.dense), torch.zeros_like(staging.labels))
 
     def _prime(self, batches: Iterator[Batch]) -> None:
         self._fetch(batches)
@@ -311,20 +345,3 @@ class StaticPipeline:
     @staticmethod
     def _copy(batch: Batch, slot: _Slot) -> None:
         slot.staging.storage.copy_(batch.storage, non_blocking=True)
-
-    # The graph
-
-    def _replay(self) -> None:
-        if not self._graphs:
-            self._capture()
-        self._graphs[self._step % 2].replay()
-
-    def _capture(self) -> None:
-        """Two graphs, one for each slot of the batch in training. Capturing runs nothing."""
-        torch.cuda.synchronize()
-        for i in range(2):
-            graph = torch.cuda.CUDAGraph()
-            pool = self._graphs[0].pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, stream=self._streams.main, capture_error_mode="thread_local"):
-                self._iteration(self._slots[i], self._slots[1 - i])
-            self._graphs.append(graph)

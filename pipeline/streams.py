@@ -7,61 +7,71 @@ from typing import Any
 
 import torch
 
-# CUDA priorities of the streams, lower first. What everything waits for goes before what fills gaps. The table update
-# is bound by memory and shares the multiprocessors with weight gradients; small kernels must not queue behind it.
-_PRIORITY = {
-    "main": -2,
-    "second half": -2,
-    "local": -2,
-    "top_weights": -2,
-    "cross_weights": -2,
-    "weights": -1,
-    "input_dist": 0,
-    "tables": 0,
-}
+# CUDA priorities of streams, lower first. What everything waits for goes before what fills gaps: the second half of a
+# batch behind the first, so that the halves stay out of step, weight gradients behind both. The table update is bound
+# by memory and leaves the multiprocessors to nobody; small kernels must not queue behind it.
+_HIGH = -2
+_PRIORITY = {"second half": -1, "input_dist": 0, "tables": 0}
+_GRADIENTS = -1
 # Iterations that the host may launch ahead of the GPU. Further ahead gains nothing, and a launch that finds the GPU's
 # queue full polls: a core at work for as long as the GPU is.
 _RUN_AHEAD = 3
 
 
 class IterationStreams:
-    """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order."""
+    """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order.
+
+    A side stream comes into being when its name is first used; the stream "main" is the one that iterations are
+    launched on.
+    """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self._cuda = device.type == "cuda"
+        self._overlap = self._cuda and overlap
         self._side: dict[str, torch.cuda.Stream] = {}
+        self._forked: dict[str, torch.cuda.Stream] = {}
+        self.main: torch.cuda.Stream | None = None
         if self._cuda:
-            self.main = torch.cuda.Stream(priority=_PRIORITY["main"])
+            self.main = torch.cuda.Stream(priority=_HIGH)
             self._copy = torch.cuda.Stream()
             self._copied = torch.cuda.Event()
             # The ends of the last iterations, oldest first. On such an event the host sleeps instead of polling.
             self._ended = deque(torch.cuda.Event(blocking=True) for _ in range(_RUN_AHEAD))
-            if overlap:
-                self._side = {name: torch.cuda.Stream(priority=p) for name, p in _PRIORITY.items() if name != "main"}
 
     @contextmanager
     def beside(self, name: str, after: str | None = None) -> Iterator[None]:
         """What is launched inside runs on side stream `name`, after all launched so far on the current stream, and on
         side stream `after` where there is one."""
-        side = self._side.get(name)
-        if side is None:
+        if not self._overlap or name == "main":
             yield
             return
+        side = self._fork(name)
         side.wait_stream(torch.cuda.current_stream())
-        if after in self._side:
-            side.wait_stream(self._side[after])
+        if after in self._forked:
+            side.wait_stream(self._forked[after])
         with torch.cuda.stream(side):
             yield
 
     def on(self, name: str) -> AbstractContextManager[Any]:
         """What is launched inside goes on where side stream `name` is, which waits for nothing more."""
-        return torch.cuda.stream(self._side[name]) if name in self._side else nullcontext()
+        return torch.cuda.stream(self._forked[name]) if name in self._forked else nullcontext()
 
-    def join(self, *names: str) -> None:
-        """The current stream waits for the side streams of these names."""
-        for name in names:
-            if name in self._side:
-                torch.cuda.current_stream().wait_stream(self._side[name])
+    def join(self, name: str) -> None:
+        """The current stream waits for side stream `name`."""
+        if name in self._forked:
+            torch.cuda.current_stream().wait_stream(self._forked[name])
+
+    def join_all(self) -> None:
+        """The current stream waits for every side stream that was used since the last call."""
+        for side in self._forked.values():
+            torch.cuda.current_stream().wait_stream(side)
+        self._forked.clear()
+
+    def _fork(self, name: str) -> torch.cuda.Stream:
+        if name not in self._side:
+            priority = _GRADIENTS if name.endswith(" gradients") else _PRIORITY.get(name, _HIGH)
+            self._side[name] = torch.cuda.Stream(priority=priority)
+        return self._forked.setdefault(name, self._side[name])
 
     def copying(self) -> AbstractContextManager[Any]:
         """Copies launched inside run on the copy stream, behind the iteration before the last one."""

@@ -5,18 +5,24 @@ the widest table of a rank, so a narrow column shard beside whole tables is slow
 """
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer
 
-# Measured on one H200 (fbgemm-gpu 1.6.0, 40M-row tables, uniform ids, exact Adagrad, bf16 output, 5.5 million ids):
-# microseconds of FBGEMM's forward and backward for a million ids, by shard width, and for each call of a rank's tables.
-US_PER_MILLION_IDS = {16: 191.0, 32: 223.0, 64: 367.0, 128: 658.0}
+# Measured on one H200 (fbgemm-gpu 1.6.0, exact Adagrad, bf16 output): microseconds of FBGEMM's forward and backward for
+# a million ids of distinct rows, by shard width, and for each call of a rank's tables. From a 40M-row table at 5.5
+# million uniform ids; single tables of 0.4 to 1.5 million ids are predicted within 10 %.
+US_PER_MILLION_IDS = {16: 196.0, 32: 228.0, 64: 376.0, 128: 674.0}
 US_PER_CALL = 180.0
-# One rank's all-to-all bandwidth; pooled vectors and their gradients each cross once.
-ALL_TO_ALL_BYTES_PER_US = 257e3
+# What an id costs whose row another id of the batch names as well: rows come from the cache, one update serves both.
+# From ten one-hot tables of 3 to 17295 rows in one call, 396 us at 55296 samples.
+REPEATED_ID = 0.57
+# NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
+ALL_TO_ALL_US = 24.0
+ALL_TO_ALL_BYTES_PER_US = 303e3
 # Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's.
 REPLICATED_ROWS = 256
 # Narrower column shards cost as much (the costs above hardly fall any more), and the sorted update does not take them.
@@ -62,29 +68,43 @@ class Plan:
                 raise ValueError(f"plan: table {table} has {end} of {model.embedding_dim} columns")
 
 
-def rank_cost_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, pooled_bytes: int) -> float:
-    """Predicted microseconds of one rank's embedding work in an iteration: lookup, update and both all-to-alls.
+def tables_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int) -> float:
+    """Predicted microseconds of one rank's lookup, sort and update in an iteration, with uniform ids.
 
     Other optimizers than exact Adagrad take less, by much the same share on every rank.
-
-    pooled_bytes: of one pooled element on the wire (2 in bf16, 4 in fp32).
     """
+    return US_PER_CALL + sum(_shard_us(shard, model, global_batch_size) for shard in shards)
+
+
+def _shard_us(shard: Shard, model: ModelConfig, global_batch_size: int) -> float:
     widths = sorted(US_PER_MILLION_IDS)
-    compute = US_PER_CALL
-    for shard in shards:
-        million_ids = global_batch_size * model.multi_hot_sizes[shard.table] / 1e6
-        width = next((width for width in widths if shard.columns <= width), widths[-1])
-        compute += million_ids * US_PER_MILLION_IDS[width] * max(1.0, shard.columns / widths[-1])
-    columns = sum(shard.columns for shard in shards)
-    return compute + 2 * global_batch_size * columns * pooled_bytes / ALL_TO_ALL_BYTES_PER_US
+    width = next((width for width in widths if shard.columns <= width), widths[-1])
+    ids, rows = global_batch_size * model.multi_hot_sizes[shard.table], model.rows[shard.table]
+    distinct = -rows * math.expm1(-ids / rows)
+    million = (distinct + REPEATED_ID * (ids - distinct)) / 1e6
+    return million * US_PER_MILLION_IDS[width] * max(1.0, shard.columns / widths[-1])
+
+
+def all_to_alls_us(columns: int, world_size: int, global_batch_size: int, pooled_bytes: int) -> float:
+    """Predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
+
+    Vectors cross once and their gradients once; what a rank sends to itself does not travel. pooled_bytes: of one
+    pooled element on the wire (2 in bf16, 4 in fp32).
+    """
+    if world_size == 1:
+        return 0.0
+    travels = global_batch_size * columns * pooled_bytes * (world_size - 1) / world_size
+    return 2 * (ALL_TO_ALL_US + travels / ALL_TO_ALL_BYTES_PER_US)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
     """What a plan gives one rank."""
 
+    tables_us: float
+    """Predicted microseconds of lookup, sort and update in an iteration."""
     embedding_us: float
-    """Predicted microseconds of embedding work in an iteration, as `rank_cost_us` has them."""
+    """The same and the rank's own all-to-alls."""
     table_bytes: int
     """fp32 weights, replicated tables included."""
     state_bytes: int
@@ -96,21 +116,46 @@ class RankLoad:
 def rank_loads(
     plan: Plan, model: ModelConfig, optimizer: OptimizerConfig, global_batch_size: int, pooled_bytes: int
 ) -> list[RankLoad]:
-    """The load of each rank. pooled_bytes: as for `rank_cost_us`."""
+    """The load of each rank. pooled_bytes: as for `all_to_alls_us`."""
     replicated = [(model.rows[table], model.embedding_dim) for table in plan.replicated]
     loads = []
     for rank in range(plan.world_size):
         shards = plan.of_rank(rank)
         parts = [*((model.rows[shard.table], shard.columns) for shard in shards), *replicated]
+        columns = sum(shard.columns for shard in shards)
+        own_us = tables_us(shards, model, global_batch_size)
         loads.append(
             RankLoad(
-                embedding_us=rank_cost_us(shards, model, global_batch_size, pooled_bytes),
+                tables_us=own_us,
+                embedding_us=own_us + all_to_alls_us(columns, plan.world_size, global_batch_size, pooled_bytes),
                 table_bytes=4 * sum(rows * columns for rows, columns in parts),
                 state_bytes=4 * sum(rows * optimizer.state_columns(columns) for rows, columns in parts),
-                columns=sum(shard.columns for shard in shards),
+                columns=columns,
             )
         )
     return loads
+
+
+def imbalance(times: Sequence[float]) -> float:
+    """Largest by mean: 1 where all ranks have as much to do."""
+    return max(times) * len(times) / sum(times)
+
+
+def iteration_us(
+    shards: Sequence[Shard], model: ModelConfig, world_size: int, global_batch_size: int, pooled_bytes: int
+) -> float:
+    """Predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest all-to-alls.
+
+    They add up because no rank gets through an all-to-all before all have come to it and the largest sender is done:
+    with 800 of 3328 columns on each of four ranks of eight, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
+    of equal shares.
+    """
+    by_rank: list[list[Shard]] = [[] for _ in range(world_size)]
+    for shard in shards:
+        by_rank[shard.rank].append(shard)
+    columns = max(sum(shard.columns for shard in own) for own in by_rank)
+    slowest = max(tables_us(own, model, global_batch_size) for own in by_rank)
+    return slowest + all_to_alls_us(columns, world_size, global_batch_size, pooled_bytes)
 
 
 def make_plan(
@@ -120,41 +165,39 @@ def make_plan(
     pooled_bytes: int = 2,
     optimizer: TableOptimizer = "adagrad",
 ) -> Plan:
-    """The plan of least predicted cost of the slowest rank, among those of two kinds of ranks.
+    """The plan of least `iteration_us` among those of two kinds of ranks.
 
-    Some ranks hold column shards, all of one width, of the hottest tables; the others hold the remaining tables whole.
-    All numbers of hot tables, widths and splits of the ranks are tried; within a kind, the most costly shard goes to
-    the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no table, and only exact Adagrad, whose
-    update replicated.py has, replicates any. ValueError if there are fewer shards than ranks at every width.
+    Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables
+    whole. All numbers of split tables, widths and splits of the ranks are tried; within a kind, the most costly shard
+    goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no table, and only exact
+    Adagrad, whose update replicated.py has, replicates any. ValueError if there are fewer shards than ranks at every
+    width.
     """
     dim = model.embedding_dim
     tables = list(range(model.num_features))
-    replicated = (
-        tuple(t for t in tables if model.rows[t] <= REPLICATED_ROWS)
-        if world_size > 1 and optimizer == "adagrad" and dim & (dim - 1) == 0  # what row_sums can add up
-        else ()
+    replicated = tuple(
+        t for t in tables if model.rows[t] <= REPLICATED_ROWS and can_replicate(dim, world_size, optimizer)
     )
     if len(tables) - len(replicated) < world_size:
         replicated = ()
-    hottest = sorted(set(tables) - set(replicated), key=lambda table: -model.multi_hot_sizes[table])
+    cost = {t: _shard_us(Shard(0, t, 0, dim), model, global_batch_size) for t in tables if t not in replicated}
+    costliest = sorted(cost, key=lambda table: -cost[table])
     splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
     best: tuple[float, tuple[Shard, ...]] | None = None
-    for split, width, narrow_ranks in product(range(len(hottest) + 1), widths, range(world_size + 1)):
+    for split, width, narrow_ranks in product(range(len(costliest) + 1), widths, range(world_size + 1)):
         wide_ranks = world_size - narrow_ranks
-        if (split > 0) != (narrow_ranks > 0) or (split < len(hottest)) != (wide_ranks > 0):
+        if (split > 0) != (narrow_ranks > 0) or (split < len(costliest)) != (wide_ranks > 0):
             continue
-        narrow = [(table, column, width) for table in hottest[:split] for column in range(0, dim, width)]
-        wide = [(table, 0, dim) for table in hottest[split:]]
+        narrow = [Shard(0, table, column, width) for table in costliest[:split] for column in range(0, dim, width)]
+        wide = [Shard(0, table, 0, dim) for table in costliest[split:]]
         if len(narrow) < narrow_ranks or len(wide) < wide_ranks:
             continue
-        shards = _place(narrow, range(narrow_ranks), model) + _place(wide, range(narrow_ranks, world_size), model)
-        cost = max(
-            rank_cost_us([s for s in shards if s.rank == rank], model, global_batch_size, pooled_bytes)
-            for rank in range(world_size)
-        )
-        if best is None or cost < best[0]:
-            best = (cost, tuple(sorted(shards)))
+        sizes = (model, world_size, global_batch_size, pooled_bytes)
+        shards = _place(narrow, range(narrow_ranks), *sizes) + _place(wide, range(narrow_ranks, world_size), *sizes)
+        time = iteration_us(shards, *sizes)
+        if best is None or time < best[0]:
+            best = (time, tuple(sorted(shards)))
     if best is None:
         raise ValueError(
             f"{model.num_features} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
@@ -165,13 +208,26 @@ def make_plan(
     return plan
 
 
-def _place(parts: list[tuple[int, int, int]], ranks: range, model: ModelConfig) -> list[Shard]:
-    """Longest processing time first: each part, hottest first, goes to the least loaded rank."""
+def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
+    """Whether replicated.py can hold tables of so many columns, and there is another rank to share them with."""
+    return world_size > 1 and optimizer == "adagrad" and dim & (dim - 1) == 0  # what row_sums can add up
+
+
+def _place(
+    parts: list[Shard], ranks: range, model: ModelConfig, world_size: int, global_batch_size: int, pooled_bytes: int
+) -> list[Shard]:
+    """Longest processing time first: each part, costliest first, goes to the least loaded rank."""
+    none = all_to_alls_us(0, world_size, global_batch_size, pooled_bytes)
+    cost = {
+        part: _shard_us(part, model, global_batch_size)
+        + all_to_alls_us(part.columns, world_size, global_batch_size, pooled_bytes)
+        - none
+        for part in parts
+    }
     load = [(0.0, rank) for rank in ranks]
     shards = []
-    for table, column, columns in sorted(parts, key=lambda part: -model.multi_hot_sizes[part[0]]):
+    for part in sorted(parts, key=lambda part: -cost[part]):
         busy, rank = heapq.heappop(load)
-        shards.append(Shard(rank=rank, table=table, column=column, columns=columns))
-        # A pooled vector costs about as much to send as three ids of its table cost to look up and update.
-        heapq.heappush(load, (busy + model.multi_hot_sizes[table] + 3, rank))
+        shards.append(replace(part, rank=rank))
+        heapq.heappush(load, (busy + cost[part], rank))
     return shards

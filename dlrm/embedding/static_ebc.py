@@ -129,11 +129,15 @@ class StaticEBC:
             out = self.empty_ids()
         gather_segments(received, self._receive_segments, out.ids)
         self._tbe.shift(out.ids)
-        if out.sorted_ids is not None and out.sorted_bags is not None:
-            self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
+        self.sort(out)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
         return out
+
+    def sort(self, ids: DistributedIds) -> None:
+        """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`."""
+        if ids.sorted_ids is not None and ids.sorted_bags is not None:
+            self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
 
     def empty_ids(self) -> DistributedIds:
         """Memory for one batch's ids, all zero."""
@@ -203,6 +207,11 @@ class StaticEBC:
             self._replicated.update(ids.replicated, grad, self.learning_rate)
 
     # State
+
+    def set_learning_rate(self, value: float) -> None:
+        """From the next update on; an update of FBGEMM's that a graph holds keeps the one it was captured with."""
+        self.learning_rate.fill_(value)
+        self._tbe._tbe.set_learning_rate(value)
 
     def tables(self) -> Iterator[TableShard]:
         """Every shard of this rank, replicated tables included, with its weights and optimizer state, as views."""

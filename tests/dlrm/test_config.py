@@ -62,6 +62,8 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--loss-interval", {"loss_interval": 0}),
     ("--seed", {"seed": -1}),
     ("--seed", {"seed": 2**63}),
+    ("--cuda-graph-fallback", {"cuda_graph_fallback": True}),
+    ("--plan", {"plan": "torchrec"}),
     ("--run-id", {"run_id": "a/b"}),
     ("--run-id", {"run_id": ""}),
     ("--run-id", {"run_id": ".."}),

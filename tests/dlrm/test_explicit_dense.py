@@ -66,16 +66,20 @@ def forward_backward(
     """Logits, local mean loss and the gradient by x0; weight gradients go to explicit.grad."""
     explicit.bottom_forward(dense)
     explicit.x0[:, explicit.model.embedding_dim :].copy_(pooled)
+    layers = range(explicit.model.cross_layers)
     losses = torch.zeros(parts, device=dense.device)
     logits = []
     for part, part_labels in enumerate(labels.chunk(parts)):
-        explicit.cross_forward(part)
+        for layer in layers:
+            explicit.cross_forward(layer, part)
         logits.append(explicit.top_forward(part))
         explicit.loss_backward(logits[-1], part_labels, losses[part], part)
         explicit.top_backward(part)
-        explicit.cross_backward(part)
+        for layer in reversed(layers):
+            explicit.cross_backward(layer, part)
     explicit.top_weight_gradients()
-    explicit.cross_weight_gradients()
+    for layer in layers:
+        explicit.cross_weight_gradients(layer)
     explicit.bottom_backward()
     return torch.cat(logits), losses.mean(), explicit.dx0
 

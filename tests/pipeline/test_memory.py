@@ -49,12 +49,13 @@ def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None
         for rank, (memory, load) in enumerate(zip(ranks, loads, strict=True)):
             assert memory["tables"] * 1e9 == pytest.approx(load.table_bytes, rel=0.01)
             assert memory["optimizer_state"] * 1e9 == pytest.approx(load.state_bytes, rel=0.01)
-            # Of each of three batches: the batch, labels and dense features in use, the ids that the rank looks up.
+            # Of each of four batches: the batch, labels and dense features in use, the ids that the rank looks up. The
+            # two in evaluation have no sorted ids.
             batch = storage_bytes(BATCH_SIZE, MODEL) + BATCH_SIZE * (MODEL.dense_in_features + 1) * 4
             ids = 2 * BATCH_SIZE * sum(MODEL.multi_hot_sizes[shard.table] for shard in plan.of_rank(rank)) * 4
             local = BATCH_SIZE * sum(MODEL.multi_hot_sizes[table] for table in plan.replicated) * 4
             starts = sum(MODEL.rows[table] for table in plan.replicated) * 4
-            needed = 3 * (batch + ids * (3 if presort else 1) + 3 * local + starts)
+            needed = 4 * (batch + ids + 3 * local + starts) + (4 * ids if presort else 0)
             assert memory["ids_and_staging"] * 1e9 == pytest.approx(needed, rel=0.01)
             assert memory["dense_weights"] > 0
             if gpu:

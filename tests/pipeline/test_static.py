@@ -168,7 +168,9 @@ def jobs_of(world_size: int, gpu: bool) -> dict[str, Job]:
         for precision, presort in product(("fp32", "bf16"), (False, True)):
             eager = small("replicated", presort_ids=presort, precision=precision)
             others[f"eager {precision} {presort}"] = (eager, 30, True)
-            others[f"graph {precision} {presort}"] = (replace(eager, cuda_graph="iteration", overlap=True), 30, True)
+            graph = replace(eager, cuda_graph="iteration", overlap=True)
+            others[f"graph {precision} {presort}"] = (graph, 30, True)
+            others[f"graph alone {precision} {presort}"] = (graph, 30, False)
         others["graph large"] = (replace(large, cuda_graph="iteration", overlap=True), LARGE_STEPS, False)
     return parity | others
 
@@ -312,6 +314,7 @@ def test_graph_with_overlap_equals_eager_to_the_bit(
     for jobs in trained(world_size, gpu):
         eager, graph = (jobs[f"{way} {precision} {presort}"] for way in ("eager", "graph"))
         assert len(graph.losses) == 30
+        assert_bitwise_equal(jobs[f"graph alone {precision} {presort}"], graph)  # evaluation leaves training as it was
         assert len(graph.logits) == 30 // EVALUATE_EVERY
         assert_bitwise_equal(graph, eager)
         for logits, expected in zip(graph.logits, eager.logits, strict=True):

@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm.config import ModelConfig
-from dlrm.embedding.plan import REPLICATED_ROWS, Plan, Shard, make_plan, rank_cost_us
+from dlrm.config import ModelConfig, OptimizerConfig
+from dlrm.embedding.plan import (
+    REPLICATED_ROWS,
+    Plan,
+    Shard,
+    all_to_alls_us,
+    imbalance,
+    iteration_us,
+    make_plan,
+    rank_loads,
+    tables_us,
+)
 from dlrm.presets import MLPERF_MODEL
 
 
@@ -63,23 +73,58 @@ def test_the_hottest_mlperf_table_is_split_by_columns():
     assert len({shard.rank for shard in plan.shards if shard.table == 20}) > 1
 
 
-@pytest.mark.parametrize("global_batch_size", [4096, 55296])
+@pytest.mark.parametrize("local_batch_size", [512, 6912])
+@pytest.mark.parametrize("world_size", [4, 8])
 @pytest.mark.parametrize("pooled_bytes", [2, 4])
-def test_the_mlperf_model_on_eight_ranks_is_balanced(global_batch_size, pooled_bytes):
-    plan = make_plan(MLPERF_MODEL, 8, global_batch_size, pooled_bytes)
-    cost = [rank_cost_us(plan.of_rank(rank), MLPERF_MODEL, global_batch_size, pooled_bytes) for rank in range(8)]
-    assert max(cost) < 1.1 * sum(cost) / 8
-    round_robin = [[Shard(rank, table, 0, 128) for table in range(rank, 26, 8)] for rank in range(8)]
-    assert max(cost) < max(rank_cost_us(s, MLPERF_MODEL, global_batch_size, pooled_bytes) for s in round_robin)
+def test_the_mlperf_model_is_balanced(local_batch_size, world_size, pooled_bytes):
+    sizes = (local_batch_size * world_size, pooled_bytes)
+    plan = make_plan(MLPERF_MODEL, world_size, *sizes)
+    loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(), *sizes)
+    assert 1 <= imbalance([load.embedding_us for load in loads]) < 1.03
+    if (world_size, local_batch_size) == (8, 6912):
+        # The hottest table's quarters alone on four ranks, all others whole, and the others split as it is.
+        quarters = [Shard(rank, 20, 32 * rank, 32) for rank in range(4)]
+        others = [table for table in range(26) if table != 20 and table not in plan.replicated]
+        whole = quarters + [Shard(4 + i % 4, table, 0, 128) for i, table in enumerate(others)]
+        round_robin = [Shard(i % 8, table, 0, 128) for i, table in enumerate([20, *others])]
+        times = [iteration_us(shards, MLPERF_MODEL, 8, *sizes) for shards in (plan.shards, whole, round_robin)]
+        assert times == sorted(times)
+        assert times[0] < 0.97 * times[1]
 
 
-def test_cost_counts_ids_columns_and_bytes():
-    model = model_of([100, 100], [1, 10], dim=128)
-    cost = rank_cost_us([Shard(0, 0, 0, 128)], model, 10000, 2)
-    assert rank_cost_us([Shard(0, 1, 0, 128)], model, 10000, 2) > cost
-    assert rank_cost_us([Shard(0, 0, 0, 64)], model, 10000, 2) < cost
-    assert rank_cost_us([Shard(0, 0, 0, 128)], model, 20000, 2) > cost
-    assert rank_cost_us([Shard(0, 0, 0, 128)], model, 10000, 4) > cost
+@pytest.mark.parametrize("dim", [128, 64, 32, 16])
+def test_plans_are_within_a_tenth_of_what_was_measured(dim):
+    """Microseconds of forward and backward of one call, exact Adagrad, by width and table."""
+    hot = model_of([40_000_000] * 4, [100, 27, 25, 12])
+    small = model_of([17295, 7122, 1543, 63, 10, 4, 976, 14, 108, 36], [1] * 10)
+    measured = {
+        128: [(0, 55296, 3801), (1, 55296, 1284), (2, 55296, 1201), (3, 55296, 629), (0, 4096, 435)],
+        64: [(0, 55296, 2201), (1, 55296, 743)],
+        32: [(0, 55296, 1406), (0, 4096, 252)],
+        16: [(0, 55296, 1232)],
+    }
+    for table, global_batch_size, us in measured[dim]:
+        assert tables_us([Shard(0, table, 0, dim)], hot, global_batch_size) == pytest.approx(us, rel=0.1)
+    if dim == 128:
+        assert tables_us([Shard(0, table, 0, 128) for table in range(10)], small, 55296) == pytest.approx(396, rel=0.1)
+
+
+def test_all_to_alls_take_what_was_measured():
+    """26 tables of 128 columns over eight ranks, bf16: 34 us at 512 samples a GPU, 157 us at 6912; two of them."""
+    for local_batch_size, us in ((512, 34), (6912, 157)):
+        assert all_to_alls_us(26 * 128 // 8, 8, 8 * local_batch_size, 2) == pytest.approx(2 * us, rel=0.03)
+    # On two ranks half of the bytes stay where they are.
+    assert all_to_alls_us(0, 2, 10**6, 2) < all_to_alls_us(128, 2, 10**6, 2) < all_to_alls_us(128, 8, 10**6, 2)
+    assert all_to_alls_us(128, 1, 10**6, 2) == 0
+
+
+def test_cost_counts_ids_columns_and_rows():
+    model = model_of([10**6, 10**6, 100], [1, 10, 1], dim=128)
+    cost = tables_us([Shard(0, 0, 0, 128)], model, 10000)
+    assert tables_us([Shard(0, 1, 0, 128)], model, 10000) > cost
+    assert tables_us([Shard(0, 0, 0, 64)], model, 10000) < cost
+    assert tables_us([Shard(0, 2, 0, 128)], model, 10000) < cost
+    assert tables_us([Shard(0, 0, 0, 128)], model, 20000) > cost
 
 
 def test_too_many_ranks_are_refused():

@@ -1,0 +1,45 @@
+"""Short trainings of a small static pipeline, for tests that look at one thing each."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm.data.batch import Batch
+from dlrm.data.random_batches import RandomDataset
+from dlrm.ranks import Ranks
+from pipeline.state import ModelState
+from tests.cases import SMALL_MODEL
+
+BATCHES = 16
+"""Distinct batches of a run."""
+
+
+def small(
+    embedding: TableOptimizer = "adagrad", learning_rate: float = 0.01, variable_lengths: bool = False, **changes: Any
+) -> RunConfig:
+    changes = {"model": SMALL_MODEL, "precision": "fp32", "local_batch_size": 24} | changes
+    return RunConfig(
+        preset="test",
+        data=DataConfig(source="random", random_batches=BATCHES, variable_lengths=variable_lengths),
+        optimizer=OptimizerConfig(embedding=embedding, learning_rate=learning_rate),
+        ebc="static",
+        iterations=BATCHES,
+        warmup_iterations=0,
+        **changes,
+    )
+
+
+def batches_of(config: RunConfig, ranks: Ranks, count: int = BATCHES) -> Iterator[Batch]:
+    torch.set_float32_matmul_precision("highest")
+    dataset = RandomDataset(config.data, config.model, config.seed)
+    place = (ranks.rank, ranks.world_size, config.local_batch_size)
+    return islice(dataset.train_batches(*place, pin=ranks.device.type == "cuda"), count)
+
+
+def equal_states(a: ModelState, b: ModelState) -> bool:
+    """Whether all weights and optimizer states are the same bits."""
+    pairs = ((a.weights, b.weights), (a.optimizer, b.optimizer))
+    return all(x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in pairs)
