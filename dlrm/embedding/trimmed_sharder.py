@@ -101,10 +101,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         of values is always looked at, and lengths that the host has.
         """
         features = maybe_td_to_kjt(features)
-        problem = self._problem(features)
+        problem = self._misfit(features)
         if self._validate:
-            self._validate_on_all_ranks(features, problem)
-        elif problem:
+            problem = problem or self._broken_promise(features) or self._wrong_number(features)
+            self._raise_on_all_ranks(features.stride(), problem)
+        elif problem := problem or self._wrong_number(features):
             raise ValueError(problem)
         ctx.inverse_indices = features.inverse_indices_or_none()
         if self._has_uninitialized_input_dist:
@@ -134,7 +135,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         keys, sizes = list(input_feature_names), self._multi_hot_sizes
         static, dynamic, others = self._groups()
         self._input_keys = keys
-        self._ids_per_sample = sum(sizes[key] for key in keys) if all(key in sizes for key in keys) else None
+        self._ids_per_sample = self._declared(keys)
         self._static = StaticDist(static, keys, sizes, self._peers) if static else None
         self._dynamic = DynamicDist(dynamic, keys, self._peers) if dynamic else None
         self._stock = {}
@@ -155,10 +156,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         dynamic: list[Group] = []
         others: list[int] = []
         for index, (kind, sharding) in enumerate(zip(self._sharding_types, self._embedding_shardings, strict=True)):
-            tables = sharding.embedding_tables()
-            if kind not in (*_BY_TABLE, _LOCAL, _BY_ROW) or any(
-                t.use_virtual_table or t.total_num_buckets for t in tables
-            ):
+            tables = sharding.embedding_tables() if kind in (*_BY_TABLE, _LOCAL, _BY_ROW) else []
+            if not tables or any(table.use_virtual_table or table.total_num_buckets for table in tables):
                 others.append(index)
                 continue
             alike = [sharding.feature_names()] * self._peers.world_size
@@ -173,38 +172,48 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             (static if declared and kind != _BY_ROW else dynamic).append(group)
         return static, dynamic, others
 
-    def _problem(self, features: KeyedJaggedTensor) -> str | None:
-        """What the host knows to be wrong with an input."""
+    def _declared(self, keys: list[str]) -> int | None:
+        """Ids of one sample; None where a key is undeclared."""
+        sizes = self._multi_hot_sizes
+        return sum(sizes[key] for key in keys) if all(key in sizes for key in keys) else None
+
+    def _misfit(self, features: KeyedJaggedTensor) -> str | None:
+        """What makes an input one that cannot be looked at any closer."""
         if features.variable_stride_per_key() or features.weights_or_none() is not None:
             return (
                 "TrimmedEBCSharder has no weights and no variable batch per feature: use EmbeddingBagCollectionSharder"
             )
-        keys, sizes = features.keys(), self._multi_hot_sizes
+        keys = features.keys()
         if self._has_uninitialized_input_dist:
             missing = {name for config in self._embedding_bag_configs for name in config.feature_names} - set(keys)
             if missing:
                 return f"the input has no feature {', '.join(sorted(missing))}: the tables look them up"
         elif keys != self._input_keys:
             return f"the input's keys are {keys}, those of the first one were {self._input_keys}: keep their order"
-        stride, values = features.stride(), features.values().numel()
+        return None
+
+    def _wrong_number(self, features: KeyedJaggedTensor) -> str | None:
+        """What the host knows to be wrong with the lengths without a read."""
+        keys, sizes, stride = features.keys(), self._multi_hot_sizes, features.stride()
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
             if key in sizes and length != stride * sizes[key]:
                 return (
                     f"feature {key} has {length} ids in {stride} samples, multi_hot_sizes declares {sizes[key]} a "
                     "sample: declare its size, or leave a feature of variable lengths out"
                 )
-        if self._ids_per_sample is not None and values != stride * self._ids_per_sample:
+        declared = self._declared(keys) if self._has_uninitialized_input_dist else self._ids_per_sample
+        values = features.values().numel()
+        if declared is not None and values != stride * declared:
             return (
-                f"the input has {values} ids in {stride} samples, multi_hot_sizes declares {self._ids_per_sample} a "
-                "sample: validate=True finds the feature; leave features of variable lengths out"
+                f"the input has {values} ids in {stride} samples, multi_hot_sizes declares {declared} a sample: "
+                "validate=True names a feature of other lengths; leave such out"
             )
         return None
 
-    def _validate_on_all_ranks(self, features: KeyedJaggedTensor, problem: str | None) -> None:
-        """Reads the lengths and exchanges what is wrong; ValueError on all ranks if anything is, on any of them."""
-        mine = problem or self._broken_promise(features)
+    def _raise_on_all_ranks(self, stride: int, problem: str | None) -> None:
+        """ValueError if any rank has a problem or another stride. Collective, and waits."""
         found: list[Any] = [None] * self._peers.world_size
-        dist.all_gather_object(found, (features.stride(), mine), group=self._peers.group)
+        dist.all_gather_object(found, (stride, problem), group=self._peers.group)
         problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
         strides = [stride for stride, _ in found]
         if len(set(strides)) > 1:
