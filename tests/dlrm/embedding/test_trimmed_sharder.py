@@ -1,0 +1,572 @@
+"""The trimmed input dist gives TorchRec's lookups what TorchRec's own gives them, and asks less on the way."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from bench.trace import ITERATION, read_trace, summarize_trace
+from dlrm.embedding.trimmed_sharder import TrimmedEBCSharder
+from dlrm.ranks import Ranks
+
+SIZES = {"f0": 3, "f1": 1, "f2": 2, "f3": 4, "f4": 1, "unused": 2}
+TABLES = {  # rows, features
+    "a": (50, ["f0"]),
+    "b": (90, ["f1"]),
+    "c": (71, ["f2", "f4"]),
+    "d": (20, ["f3"]),
+    "e": (43, ["f4", "f0"]),
+}
+DIM = 16
+STRIDES = (6, 6, 6, 4, 6)
+
+
+def twcw(ranks: list[int]) -> Callable[..., Any]:
+    """TorchRec has no constructor for it; its shards are those of a column-wise table."""
+
+    def sharding(*args: Any, **kwargs: Any) -> Any:
+        of_columns = column_wise(ranks=ranks)(*args, **kwargs)
+        of_columns.sharding_type = "table_column_wise"
+        return of_columns
+
+    return sharding
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: Callable[[], dict[str, Callable[..., Any]]]
+    """Of each table; without a table the model has none of it."""
+    undeclared: tuple[str, ...] = ()
+    """Features of variable lengths."""
+    static: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
+    torchrec: tuple[str, ...] = ()
+    all_to_alls: int = 1
+    reads: int = 0
+    world_size: int = 2
+    ids: torch.dtype = torch.int64
+    host_knows_lengths: bool = False
+    fused_params: dict[str, Any] = field(default_factory=dict)
+    pooling: PoolingType = PoolingType.SUM
+    codecs: bool = False
+    """Pooled vectors and their gradients go between ranks in fp16."""
+
+
+def plan_of(*shardings: Any) -> Callable[[], dict[str, Callable[..., Any]]]:
+    return lambda: dict(zip(TABLES, shardings, strict=False))
+
+
+ALL = ("f0", "f1", "f2", "f3", "f4")
+THREE = ("f0", "f1", "f2", "f4")
+"""Of the first three tables."""
+TW = plan_of(table_wise(0), table_wise(1), table_wise(0), table_wise(1), table_wise(1))
+CW = plan_of(*(column_wise(ranks=ranks) for ranks in ([0, 1], [1, 0], [1, 1], [0, 0], [1, 0])))
+DP = plan_of(*[data_parallel()] * 5)
+RW = plan_of(*[row_wise()] * 5)
+TW_CW_DP = plan_of(table_wise(1), column_wise(ranks=[0, 1]), table_wise(0), data_parallel(), twcw([1, 0]))
+WITH_RW = plan_of(table_wise(1), column_wise(ranks=[0, 1]), row_wise(), data_parallel(), row_wise())
+WITH_TWRW = plan_of(table_wise(1), column_wise(ranks=[0, 1]), *[table_row_wise(0)] * 3)
+int32 = {"embedding_table_index_type": torch.int32, "embedding_table_offset_type": torch.int32}
+
+CASES = {
+    "tw": Case(TW, static=ALL),
+    "tw, rank 0 alone has tables": Case(plan_of(table_wise(0), table_wise(0)), static=("f0", "f1")),
+    "cw": Case(CW, static=ALL),
+    "dp": Case(DP, static=ALL, all_to_alls=0),
+    "tw cw twcw dp": Case(TW_CW_DP, static=ALL),
+    "tw cw twcw dp, lengths on the host": Case(TW_CW_DP, static=ALL, host_knows_lengths=True),
+    "tw cw twcw dp, int32": Case(TW_CW_DP, static=ALL, ids=torch.int32, fused_params=int32),
+    "tw cw twcw dp, mean": Case(TW_CW_DP, static=ALL, pooling=PoolingType.MEAN),
+    "tw cw twcw dp, unused varies": Case(TW_CW_DP, undeclared=("unused",), static=ALL),
+    "rw": Case(RW, dynamic=ALL, all_to_alls=2, reads=1),
+    "rw, lengths vary": Case(RW, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1),
+    "rw, int32": Case(RW, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1, ids=torch.int32, fused_params=int32),
+    "tw cw dp, all vary": Case(TW_CW_DP, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1),
+    "tw cw twcw dp, codecs": Case(TW_CW_DP, static=ALL, codecs=True),
+    "twrw": Case(WITH_TWRW, static=("f0", "f1"), torchrec=("f0", "f2", "f3", "f4")),
+    "dp varies": Case(DP, undeclared=("f2",), dynamic=ALL, all_to_alls=0, reads=1),
+    "tw cw dp rw": Case(
+        WITH_RW, static=("f0", "f1", "f3"), dynamic=("f0", "f2", "f4"), all_to_alls=3, reads=1
+    ),
+    "tw cw dp rw, some vary": Case(
+        WITH_RW, undeclared=("f1", "f2"), static=("f0", "f3"), dynamic=("f0", "f1", "f2", "f4"), all_to_alls=3, reads=1
+    ),
+}  # fmt: skip
+CASES |= {
+    "tw cw twcw dp, 3 ranks": Case(
+        plan_of(table_wise(2), column_wise(ranks=[0, 2]), table_wise(0), data_parallel(), twcw([2, 1])),
+        static=ALL,
+        world_size=3,
+    ),
+    "tw cw dp rw, 3 ranks": Case(
+        WITH_RW, undeclared=("f4",), static=("f0", "f1", "f3"), dynamic=("f0", "f2", "f4"), all_to_alls=3, reads=1,
+        world_size=3,
+    ),
+    "1 rank": Case(plan_of(table_wise(0), table_wise(0), data_parallel()), static=THREE, all_to_alls=0, world_size=1),
+    "1 rank, lengths vary": Case(
+        plan_of(table_wise(0), row_wise(), data_parallel()), undeclared=ALL, dynamic=THREE, all_to_alls=0, reads=1,
+        world_size=1,
+    ),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name=name, num_embeddings=TABLES[name][0], embedding_dim=DIM, feature_names=TABLES[name][1],
+                pooling=case.pooling,
+            )
+            for name in case.plan()
+        ]  # fmt: skip
+        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        width = DIM * sum(len(table.feature_names) for table in tables)
+        self.weights = nn.Parameter(torch.linspace(-1, 1, width, device=device))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """TorchRec's pipelines take the first for the loss and give the second back."""
+        pooled = self.ebc(batch.sparse_features).values()
+        logits = (pooled * self.weights).sum(dim=1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, (loss.detach(), pooled.detach())
+
+
+@dataclass
+class Sharded:
+    model: DistributedModelParallel
+    optimizer: KeyedOptimizerWrapper
+
+    @property
+    def ebc(self) -> Any:
+        return self.model.module.ebc
+
+
+def sharded(case: Case, ranks: Ranks, sharder: EmbeddingBagCollectionSharder) -> Sharded:
+    model = Model(case, ranks.device)
+    apply_optimizer_in_backward(torch.optim.Adagrad, model.ebc.parameters(), {"lr": 0.05, "eps": 1e-8})
+    plan = construct_module_sharding_plan(
+        model.ebc, case.plan(), sharder, local_size=ranks.local_world_size, world_size=ranks.world_size,
+        device_type=ranks.device.type,
+    )  # fmt: skip
+    model = DistributedModelParallel(
+        model, device=ranks.device, plan=ShardingPlan({"ebc": plan}), sharders=[sharder], init_parameters=True
+    )
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return Sharded(model, KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adagrad(params, lr=0.05)))
+
+
+def codecs(case: Case, ranks: Ranks) -> dict[str, Any] | None:
+    if not case.codecs:
+        return None
+    return get_qcomm_codecs_registry(QCommsConfig(CommType.FP16, CommType.FP16), device=ranks.device)
+
+
+def stock(case: Case, ranks: Ranks) -> Sharded:
+    sharder = EmbeddingBagCollectionSharder(dict(case.fused_params), qcomm_codecs_registry=codecs(case, ranks))
+    return sharded(case, ranks, sharder)
+
+
+def trimmed(case: Case, ranks: Ranks, **options: Any) -> Sharded:
+    sizes = {key: size for key, size in SIZES.items() if key not in case.undeclared}
+    sharder = TrimmedEBCSharder(sizes, dict(case.fused_params), codecs(case, ranks), **options)
+    return sharded(case, ranks, sharder)
+
+
+def batches(case: Case, ranks: Ranks, strides: tuple[int, ...] = STRIDES) -> list[Batch]:
+    """Other ids for each rank and batch. Keys stand in another order than the tables."""
+    random = torch.Generator().manual_seed(17 + ranks.rank)
+    keys = ["f3", "f0", "unused", "f2", "f4", "f1"]
+    made = []
+    for stride in strides:
+        lengths, values = [], []
+        for key in keys:
+            size = SIZES[key]
+            varying = torch.randint(0, 2 * size + 1, (stride,), generator=random)
+            lengths.append(varying if key in case.undeclared else torch.full((stride,), size))
+            values.append(torch.randint(0, 20, (int(lengths[-1].sum()),), generator=random))
+        kjt = KeyedJaggedTensor(
+            keys=keys, values=torch.cat(values).to(case.ids), lengths=torch.cat(lengths).to(torch.int32), stride=stride
+        )
+        if case.host_knows_lengths:
+            kjt.sync()
+        labels = torch.randint(0, 2, (stride,), generator=random).float()
+        made.append(Batch(dense_features=torch.zeros(stride, 1), sparse_features=kjt, labels=labels).to(ranks.device))
+    return made
+
+
+def fresh(made: list[Batch]) -> Iterator[Batch]:
+    """KJTs keep what was computed from them: each pipeline gets its own."""
+    for batch in made:
+        old = batch.sparse_features
+        kjt = KeyedJaggedTensor(
+            keys=old.keys(), values=old.values(), lengths=old.lengths(), stride=old.stride(),
+            length_per_key=old.length_per_key_or_none(), offset_per_key=old.offset_per_key_or_none(),
+        )  # fmt: skip
+        yield Batch(batch.dense_features, kjt, batch.labels)
+
+
+def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Local tensors of a state_dict, by their path."""
+    tensors = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            tensors |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                tensors[f"{prefix}{name}{shard.metadata.shard_offsets}"] = shard.tensor.clone().cpu()
+        elif isinstance(value, Tensor):
+            tensors[prefix + name] = value.detach().clone().cpu()
+    return tensors
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    pooled: list[Tensor]
+    state: dict[str, Tensor]
+    keys: list[str]
+
+
+def train(what: Sharded, made: list[Batch], ranks: Ranks, in_pipeline: bool) -> Trained:
+    losses, pooled = [], []
+    data = fresh(made)
+    pipeline = TrainPipelineSparseDist(what.model, what.optimizer, ranks.device)
+    for batch in made:
+        if in_pipeline:
+            loss, of_batch = pipeline.progress(data)
+        else:
+            what.optimizer.zero_grad()
+            loss, (_, of_batch) = what.model(next(data))
+            loss.backward()
+            what.optimizer.step()
+        assert len(of_batch) == batch.sparse_features.stride()
+        losses.append(loss.item())
+        pooled.append(of_batch.cpu())
+    state = {
+        "model": what.model.state_dict(),
+        "fused": what.model.fused_optimizer.state_dict()["state"],
+        "dense": what.optimizer.state_dict()["state"],
+    }
+    return Trained(losses, pooled, flat(state), list(state["model"]))
+
+
+def equal_weights(case: Case, ranks: Ranks) -> tuple[Sharded, Sharded]:
+    pair = stock(case, ranks), trimmed(case, ranks)
+    pair[1].model.load_state_dict(pair[0].model.state_dict())
+    return pair
+
+
+class HostReads(TorchFunctionMode):
+    """Counts reads of tensors by the host, and tensors made of what the host has."""
+
+    def __init__(self, *reads: Any) -> None:
+        super().__init__()
+        self._reads = frozenset(reads)
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts["reads"] += func in self._reads
+        self.counts["lists"] += func in (torch.tensor, torch.as_tensor)
+        return func(*args, **(kwargs or {}))
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts(what: Sharded, batch: Batch) -> tuple[Counter[str], Counter[str]]:
+    """Host reads and operators from a batch to what the lookups take, and of the lookups' own asking."""
+    ebc = what.ebc
+    reads = (Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.__bool__, Tensor.__int__)
+    with HostReads(*reads, Tensor.cpu) as host, Ops() as ops:
+        context = ebc.create_context()
+        features = ebc.input_dist(context, batch.sparse_features).wait().wait()
+        for kjt in features:
+            kjt.sync()
+            kjt.offsets()
+    with torch.no_grad(), HostReads(*reads) as in_forward:  # FBGEMM calls .cpu() on what is on the CPU
+        ebc.compute_and_output_dist(context, features).wait()
+    return host.counts + in_forward.counts, ops.counts
+
+
+@dataclass
+class Result:
+    stock: list[Trained]
+    """Directly, then in a pipeline of TorchRec's."""
+    trimmed: list[Trained]
+    features: dict[str, list[str]]
+    counts: list[tuple[Counter[str], Counter[str]]]
+    """Of stock, then trimmed."""
+    evaluated: list[Tensor]
+    """By stock, then trimmed."""
+
+
+def run_cases(ranks: Ranks, names: list[str]) -> dict[str, Result]:
+    results = {}
+    for name in names:
+        case = CASES[name]
+        made = batches(case, ranks)
+        pair = equal_weights(case, ranks)
+        directly = [train(what, made, ranks, in_pipeline=False) for what in pair]
+        counted = [[counts(what, batch) for batch in fresh(made)][1] for what in pair]
+        with torch.no_grad():
+            evaluated = [torch.cat([what.model(batch)[1][1].cpu() for batch in fresh(made)]) for what in pair]
+        piped = [train(what, made, ranks, in_pipeline=True) for what in pair]
+        by_sharder = map(list, zip(directly, piped, strict=True))
+        results[name] = Result(*by_sharder, pair[1].ebc.trimmed_features(), counted, evaluated)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(run_ranks: Callable[..., list[Any]]) -> dict[str, list[Result]]:
+    by_case: dict[str, list[Result]] = {}
+    for world_size in (1, 2, 3):
+        names = [name for name, case in CASES.items() if case.world_size == world_size]
+        per_rank = run_ranks(world_size, run_cases, names)
+        by_case |= {name: [rank[name] for rank in per_rank] for name in names}
+    return by_case
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_what_stock_trains(results, name):
+    for rank in results[name]:
+        for stock, trimmed in zip(rank.stock, rank.trimmed, strict=True):
+            assert trimmed.losses == stock.losses
+            assert len(set(stock.losses)) == len(STRIDES)
+            assert all(map(torch.equal, trimmed.pooled, stock.pooled))
+            assert trimmed.keys == stock.keys
+            assert trimmed.state.keys() == stock.state.keys()
+            assert [key for key in stock.state if not torch.equal(trimmed.state[key], stock.state[key])] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluates_as_stock_does(results, name):
+    for rank in results[name]:
+        stock, trimmed = rank.evaluated
+        assert torch.equal(stock, trimmed)
+        assert stock.any()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.torchrec])
+def test_asks_as_little_as_it_says(results, name):
+    case = CASES[name]
+    for rank in results[name]:
+        features = {"static": case.static, "dynamic": case.dynamic, "torchrec": case.torchrec}
+        assert rank.features == {kind: sorted(names) for kind, names in features.items()}
+        stock, (host, ops) = rank.counts
+        assert host["reads"] == case.reads
+        assert host["lists"] == 0
+        assert ops["aten::_local_scalar_dense"] == 0
+        assert ops["c10d::alltoall_base_"] == case.all_to_alls
+        assert sum(n for op, n in ops.items() if op.startswith("c10d::")) == case.all_to_alls
+        # The counters see what stock TorchRec does.
+        assert stock[0]["reads"] >= case.reads + bool(case.all_to_alls)
+        assert stock[1]["c10d::alltoall_base_"] >= case.all_to_alls + bool(case.all_to_alls)
+
+
+def all_in_flight(ranks: Ranks) -> tuple[list[Tensor], list[Tensor]]:
+    case = CASES["tw cw dp rw, some vary"]
+    stock, trimmed = equal_weights(case, ranks)
+    made = batches(case, ranks)
+    with torch.no_grad():
+        expected = [stock.model(batch)[1][1] for batch in fresh(made)]
+        contexts = [trimmed.ebc.create_context() for _ in made]
+        started = [
+            trimmed.ebc.input_dist(*each) for each in zip(contexts, [b.sparse_features for b in made], strict=True)
+        ]
+        launched = [each.wait() for each in started]
+        features = [each.wait() for each in launched]
+        looked_up = [trimmed.ebc.compute_and_output_dist(*each) for each in zip(contexts, features, strict=True)]
+        return expected, [each.wait().values() for each in looked_up]
+
+
+def test_batches_in_flight_leave_each_other_alone(run_ranks):
+    for expected, pooled in run_ranks(2, all_in_flight):
+        assert all(map(torch.equal, expected, pooled))
+
+
+def launch_beside_another_collective(ranks: Ranks) -> float:
+    """Rank 0 launches its input dist before a collective of the default group, rank 1 after it."""
+    case = CASES["tw cw twcw dp"]
+    what, made = trimmed(case, ranks), batches(case, ranks)
+    what.model(made[0])
+    number = torch.tensor([1.0 + ranks.rank])
+    first_wait = what.ebc.input_dist(what.ebc.create_context(), made[1].sparse_features)
+    if ranks.rank == 0:
+        second_wait = first_wait.wait()
+        dist.all_reduce(number)
+    else:
+        dist.all_reduce(number)
+        second_wait = first_wait.wait()
+    second_wait.wait()
+    return number.item()
+
+
+def test_has_a_communicator_of_its_own(run_ranks):
+    assert run_ranks(2, launch_beside_another_collective) == [3.0, 3.0]
+
+
+def changed(batch: Batch, **fields: Any) -> KeyedJaggedTensor:
+    kjt = batch.sparse_features
+    whole = {"keys": kjt.keys(), "values": kjt.values(), "lengths": kjt.lengths(), "stride": kjt.stride()}
+    return KeyedJaggedTensor(**(whole | fields))
+
+
+def message(ebc: Any, kjt: KeyedJaggedTensor) -> str:
+    with pytest.raises(ValueError, match=r"\w") as raised:
+        ebc.input_dist(ebc.create_context(), kjt)
+    return str(raised.value)
+
+
+def break_promises(ranks: Ranks) -> dict[str, str]:
+    case = CASES["tw cw twcw dp"]
+    batch, shorter = batches(case, ranks, (6, 4))
+    kjt = batch.sparse_features
+    moved = kjt.lengths().clone()
+    moved[7] -= 1  # f0 is the second key
+    moved[8] += 1
+    longer = kjt.lengths().clone()
+    longer[7] += 1
+    found = {}
+    ebc = trimmed(case, ranks, validate=True).ebc
+    for known in range(2):  # with the first batch and with a later one
+        found[f"length {known}"] = message(ebc, changed(batch, lengths=moved) if ranks.rank == 1 else kjt)
+        one_more = changed(batch, lengths=longer, values=kjt.values()[[0, *range(78)]])
+        found[f"longer {known}"] = message(ebc, one_more if ranks.rank == 0 else kjt)
+        found[f"stride {known}"] = message(ebc, (shorter if ranks.rank == 1 else batch).sparse_features)
+        found[f"values {known}"] = message(ebc, changed(batch, values=kjt.values()[1:]) if ranks.rank == 1 else kjt)
+        ebc.input_dist(ebc.create_context(), kjt).wait().wait()
+    ebc = trimmed(case, ranks).ebc
+    found["missing"] = message(ebc, changed(batch, keys=["f3", "f0", "unused", "f2", "other", "f1"]))
+    ebc.input_dist(ebc.create_context(), kjt).wait().wait()
+    found["number"] = message(ebc, changed(batch, values=kjt.values()[1:]))
+    moved[8:12] += 1
+    found["length_per_key"] = message(ebc, changed(batch, lengths=moved, length_per_key=[24, 22, 12, 12, 6, 6]))
+    found["order"] = message(ebc, changed(batch, keys=kjt.keys()[::-1]))
+    found["weights"] = message(ebc, changed(batch, weights=torch.ones(kjt.values().numel())))
+    found["batch per feature"] = message(ebc, changed(batch, stride=None, stride_per_key_per_rank=[[6]] * 6))
+    return found
+
+
+def test_broken_promises_are_named_on_all_ranks(run_ranks):
+    ranks = run_ranks(2, break_promises)
+    for found in ranks:
+        for known in range(2):
+            assert "rank 1: feature f0 has length 2 in sample 1, multi_hot_sizes declares 3" in found[f"length {known}"]
+            assert "rank 0: feature f0 has length 4 in sample 1, multi_hot_sizes declares 3" in found[f"longer {known}"]
+            assert "the ranks' batches have [6, 4] samples" in found[f"stride {known}"]
+            assert "rank 1: the input has 77 ids in 6 samples" in found[f"values {known}"]
+        assert "no feature f4" in found["missing"]
+        assert "77 ids in 6 samples, multi_hot_sizes declares 13 a sample" in found["number"]
+        assert "feature f0 has 22 ids in 6 samples, multi_hot_sizes declares 3" in found["length_per_key"]
+        assert "keep their order" in found["order"]
+        assert "EmbeddingBagCollectionSharder" in found["weights"]
+        assert found["batch per feature"] == found["weights"]
+
+
+def refuse(ranks: Ranks) -> list[str]:
+    table = EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=["f0"])
+    weighted = EmbeddingBagCollection(tables=[table], is_weighted=True, device=torch.device("meta"))
+    sharder = TrimmedEBCSharder({"f0": 1})
+    errors = []
+    for env in (ShardingEnv.from_process_group(dist.GroupMember.WORLD), ShardingEnv.from_local(1, 0)):
+        with pytest.raises(ValueError, match="use EmbeddingBagCollectionSharder") as raised:
+            sharder.shard(weighted if env.process_group else EmbeddingBagCollection(tables=[table]), {}, env)
+        errors.append(str(raised.value))
+    with pytest.raises(ValueError, match="mean pooling on row-wise"):
+        trimmed(replace(CASES["rw"], pooling=PoolingType.MEAN), ranks)
+    return errors
+
+
+def test_what_it_has_no_way_for_is_refused(run_ranks):
+    ((weighted, no_group),) = run_ranks(1, refuse)
+    assert "weighted" in weighted
+    assert "one process group" in no_group
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_sizes_are_positive_integers(size):
+    with pytest.raises(ValueError, match=r"positive integers, not \{'f1'"):
+        TrimmedEBCSharder({"f0": 1, "f1": size})
+
+
+def trace(ranks: Ranks, names: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Host calls of a batch from the input to the pooled vectors, after a few others."""
+    calls = {}
+    for name in names:
+        case = CASES[name]
+        what = trimmed(case, ranks)
+        made = batches(case, ranks, (6,) * 6)
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with torch.no_grad(), profile(activities=activities) as profiled:
+            for step, batch in enumerate(fresh(made)):
+                with record_function(ITERATION if step >= 3 else "before"):
+                    what.ebc(batch.sparse_features).values()
+            torch.cuda.synchronize()
+        path = folder / f"{ranks.rank}.json.gz"
+        profiled.export_chrome_trace(str(path))
+        calls[name] = summarize_trace(read_trace(path)).calls
+    return calls
+
+
+GPU_CASES = [
+    pytest.param(1, ["1 rank", "1 rank, lengths vary"], marks=pytest.mark.gpu),
+    pytest.param(
+        2, ["tw", "tw cw twcw dp", "tw cw twcw dp, int32", "tw cw dp rw, some vary"], marks=pytest.mark.multi_gpu
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "names"), GPU_CASES)
+def test_the_host_waits_for_no_gpu(run_ranks, tmp_path, world_size, names):
+    for calls in run_ranks(world_size, trace, names, tmp_path, gpu=True):
+        for name in names:
+            assert calls[name]["kernel_launches"] > 0
+            assert calls[name]["stream_syncs"] == CASES[name].reads
+            assert calls[name]["d2h_copies"] == CASES[name].reads
+
+
+@pytest.mark.parametrize(("world_size", "names"), GPU_CASES)
+def test_trains_on_gpus_what_stock_trains(run_ranks, world_size, names):
+    for rank in run_ranks(world_size, run_cases, names, gpu=True):
+        for result in rank.values():
+            for stock, trimmed in zip(result.stock, result.trimmed, strict=True):
+                assert trimmed.losses == pytest.approx(stock.losses, rel=1e-5)
+                assert trimmed.state.keys() == stock.state.keys()
+                for key, value in stock.state.items():
+                    torch.testing.assert_close(trimmed.state[key], value, rtol=1e-3, atol=1e-5)
