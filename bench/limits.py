@@ -18,9 +18,9 @@ from rich.table import Table
 
 from bench.ceilings import ALL_REDUCE, ALL_TO_ALLS, BATCH_COPY, MEMORY, Ceiling, measure
 from bench.json_file import read_json
+from bench.kernel_names import STAGES
 from bench.machine import Git, Machine, describe_machine, git_state, short_name
 from bench.record import RunRecord, create_run_folder, new_run_id
-from bench.trace import STAGES
 from dlrm.config import RunConfig
 from dlrm.ranks import Ranks
 

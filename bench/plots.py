@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from bench.kernel_names import OTHER, STAGES
 from bench.ladder import Ladder
-from bench.trace import OTHER, STAGES
 
 WIDTH = 5.2
 """Inches. At the width of a phone's screen a font of this size is still readable."""

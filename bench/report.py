@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 
 from bench import plots
 from bench.compare import Side, doubts, read_side, side_of_records
+from bench.kernel_names import OTHER, STAGES
 from bench.ladder import LADDER_JSON, Ladder, read_ladder
 from bench.limits import LIMITS_JSON, Limits, check_same_work, read_limits
 from bench.mlperf_log import LOG_COLUMNS, log_row, read_mlperf_log
 from bench.record import RUN_JSON, Record, read_record
-from bench.trace import OTHER, STAGES
 
 PAGE = "index.html"
 _DPI = 200

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.kernel_names import OTHER, STAGES
 from bench.machine import Git, Machine, describe_machine
 from bench.monitor import Conditions
 from bench.record import RUN_JSON, Instruments, TrainingOutcome, build_record, write_record
-from bench.trace import OTHER, STAGES
 from dlrm.config import RunConfig
 from dlrm.presets import preset
 

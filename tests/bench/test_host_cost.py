@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from bench.clock import IterationClock
 from bench.host_cost import MEASURED, PROFILED, SETTLING, InstrumentedPipeline, host_table, twin_config, twin_flags
+from bench.kernel_names import STAGES
 from bench.losses import LossHistory
 from bench.mllog import MLPerfLog
 from bench.monitor import RunMonitor
 from bench.record import read_record
 from bench.run import Run
 from bench.schedule import Schedule
-from bench.trace import STAGES, read_trace
+from bench.trace import read_trace
 from dlrm.presets import preset
 from dlrm.ranks import Ranks
 from tests.bench.records import configured, edit, instruments, recorded_runs, write
