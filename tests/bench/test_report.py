@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from bench import ladder as ladder_module
-from bench.ladder import Rung, run_ladder
+from bench.ladder import run_ladder
 from bench.limits import LIMITS_JSON
 from bench.mllog import MLPerfLog
 from bench.record import TrainingOutcome, read_record
 from bench.report import _marks, collect, write_report
+from bench.rungs import Rung
 from dlrm.config import OptimizerConfig
 from tests.bench.records import conditions, instruments, recorded_runs, write
 from tests.bench.test_limits import some_limits
