@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _console() -> Console:
     """At least as wide as the tables, which are cut off otherwise."""
-    return Console(width=max(110, Console().width))
+    return Console(width=max(130, Console().width))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -58,13 +58,9 @@ class InstrumentedPipeline:
     """A pipeline whose train_step is measured; see pipeline.interface.Pipeline."""
 
     def __init__(self, pipeline: "Pipeline", folder: Path, config: RunConfig, ranks: Ranks, nvtx: bool = False) -> None:
-        """folder: of the record, where the traces go. nvtx: emit ranges for nsys and trace nothing.
-
-        ValueError if NVTX is asked for without a GPU.
-        """
+        """folder: of the record, where the traces go. nvtx: emit ranges for nsys and trace nothing; needs a GPU."""
         cuda = ranks.device.type == "cuda"
-        if nvtx and not cuda:
-            raise ValueError("--nvtx needs a GPU: its ranges are for nsys; leave it out for a trace of the CPU")
+        assert cuda or not nvtx
         self._pipeline = pipeline
         self._trace = folder / f"trace_rank{ranks.rank}.json.gz"
         self._ranks = ranks

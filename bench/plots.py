@@ -101,11 +101,13 @@ def timelines(twins: dict[str, dict[str, Span]]) -> Figure:
             length = span["end_ms"] - span["start_ms"]
             bar: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
             axes.barh(y, length, left=span["start_ms"], height=0.7, **bar)
-            axes.annotate(f" {span['busy_ms']:.3g}", (span["end_ms"], y), va="center", fontsize=_FONT - 1)
+            axes.annotate(f" busy {span['busy_ms']:.3g}", (span["end_ms"], y), va="center", fontsize=_FONT - 1)
         axes.axvline(0, color="black", linewidth=0.6)
         _names(axes, [stage.replace("_", " ") for stage in timeline])
         axes.set_title(name, fontsize=_FONT, loc="left")
-        axes.margins(x=0.1)
+        axes.use_sticky_edges = False
+        axes.margins(x=0.06)
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.12)
     axes.set_xlabel("ms from the iteration's first kernel, or on the host from its beginning", fontsize=_FONT)
     return figure
 
@@ -119,7 +121,7 @@ def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
             axes.barh(y, best, height=0.28, facecolor=_DARK)
         text = f" {us:.0f}, best not known" if best is None else f" {us:.0f}, best {best:.0f} ({us / best:.1f} x)"
         axes.annotate(text, (max(us, best or 0), y), va="center", fontsize=_FONT)
-    _names(axes, [textwrap.fill(name.replace("_", " "), 30) for name, _, _ in rows])
+    _names(axes, [textwrap.fill(name, 28) for name, _, _ in rows])
     axes.margins(x=0.45)
     axes.set_xlabel("us per iteration and rank; hatched: measured, dark: at best", fontsize=_FONT)
     return figure
@@ -144,7 +146,7 @@ def waterfall(ladder: Ladder) -> Figure:
         before = now
     _names(axes, [rung["name"] for rung in rungs])
     axes.margins(x=0.35)
-    axes.set_xlabel("median ms per iteration; hatched: saved by this rung, dark: lost; ~: not proven", fontsize=_FONT)
+    axes.set_xlabel("median ms; hatched: saved by this rung, dark: lost; ~: not proven", fontsize=_FONT)
     return figure
 
 

@@ -26,6 +26,10 @@ def main() -> int:
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
     ranks = Ranks.from_environment()
     command = ranks.command_line("launch/measure.py", sys.argv[1:])
+    if what == "nvtx" and ranks.device.type != "cuda":
+        raise ValueError(
+            "NVTX ranges need a GPU: for the CPU leave --nvtx out, and read the trace of `dlrm-bench host`"
+        )
     if what in ("host", "nvtx"):
         config = twin_config(config)
         run(config, ranks, command, partial(InstrumentedPipeline, config=config, ranks=ranks, nvtx=what == "nvtx"))

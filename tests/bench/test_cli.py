@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import cli
 from bench.cli import main
@@ -85,6 +86,13 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert message in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nvtx_ranges_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["host", "--nvtx", "--nproc", "1", "--results-dir", str(tmp_path), *SMOKE]) == 2
+    assert "NVTX ranges need a GPU" in capsys.readouterr().err
+    assert [path.suffix for path in tmp_path.iterdir()] == [".log"]  # and no folder of a run
 
 
 def test_from_a_shell() -> None:

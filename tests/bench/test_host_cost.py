@@ -179,12 +179,6 @@ def test_a_twin_for_another_profiler_has_no_counts(tmp_path: Path) -> None:
         host_cost(twin)
 
 
-def test_nvtx_needs_a_gpu() -> None:
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
-    with pytest.raises(ValueError, match="--nvtx needs a GPU"):
-        InstrumentedPipeline(Nothing(), Path(), configured(), ranks, nvtx=True)  # type: ignore[arg-type]
-
-
 def emit_nvtx(ranks: Ranks, folder: Path) -> Any:
     pipeline = Nothing()
     twin = InstrumentedPipeline(pipeline, folder, configured(), ranks, nvtx=True)  # type: ignore[arg-type]
@@ -199,6 +193,49 @@ def test_an_nvtx_twin_counts_nothing_and_leaves_no_trace(run_ranks: Any, tmp_pat
     assert set(measured["host"]) == {"cpu_ms", "launching_thread_ms", "wall_ms"}
     assert measured["stages_ms"] is measured["kernels"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+class OnGpu(Nothing):
+    """One matrix product, one read that waits, and one replay of a graph of two kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.ones(256, 256, device="cuda")
+        self.out = torch.empty_like(self.x)
+        self.graph = torch.cuda.CUDAGraph()
+        torch.mm(self.x, self.x, out=self.out)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            torch.mm(self.x, self.x, out=self.out)
+            self.out.add_(1)
+
+    def train_step(self, batches: Iterator[Any]) -> torch.Tensor:
+        with torch.profiler.record_function("embedding_forward"):
+            torch.mm(self.x, self.x, out=self.out)
+            self.out[0, 0].item()
+        self.graph.replay()
+        return self.loss
+
+
+def measure_on_gpu(ranks: Ranks, folder: Path) -> Any:
+    twin = InstrumentedPipeline(OnGpu(), folder, configured(), ranks)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+@pytest.mark.gpu
+def test_what_kineto_says_of_a_gpu(run_ranks: Any, tmp_path: Path) -> None:
+    """Names and categories of this torch's real traces are those that the made-up ones have."""
+    (measured,) = run_ranks(1, measure_on_gpu, tmp_path, gpu=True)
+    host = measured["host"]
+    assert (host["graph_launches"], host["stream_syncs"], host["d2h_copies"]) == (1, 1, 1)
+    assert host["kernel_launches"] >= 1
+    assert 0 < measured["gpu"]["busy_ms"] < host["wall_ms"]
+    assert measured["stages_ms"]["embedding_forward"] > 0
+    of_names = {(each["name"].partition(" (")[0], each["stage"]) for each in measured["kernels"]}
+    assert {("GEMM", "embedding_forward"), ("GEMM", "dense_forward_backward")} <= of_names
+    assert {"embedding_forward", "dense_forward_backward"} == set(measured["timeline"])
 
 
 class Launching(Nothing):
