@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -156,7 +156,7 @@ class Host:
     """Processes; by default the record's, or one for each GPU, or two without any."""
     nvtx: bool = False
     """Count and trace nothing, but emit stages and operators as NVTX ranges, for `nsys profile --trace cuda,nvtx
-    dlrm-bench host --nvtx ...`; --capture-range cudaProfilerApi leaves all but five iterations out. GPU only."""
+    dlrm-bench host --nvtx ...`; --capture-range cudaProfilerApi leaves all but the last iterations out. GPU only."""
     results_dir: Path = Path("results")
     """Where the twin's record goes."""
 
@@ -242,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, forwarded = _split(sys.argv[1:] if arguments is None else arguments)
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
     try:
+        _check_forwarded(command, forwarded)
         return command.run(_console(), forwarded)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -261,6 +262,14 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if argument.partition("=")[0] == "--preset":
             return list(arguments[:i]), list(arguments[i:])
     return list(arguments), []
+
+
+def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
+    """ValueError for our own flags among those of launch/dlrm.py, before anything starts; both have a seed."""
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
+    for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):
+        if flag in own:
+            raise ValueError(f"{flag} is a flag of dlrm-bench and not of launch/dlrm.py: put it before --preset")
 
 
 def _processes(nproc: int | None) -> int:

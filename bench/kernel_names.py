@@ -45,6 +45,18 @@ class _Family(NamedTuple):
     """None where several stages have such kernels."""
 
 
+def _identifier(name: str) -> str:
+    """Of `void a::b<c>(d)`: b."""
+    return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1] or name
+
+
+def _functor(name: str) -> str:
+    """The identifier, and of PyTorch's generic kernels what they compute."""
+    found = re.search(r"[<:, ](?:\w+::)*(\w*Functor\w*|\w+_kernel_(?:cuda|impl)\w*|\w+Op)\b", name)
+    identifier = _identifier(name)
+    return identifier if found is None or found[1] == identifier else f"{identifier} ({found[1]})"
+
+
 def _nccl(name: str) -> str:
     return "NCCL " + re.sub(r"^nccl\w*?Kernel_|[(<].*", "", name)
 
@@ -62,16 +74,20 @@ _FAMILIES = (
     _Family(re.compile(r"^nccl\w*Kernel_AllGather"), _nccl, _UPDATE),  # weights that each rank updated its part of
     _Family(re.compile(r"^nccl\w*Kernel_"), _nccl, None),
     _Family(re.compile(r"RadixSort"), "radix sort", None),
-    _Family(_SORT, lambda name: _identifier(name), None),
+    _Family(_SORT, _identifier, None),
     _Family(_TABLE_UPDATE, _fbgemm, _BACKWARD),
     _Family(_TABLE_LOOKUP, _fbgemm, _LOOKUP),
     _Family(re.compile(r"permute_(1|2)D|bucketize|jagged_index_select", re.I), _fbgemm, _INPUT),
     _Family(re.compile(r"nvjet"), f"{GEMM} (nvjet)", _DENSE),
     _Family(re.compile(r"cutlass.*align1(?!\d)"), f"{GEMM} (cutlass, unaligned)", _DENSE),
     _Family(re.compile(r"cutlass"), f"{GEMM} (cutlass)", _DENSE),
-    _Family(re.compile(r"splitK_?reduce|(?<!fb)gemm|gemv|cublas", re.I), f"{GEMM} (cublas)", _DENSE),
-    _Family(re.compile(r"multi_tensor|adagrad", re.I), lambda name: _functor(name), _UPDATE),
-    _Family(re.compile(r"relu|cross_entropy", re.I), lambda name: _functor(name), _DENSE),
+    _Family(
+        re.compile(r"splitK_?reduce|(?<!fb)gemm|gemv|cublas|^void dot_kernel|reduce_1Block", re.I),
+        f"{GEMM} (cublas)",
+        _DENSE,
+    ),
+    _Family(re.compile(r"multi_tensor|adagrad", re.I), _functor, _UPDATE),
+    _Family(re.compile(r"relu|cross_entropy", re.I), _functor, _DENSE),
 )
 
 
@@ -168,15 +184,3 @@ def _end(event: dict[str, Any]) -> float:
 
 def _family(name: str) -> _Family | None:
     return next((family for family in _FAMILIES if family.pattern.search(name)), None)
-
-
-def _identifier(name: str) -> str:
-    """Of `void a::b<c>(d)`: b."""
-    return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1] or name
-
-
-def _functor(name: str) -> str:
-    """The identifier, and of PyTorch's generic kernels what they compute."""
-    found = re.search(r"[<:, ](?:\w+::)*(\w*Functor\w*|\w+_kernel_(?:cuda|impl)\w*|\w+Op)\b", name)
-    identifier = _identifier(name)
-    return identifier if found is None or found[1] == identifier else f"{identifier} ({found[1]})"

@@ -75,7 +75,7 @@ class RungResult(TypedDict):
     loss_difference: float | None
     """Largest relative difference from the first rung's losses over the first 20 iterations."""
     p99_ms: NotRequired[float]
-    """As median_ms; from here on the first harness of schema 1 wrote none of it."""
+    """As median_ms. From here on optional: ladders of before have none of it."""
     note: NotRequired[str]
     """What the rung takes away, in a sentence; may be empty."""
     host: NotRequired[HostCost | None]

@@ -77,6 +77,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
         (["ladder", "--rounds", "0"], "--rounds is 0"),
         (["ladder", "--nproc", "0"], "--nproc is 0"),
+        (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
+        (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
         (["host"], "name one: a record, or --preset"),
         (["limits"], "name one: --from a limits record, or --preset"),
         (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),
