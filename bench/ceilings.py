@@ -25,6 +25,7 @@ IDS = "all-to-all: ids"
 POOLED = "all-to-all: pooled vectors"
 GRADIENTS = "all-to-all: their gradients"
 ALL_REDUCE = "all-reduce: dense gradients"
+REDUCE_SCATTER = "reduce-scatter: dense gradients"
 LOOKUP = "memory traffic: table lookup"
 UPDATE = "memory traffic: table update"
 ADAGRAD = "memory traffic: dense update"
@@ -89,8 +90,7 @@ def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: to
     whole = part.repeat(ranks.world_size)
     yield timer.of(ALL_REDUCE, "dense_forward_backward", whole.nbytes, "B", lambda: dist.all_reduce(whole))
     if device.type == "cuda":  # gloo has none
-        name = "reduce-scatter: dense gradients"
-        yield timer.of(name, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
+        yield timer.of(REDUCE_SCATTER, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
 
 
 def dense_weights(model: ModelConfig) -> int:

@@ -7,8 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -17,18 +16,19 @@ from typing import Annotated
 import tyro
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from tyro.conf import Positional
 
 from bench.compare import compare_sides, read_side, result_as_json, result_table, verdict_in_words
-from bench.host_cost import host_table, twin_flags
-from bench.ladder import ROOT, ladder_called, ladder_table, read_ladder, run_ladder, torchrun
-from bench.limits import distance_table, limits_table, read_limits
+from bench.host_cost import host_table, kernel_table, timeline_table, twin_flags
+from bench.ladder import MEASURE, ladder_host_table, ladder_table, read_ladder, run_ladder, torchrun, twin_id
+from bench.limits import distance_table, limits_table, read_limits, work_table
 from bench.machine import gpus_of_node, short_name_of_node
 from bench.mlperf_log import LOG_COLUMNS, log_row
+from bench.progress import StillBar, stderr_console
 from bench.record import create_run_folder, new_run_id, read_record
 from bench.report import write_report
+from bench.rungs import ladder_called
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -93,9 +93,12 @@ class LadderCommand:
     """
 
     rungs: str = "stock"
-    """Built-in ladder: stock (fp32, tf32, bf16), full (every optimisation), same (A/A), cpu (runs without a GPU)."""
+    """Built-in ladder: stock (fp32, tf32, bf16); five-stage (one switch more on each rung); five-stage-trim-first (the
+    same switches in another order); full (every optimisation); same (A/A); cpu (runs without a GPU)."""
     rounds: int = 5
     """Runs of each rung; one round alone proves nothing."""
+    host: bool = False
+    """After all rounds, run an instrumented twin of each rung: CPU time, launches, syncs, copies, GPU idle fraction."""
     nproc: int | None = None
     """Processes of a run; by default one for each GPU, or two without any."""
     seed: int = 0
@@ -119,15 +122,23 @@ class LadderCommand:
             seed=self.seed,
             flags=forwarded,
             command=command,
+            host=self.host,
         )
-        # The bar is drawn between runs only: it must take no time from a run that is timed.
-        with Progress(console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("runs", total=self.rounds * len(rungs))
-            progress.refresh()
-            for run_id in runs:
-                progress.update(bar, advance=1, description=run_id, refresh=True)
+        # Drawn between runs only: it must take no time from a run that is timed.
+        with StillBar((self.rounds + self.host) * len(rungs), "runs", stderr_console()) as bar:
+            for done, run_id in enumerate(runs, start=1):
+                bar.show(done, run_id)
         ladder, _ = read_ladder(folder)
         console.print(ladder_table(ladder))
+        host_table = ladder_host_table(ladder)
+        if host_table is not None:
+            console.print(host_table)
+        for rung in ladder["rungs"]:
+            if rung["note"]:
+                console.print(f"{rung['name']}: {rung['note']}", soft_wrap=True, markup=False, highlight=False)
+            if self.host and rung["host"] is None:
+                log = folder / f"{twin_id(rung['name'])}.log"
+                console.print(f"warning: the twin of {rung['name']} failed: {log}", soft_wrap=True, markup=False)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 
@@ -143,6 +154,9 @@ class Host:
     """Record of the run to repeat."""
     nproc: int | None = None
     """Processes; by default the record's, or one for each GPU, or two without any."""
+    nvtx: bool = False
+    """Count and trace nothing, but emit stages and operators as NVTX ranges, for `nsys profile --trace cuda,nvtx
+    dlrm-bench host --nvtx ...`; --capture-range cudaProfilerApi leaves all but the last iterations out. GPU only."""
     results_dir: Path = Path("results")
     """Where the twin's record goes."""
 
@@ -154,8 +168,11 @@ class Host:
         if self.record is not None:
             flags, recorded = twin_flags(read_record(self.record))
             processes = processes or recorded
-        folder = _measure("host", flags, _processes(processes), self.results_dir, console)
-        console.print(host_table(read_record(folder).run))
+        folder = _measure("nvtx" if self.nvtx else "host", flags, _processes(processes), self.results_dir)
+        twin = read_record(folder).run
+        for table in (host_table(twin), timeline_table(twin), kernel_table(twin)):
+            if table is not None:
+                console.print(table)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 
@@ -183,10 +200,13 @@ class LimitsCommand:
         runs = [read_record(path).run for path in self.above]
         folder = self.measured
         if folder is None:
-            folder = _measure("limits", list(forwarded), _processes(self.nproc), self.results_dir, console)
+            folder = _measure("limits", list(forwarded), _processes(self.nproc), self.results_dir)
         limits = read_limits(folder)
         console.print(limits_table(limits))
         console.print(distance_table(limits, runs))
+        for kernels in (work_table(limits, run) for run in runs):
+            if kernels is not None:
+                console.print(kernels)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 
@@ -222,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, forwarded = _split(sys.argv[1:] if arguments is None else arguments)
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
     try:
+        _check_forwarded(command, forwarded)
         return command.run(_console(), forwarded)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -230,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _console() -> Console:
     """At least as wide as the tables, which are cut off otherwise."""
-    return Console(width=max(110, Console().width))
+    return Console(width=max(130, Console().width))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -243,6 +264,14 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments), []
 
 
+def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
+    """ValueError for our own flags among those of launch/dlrm.py, before anything starts; both have a seed."""
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
+    for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):
+        if flag in own:
+            raise ValueError(f"{flag} is a flag of dlrm-bench and not of launch/dlrm.py: put it before --preset")
+
+
 def _processes(nproc: int | None) -> int:
     """As asked for, or one for each GPU, or two."""
     if nproc is not None and nproc < 1:
@@ -250,14 +279,15 @@ def _processes(nproc: int | None) -> int:
     return nproc or gpus_of_node() or 2
 
 
-def _measure(what: str, flags: list[str], processes: int, results_dir: Path, console: Console) -> Path:
+def _measure(what: str, flags: list[str], processes: int, results_dir: Path) -> Path:
     """Starts launch/measure.py; the folder that it made. What it says goes to a file beside that folder."""
     run_id = _new_id(processes, flags, what)
     results_dir.mkdir(parents=True, exist_ok=True)
     output = results_dir / f"{run_id}.log"
     place = ["--results-dir", str(results_dir), "--run-id", run_id]
-    with console.status(f"measuring; output in {output}") if console.is_terminal else nullcontext():
-        torchrun([what, *flags, *place], processes, output, ROOT / "launch" / "measure.py")
+    with StillBar(1, f"{what}: output in {output}", stderr_console()) as bar:
+        torchrun([what, *flags, *place], processes, output, MEASURE)
+        bar.show(1, what)
     output.rename(results_dir / run_id / "output.log")
     return results_dir / run_id
 

@@ -2,14 +2,17 @@
 
 dlrm-bench host RECORD, or dlrm-bench host --preset launch-bound [--field value ...]
 
-The timed run carries no instruments; its twin leaves a record of its own, whose host, gpu and stages_ms blocks are
+The timed run carries no instruments; its twin leaves a record of its own, whose blocks from host to kernels are
 filled and whose latencies nobody should compare, and a trace of each rank for Perfetto (https://ui.perfetto.dev).
+Under --nvtx it traces nothing and emits its ranges for nsys instead: CUPTI serves one profiler at a time.
 """
 
 import dataclasses
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -19,10 +22,12 @@ import torch.distributed as dist
 from rich import box
 from rich.table import Table
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from bench.kernel_names import OTHER, STAGES
 from bench.record import Instruments, Record, RunRecord
-from bench.trace import ITERATION, OTHER, STAGES, read_trace, summarize_trace
+from bench.trace import ITERATION, Kernel, Span, read_trace, summarize_trace
 from dlrm.config import RunConfig
 from dlrm.ranks import Ranks
 
@@ -35,6 +40,9 @@ SETTLING = 3
 """Iterations with the profiler on that are not looked at: its start slows them down."""
 PROFILED = 5
 """Iterations in the trace and in all counts."""
+KERNELS_SHOWN = 10
+_BAR = 40  # characters
+COUNTS = ("kernel_launches", "graph_launches", "stream_syncs", "memcpy_calls", "d2h_copies")
 
 
 def twin_config(config: RunConfig) -> RunConfig:
@@ -49,18 +57,24 @@ def twin_config(config: RunConfig) -> RunConfig:
 class InstrumentedPipeline:
     """A pipeline whose train_step is measured; see pipeline.interface.Pipeline."""
 
-    def __init__(self, pipeline: "Pipeline", folder: Path, config: RunConfig, ranks: Ranks) -> None:
-        """folder: of the record, where the traces go."""
+    def __init__(self, pipeline: "Pipeline", folder: Path, config: RunConfig, ranks: Ranks, nvtx: bool = False) -> None:
+        """folder: of the record, where the traces go. nvtx: emit ranges for nsys and trace nothing; needs a GPU."""
+        cuda = ranks.device.type == "cuda"
+        assert cuda or not nvtx
         self._pipeline = pipeline
         self._trace = folder / f"trace_rank{ranks.rank}.json.gz"
         self._ranks = ranks
         self._step = 0
         self._starts = config.warmup_iterations
         self._cpu_ms = self._thread_ms = self._wall_ms = 0.0
-        activities = [ProfilerActivity.CPU]
-        if ranks.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
+        self._on = ExitStack()
+        self._profile: profile | None = None
+        if not nvtx:
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+                # A second launching thread began before the profiler and would have no ranges.
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:
         """A step of the pipeline, within a range named ITERATION once the profiler has settled."""
@@ -70,14 +84,14 @@ class InstrumentedPipeline:
             self._clocks(-1)
         elif step == MEASURED:
             self._clocks(1)
-            self._profile.start()
+            self._switch_on()
         if step < MEASURED + SETTLING:
             return self._pipeline.train_step(batches)
         with record_function(ITERATION):
             loss = self._pipeline.train_step(batches)
         if step == MEASURED + SETTLING + PROFILED - 1:
             self._synchronize()
-            self._profile.stop()
+            self._on.close()
         return loss
 
     def prepare(self, batch: Any) -> Any:
@@ -98,25 +112,34 @@ class InstrumentedPipeline:
 
     def instruments(self) -> Instruments:
         """Writes the traces; what they say, as mean of the ranks, on every rank. Collective."""
-        self._profile.export_chrome_trace(str(self._trace))
-        trace = summarize_trace(read_trace(self._trace))
         wall_ms = self._wall_ms / MEASURED
-        own: dict[str, Any] = {
-            "host": {
-                "cpu_ms": self._cpu_ms / MEASURED,
-                "launching_thread_ms": self._thread_ms / MEASURED,
-                "wall_ms": wall_ms,
-                **trace.calls,
-            },
-            "gpu": None,
-            "stages_ms": trace.gpu_stages_ms or trace.host_stages_ms,
-            "host_stages_ms": trace.host_stages_ms,
-        }
-        if trace.gpu_busy_ms is not None:
-            own["gpu"] = {"busy_ms": trace.gpu_busy_ms, "idle_fraction": max(0.0, 1 - trace.gpu_busy_ms / wall_ms)}
+        times = {"cpu_ms": self._cpu_ms / MEASURED, "launching_thread_ms": self._thread_ms / MEASURED}
+        own = Instruments(
+            host={**times, "wall_ms": wall_ms},
+            gpu=None,
+            stages_ms=None,
+            host_stages_ms=None,
+            timeline=None,
+            kernels=None,
+        )
+        if self._profile is not None:
+            self._profile.export_chrome_trace(str(self._trace))
+            trace = summarize_trace(read_trace(self._trace))
+            own["host"] |= trace.calls
+            own["stages_ms"] = trace.gpu_stages_ms or trace.host_stages_ms
+            own["host_stages_ms"], own["timeline"], own["kernels"] = trace.host_stages_ms, trace.timeline, trace.kernels
+            if trace.gpu_busy_ms is not None:
+                own["gpu"] = {"busy_ms": trace.gpu_busy_ms, "idle_fraction": max(0.0, 1 - trace.gpu_busy_ms / wall_ms)}
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, own)
-        return Instruments(**{block: _mean([rank[block] for rank in everyone]) for block in own})  # type: ignore[typeddict-item]
+        return mean_of_ranks(everyone)
+
+    def _switch_on(self) -> None:
+        if self._profile is not None:
+            self._on.enter_context(self._profile)
+        else:
+            self._on.enter_context(torch.cuda.profiler.profile())  # where nsys has --capture-range cudaProfilerApi
+            self._on.enter_context(torch.autograd.profiler.emit_nvtx())
 
     def _clocks(self, sign: int) -> None:
         """Adds (1) or takes away (-1) the times so far of the process, this thread, and the wall."""
@@ -146,23 +169,91 @@ def twin_flags(record: Record) -> tuple[list[str], int]:
     return words[launcher + 1 :], processes
 
 
+def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
+    """One for all: means, of kernels also the extremes. What a rank did not have, such as a kernel, counts as zero;
+    stages' times are those of the ranks that had the stage."""
+    spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
+    for rank in ranks:
+        for stage, span in (rank["timeline"] or {}).items():
+            spans[stage].append(dict(span))  # type: ignore[arg-type]
+        for kernel in rank["kernels"] or ():
+            kernels[kernel["name"], kernel["stage"]].append(kernel)
+    timeline = {stage: Span(**_mean(spans[stage])) for stage in STAGES if stage in spans}  # type: ignore[typeddict-item]
+    merged = [_merged(same, len(ranks)) for same in kernels.values()]
+    blocks = ("host", "gpu", "stages_ms", "host_stages_ms")
+    return Instruments(
+        **{block: _mean([rank[block] for rank in ranks]) for block in blocks},  # type: ignore[typeddict-item,literal-required]
+        timeline=timeline or None,
+        kernels=sorted(merged, key=lambda kernel: -kernel["us"]) or None,
+    )
+
+
 def host_table(run: RunRecord) -> Table:
     """The instruments of a twin, for people. ValueError if the record is not a twin's."""
     host, gpu = run["host"], run["gpu"]
     stages, host_stages = run["stages_ms"], run.get("host_stages_ms")
-    if host is None or stages is None or host_stages is None:
+    if host is None:
         raise ValueError(f"{run['id']} is a timed run without instruments: `dlrm-bench host` makes its twin")
     table = Table(title=f"{run['id']}: an iteration of one rank", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("", "host", "GPU"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     table.add_row("busy, ms", f"{host['cpu_ms']:.3f} CPU time", f"{gpu['busy_ms']:.3f}" if gpu else "")
     table.add_row("of, ms", f"{host['wall_ms']:.3f}", f"{gpu['idle_fraction']:.0%} idle" if gpu else "")
-    for name in ("kernel_launches", "graph_launches", "stream_syncs", "memcpy_calls", "d2h_copies"):
-        table.add_row(name.replace("_", " "), f"{host[name]:g}", "")
+    for name in COUNTS:
+        table.add_row(name.replace("_", " "), f"{host[name]:g}" if name in host else "not counted", "")
     for stage in (*STAGES, OTHER):
-        on_gpu = f"{stages[stage]:.3f}" if gpu else ""
-        table.add_row(f"{stage.replace('_', ' ')}, ms", f"{host_stages[stage]:.3f}", on_gpu)
+        if stages is not None and host_stages is not None:
+            on_gpu = f"{stages[stage]:.3f}" if gpu else ""
+            table.add_row(f"{stage.replace('_', ' ')}, ms", f"{host_stages[stage]:.3f}", on_gpu)
     return table
+
+
+def timeline_table(run: RunRecord) -> Table | None:
+    """When each stage of an iteration ran; None where the record does not say."""
+    timeline = run.get("timeline")
+    if not timeline:
+        return None
+    place = "GPU, from its first kernel" if run["gpu"] else "host"
+    table = Table(title=f"an iteration in time, ms ({place})", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("stage", "from", "to", "busy", ""):
+        table.add_column(column, justify="left" if column in ("stage", "") else "right", no_wrap=True)
+    first, last = _extent(timeline)
+    for stage, span in timeline.items():
+        left, right = (round(_BAR * (span[end] - first) / max(last - first, 1e-9)) for end in ("start_ms", "end_ms"))
+        times = (f"{span['start_ms']:.3f}", f"{span['end_ms']:.3f}", f"{span['busy_ms']:.3f}")
+        table.add_row(stage.replace("_", " "), *times, " " * left + "█" * max(1, right - left))
+    return table
+
+
+def kernel_table(run: RunRecord) -> Table | None:
+    """The longest kernels and copies of a twin on GPUs; None where the record has none."""
+    kernels = run.get("kernels")
+    if not kernels:
+        return None
+    shown, rest = kernels[:KERNELS_SHOWN], kernels[KERNELS_SHOWN:]
+    table = Table(title="longest kernels of an iteration", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("kernel", "stage", "calls", "us", "of ranks: least", "most"):
+        table.add_column(column, justify="left" if column in ("kernel", "stage") else "right", overflow="fold")
+    for kernel in shown:
+        times = (f"{kernel[us]:.1f}" for us in ("us", "least_us", "most_us"))
+        table.add_row(kernel["name"], kernel["stage"].replace("_", " "), f"{kernel['calls']:g}", *times)
+    if rest:
+        calls, us = (sum(kernel[field] for kernel in rest) for field in ("calls", "us"))
+        table.add_row(f"{len(rest)} others", "", f"{calls:g}", f"{us:.1f}", "", "")
+    return table
+
+
+def _extent(timeline: dict[str, Span]) -> tuple[float, float]:
+    return min(s["start_ms"] for s in timeline.values()), max(s["end_ms"] for s in timeline.values())
+
+
+def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
+    """One kernel of several ranks; those without it spent nothing on it."""
+    calls, us = (sum(kernel[field] for kernel in same) / ranks for field in ("calls", "us"))
+    least = min(kernel["least_us"] for kernel in same) if len(same) == ranks else 0.0
+    most = max(kernel["most_us"] for kernel in same)
+    return Kernel(name=same[0]["name"], stage=same[0]["stage"], calls=calls, us=us, least_us=least, most_us=most)
 
 
 def _mean(blocks: Sequence[dict[str, float] | None]) -> dict[str, float] | None:

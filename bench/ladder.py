@@ -4,7 +4,8 @@ dlrm-bench ladder --preset launch-bound [--field value ...]
 
 Every run is a torchrun of its own, so no rung inherits another's memory, graphs or communicators. Each round runs every
 rung once, in an order drawn from the seed, on the same batches (equal --seed). A rung is compared with another round by
-round. ladder.json and the members' records and output stay together in one folder.
+round. With --host an instrumented twin of each rung follows the last round. ladder.json and the members' records and
+output stay together in one folder.
 """
 
 import json
@@ -15,10 +16,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from rich import box
@@ -27,55 +27,33 @@ from rich.table import Table
 from bench.compare import Side, side_of_records
 from bench.json_file import read_json
 from bench.record import Record, read_record
+from bench.rungs import Rung
 from bench.statistics import Ratio, compare
 
 LADDER_JSON = "ladder.json"
 LADDER_SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = ROOT / "launch" / "dlrm.py"
+MEASURE = ROOT / "launch" / "measure.py"
+HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "D2H copies", "GPU idle")
 
 _LOSSES_COMPARED = 20  # later, training amplifies even differences of rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One variant: its name and the flags of launch/dlrm.py that make it."""
+class HostCost(TypedDict):
+    """What a rung's instrumented twin says of an iteration, mean of the ranks."""
 
-    name: str
-    flags: tuple[str, ...]
-
-
-_STATIC = ("--ebc", "static")
-_GRAPH = (*_STATIC, "--cuda-graph", "iteration")
-_OVERLAP = (*_GRAPH, "--overlap")
-_TF32, _BF16 = ("--precision", "tf32"), ("--precision", "bf16")
-_STOCK = (
-    Rung("stock-fp32", ("--precision", "fp32")),
-    Rung("stock-tf32", _TF32),
-    Rung("stock-bf16", _BF16),
-)
-
-LADDERS: dict[str, tuple[Rung, ...]] = {
-    "stock": _STOCK,
-    "full": (
-        Rung("stock-tf32", _TF32),
-        Rung("stock-bf16", _BF16),
-        Rung("static-tf32", (*_STATIC, *_TF32)),
-        Rung("cuda-graph-tf32", (*_GRAPH, *_TF32)),
-        Rung("overlap-tf32", (*_OVERLAP, *_TF32)),
-        Rung("overlap-bf16", (*_OVERLAP, *_BF16)),
-        Rung("presort-bf16", (*_OVERLAP, "--presort-ids", *_BF16)),
-    ),
-    "same": (
-        Rung("stock-a", ()),
-        Rung("stock-b", ()),
-    ),
-    "cpu": (
-        Rung("stock-fp32", ("--precision", "fp32")),
-        Rung("static-fp32", ("--precision", "fp32", "--ebc", "static")),
-    ),
-}
-"""The built-in ladders, first rung first. A rung changes one thing of the rung before it; in `same`, nothing (A/A)."""
+    record: str
+    """The twin's."""
+    cpu_ms: float
+    wall_ms: float
+    """Of an iteration without the profiler; gpu_idle_fraction is of this."""
+    kernel_launches: float
+    graph_launches: float
+    stream_syncs: float
+    d2h_copies: float
+    gpu_idle_fraction: float | None
+    """None without a GPU."""
 
 
 class RungResult(TypedDict):
@@ -96,6 +74,12 @@ class RungResult(TypedDict):
     ci95_vs_previous: list[float] | None
     loss_difference: float | None
     """Largest relative difference from the first rung's losses over the first 20 iterations."""
+    p99_ms: NotRequired[float]
+    """As median_ms. From here on optional: ladders of before have none of it."""
+    note: NotRequired[str]
+    """What the rung takes away, in a sentence; may be empty."""
+    host: NotRequired[HostCost | None]
+    """None where no twin was asked for, or it failed."""
 
 
 class Ladder(TypedDict):
@@ -112,13 +96,6 @@ class Ladder(TypedDict):
     """Ids of all members in the order in which they ran."""
 
 
-def ladder_called(name: str) -> tuple[Rung, ...]:
-    """A built-in ladder; ValueError names the known ones."""
-    if name not in LADDERS:
-        raise ValueError(f"--rungs {name!r} is unknown: choose one of {', '.join(LADDERS)}")
-    return LADDERS[name]
-
-
 def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int, Rung]]:
     """(round, rung) in the order to run them: every rung once in each round, shuffled within it."""
     rng = np.random.default_rng(seed)
@@ -126,12 +103,21 @@ def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int,
 
 
 def run_ladder(
-    rungs: Sequence[Rung], *, folder: Path, processes: int, rounds: int, seed: int, flags: Sequence[str], command: str
+    rungs: Sequence[Rung],
+    *,
+    folder: Path,
+    processes: int,
+    rounds: int,
+    seed: int,
+    flags: Sequence[str],
+    command: str,
+    host: bool = False,
 ) -> Iterator[str]:
     """Runs everything and writes folder/ladder.json; yields the id of each run when it has ended.
 
-    folder: exists and is empty. flags: of launch/dlrm.py, for all rungs; a rung's own flags come after them.
-    ValueError, with what it said, if a run fails; the records made so far stay.
+    folder: exists and is empty. flags: of launch/dlrm.py, for all rungs; a rung's own flags come after them. host: run
+    one instrumented twin of each rung too, after all that is timed. ValueError, with what it said, if a timed run
+    fails; the records made so far stay. A twin that fails leaves its log, and its rung without a host block.
     """
     members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
     order: list[str] = []
@@ -142,6 +128,16 @@ def run_ladder(
         members[rung.name].append(read_record(folder / run_id))
         order.append(run_id)
         yield run_id
+    twins: dict[str, HostCost | None] = {}
+    for rung in rungs if host else ():
+        run_id = twin_id(rung.name)
+        place = ["--results-dir", str(folder), "--run-id", run_id]
+        try:
+            torchrun(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
+            twins[rung.name] = host_cost(read_record(folder / run_id))
+        except ValueError:  # hours of timed rounds must not be lost for it
+            twins[rung.name] = None
+        yield run_id
     ladder = Ladder(
         schema=LADDER_SCHEMA,
         id=folder.name,
@@ -149,10 +145,28 @@ def run_ladder(
         command=command,
         rounds=rounds,
         seed=seed,
-        rungs=_results(rungs, members),
+        rungs=_results(rungs, members, twins),
         order=order,
     )
     (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
+
+
+def twin_id(rung: str) -> str:
+    """Name of the record, and with .log of the output, of a rung's twin."""
+    return f"host-{rung}"
+
+
+def host_cost(twin: Record) -> HostCost:
+    """What a ladder says of a twin. ValueError if the record is not one that counted."""
+    host, gpu = twin.run["host"], twin.run["gpu"]
+    counted = [name for name in HostCost.__annotations__ if name not in ("record", "gpu_idle_fraction")]
+    if host is None or any(name not in host for name in counted):
+        raise ValueError(f"{twin.folder} is no record of `dlrm-bench host`: it counts no calls")
+    return HostCost(
+        record=twin.run["id"],
+        gpu_idle_fraction=gpu["idle_fraction"] if gpu else None,
+        **{name: host[name] for name in counted},  # type: ignore[typeddict-item]
+    )
 
 
 def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
@@ -178,7 +192,10 @@ def _what_failed(output: Path) -> str:
 
 
 def read_ladder(path: Path) -> tuple[Ladder, dict[str, Side]]:
-    """ladder.json in folder `path`, and each rung's members. ValueError, naming the file, if it is damaged."""
+    """ladder.json in folder `path`, its optional fields filled in, and each rung's members.
+
+    ValueError, naming the file, if it is damaged.
+    """
     file = path / LADDER_JSON
     try:
         ladder = read_json(file)
@@ -188,13 +205,17 @@ def read_ladder(path: Path) -> tuple[Ladder, dict[str, Side]]:
         raise ValueError(f"{file} is no ladder of schema {LADDER_SCHEMA}: use the version of the harness that wrote it")
     missing = [name for name in Ladder.__annotations__ if name not in ladder]
     for rung in ladder.get("rungs", []):
-        missing += [f"rungs.{name}" for name in RungResult.__annotations__ if name not in rung]
+        missing += [f"rungs.{name}" for name in sorted(RungResult.__required_keys__) if name not in rung]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}")
     members = {
         rung["name"]: side_of_records(rung["name"], [read_record(path / member) for member in rung["records"]])
         for rung in ladder["rungs"]
     }
+    for rung in ladder["rungs"]:
+        rung.setdefault("p99_ms", members[rung["name"]].metrics()["p99"])
+        rung.setdefault("note", "")
+        rung.setdefault("host", None)
     return ladder, members  # type: ignore[return-value]
 
 
@@ -202,7 +223,16 @@ def ladder_table(ladder: Ladder) -> Table:
     """The ladder for people: '~' behind a speed-up whose interval holds 1."""
     title = f"{ladder['id']}: {ladder['rounds']} rounds, interleaved"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    columns = ("rung", "median ms", "vs first", "95 % interval", "vs previous", "95 % interval", "loss differs by")
+    columns = (
+        "rung",
+        "median ms",
+        "p99 ms",
+        "vs first",
+        "95 % interval",
+        "vs previous",
+        "95 % interval",
+        "loss off by",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
     for rung in ladder["rungs"]:
@@ -210,11 +240,35 @@ def ladder_table(ladder: Ladder) -> Table:
         table.add_row(
             rung["name"],
             f"{rung['median_ms']:.3f}",
+            f"{rung['p99_ms']:.3f}",
             *_cells(rung["speedup_vs_first"], rung["ci95"]),
             *_cells(rung["speedup_vs_previous"], rung["ci95_vs_previous"]),
             "unknown" if loss is None else f"{loss:.1e}",
         )
     return table
+
+
+def ladder_host_table(ladder: Ladder) -> Table | None:
+    """What an iteration costs the host on each rung; None where no rung has a twin."""
+    if not any(rung["host"] for rung in ladder["rungs"]):
+        return None
+    table = Table(
+        title="host, an iteration of one rank (instrumented twins)", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    for column in ("rung", *HOST_COLUMNS):
+        table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
+    for rung in ladder["rungs"]:
+        table.add_row(rung["name"], *host_cells(rung["host"]))
+    return table
+
+
+def host_cells(host: HostCost | None) -> list[str]:
+    """One cell for each of HOST_COLUMNS."""
+    if host is None:
+        return ["missing"] * len(HOST_COLUMNS)
+    counts = (host["kernel_launches"], host["graph_launches"], host["stream_syncs"], host["d2h_copies"])
+    idle = host["gpu_idle_fraction"]
+    return [f"{host['cpu_ms']:.3f}", *(f"{count:g}" for count in counts), "no GPU" if idle is None else f"{idle:.0%}"]
 
 
 def _cells(speedup: float, interval: list[float] | None) -> tuple[str, str]:
@@ -227,7 +281,9 @@ def _cells(speedup: float, interval: list[float] | None) -> tuple[str, str]:
     return f"{speedup:.3f} x{proven}", f"{low:.3f} .. {high:.3f}"
 
 
-def _results(rungs: Sequence[Rung], members: dict[str, list[Record]]) -> list[RungResult]:
+def _results(
+    rungs: Sequence[Rung], members: dict[str, list[Record]], twins: dict[str, HostCost | None]
+) -> list[RungResult]:
     sides = [side_of_records(rung.name, members[rung.name]) for rung in rungs]
     results = []
     for i, (rung, side) in enumerate(zip(rungs, sides, strict=True)):
@@ -246,6 +302,9 @@ def _results(rungs: Sequence[Rung], members: dict[str, list[Record]]) -> list[Ru
                 ci95=_interval(first),
                 ci95_vs_previous=_interval(previous),
                 loss_difference=_loss_difference(members[rungs[0].name][0], members[rung.name][0]),
+                p99_ms=side.metrics()["p99"],
+                note=rung.note,
+                host=twins.get(rung.name),
             )
         )
     return results

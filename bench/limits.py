@@ -7,25 +7,56 @@ bench/ceilings.py measures; here is what follows from it.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from rich import box
 from rich.table import Table
 
-from bench.ceilings import ALL_REDUCE, ALL_TO_ALLS, BATCH_COPY, MEMORY, Ceiling, measure
+from bench.ceilings import (
+    ADAGRAD,
+    ALL_REDUCE,
+    ALL_TO_ALLS,
+    BATCH_COPY,
+    GRADIENTS,
+    IDS,
+    LOOKUP,
+    MEMORY,
+    POOLED,
+    REDUCE_SCATTER,
+    UPDATE,
+    Ceiling,
+    measure,
+)
 from bench.json_file import read_json
+from bench.kernel_names import GEMM, STAGES
 from bench.machine import Git, Machine, describe_machine, git_state, short_name
 from bench.record import RunRecord, create_run_folder, new_run_id
-from bench.trace import STAGES
+from bench.trace import Kernel
 from dlrm.config import RunConfig
 from dlrm.ranks import Ranks
 
 LIMITS_JSON = "limits.json"
 LIMITS_SCHEMA = 1
+WORK_SHOWN = 10
+
+# Kernels that do one piece of work: (its name, pattern of their names, stage or None, ceilings whose sum is its best).
+_WORK = (
+    ("GEMMs", re.compile(rf"^{GEMM}"), None, "GEMM: "),
+    ("all-to-all of ids", re.compile("^NCCL SendRecv"), "input_dist", IDS),
+    ("all-to-all of pooled vectors", re.compile("^NCCL SendRecv"), "embedding_forward", POOLED),
+    ("all-to-all of their gradients", re.compile("^NCCL SendRecv"), "embedding_backward", GRADIENTS),
+    ("reduce-scatter", re.compile("^NCCL ReduceScatter"), "dense_forward_backward", REDUCE_SCATTER),
+    ("all-reduce", re.compile("^NCCL AllReduce"), "dense_forward_backward", ALL_REDUCE),
+    ("table lookup", re.compile(r"embedding\w*_forward"), "embedding_forward", LOOKUP),
+    ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", UPDATE),
+    ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", ADAGRAD),
+    ("copy of the batch", re.compile("^Memcpy HtoD"), "input_dist", BATCH_COPY),
+)
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -136,6 +167,69 @@ def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
         cells = [_multiple(_time_of(run, stage), least) for run in runs]
         table.add_row(stage.replace("_", " "), f"{least:.3f}", *cells)
     return table
+
+
+class Work(NamedTuple):
+    """Kernels that do one piece of work together, per iteration, and what it could at best take."""
+
+    name: str
+    kernels: list[str]
+    stage: str
+    """Of the longest of them."""
+    calls: float
+    us: float
+    best_us: float | None
+    """None where no ceiling is known for it."""
+
+
+def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
+    """The kernels of a twin by the work that they do, longest first, beside the ceilings of `limits`.
+
+    A kernel whose work has no ceiling of its own stands alone. ValueError if the two are of other work.
+    """
+    check_same_work(limits, run)
+    groups: dict[tuple[str, str | None, str], list[Kernel]] = {}
+    for kernel in run.get("kernels") or ():
+        for name, pattern, stage, ceiling in _WORK:
+            if pattern.search(kernel["name"]) and stage in (None, kernel["stage"]):
+                groups.setdefault((name, stage, ceiling), []).append(kernel)
+                break
+        else:
+            groups.setdefault((kernel["name"], kernel["stage"], ""), []).append(kernel)
+    same_precision = limits["config"].get("precision") == run["config"]["precision"]
+    # Where ranks share the dense update, an all-reduce and an update are of parts, whose sizes were not measured.
+    shared = any(ceiling == REDUCE_SCATTER for _, _, ceiling in groups)
+    unknown = ("", ALL_REDUCE, ADAGRAD) if shared else ("",)
+    work = []
+    for (name, _, ceiling), kernels in groups.items():
+        known = ceiling not in unknown and (same_precision or ceiling in (IDS, BATCH_COPY))
+        best = sum(c["ms"] for c in limits["ceilings"] if known and c["name"].startswith(ceiling)) * 1000
+        calls, us = (sum(kernel[field] for kernel in kernels) for field in ("calls", "us"))
+        names = [kernel["name"] for kernel in kernels]
+        work.append(Work(name, names, kernels[0]["stage"], calls, us, best or None))
+    return sorted(work, key=lambda each: -each.us)
+
+
+def work_table(limits: Limits, run: RunRecord) -> Table | None:
+    """The ten longest pieces of work of a twin's kernels beside what they could take; None where it has no kernels.
+
+    ValueError as for work_of_kernels.
+    """
+    work = work_of_kernels(limits, run)
+    if not work:
+        return None
+    title = f"{run['id']}: longest kernels of an iteration beside {limits['id']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("work", "stage", "calls", "us", "at best", ""):
+        table.add_column(column, justify="left" if column in ("work", "stage") else "right", overflow="fold")
+    for each in work[:WORK_SHOWN]:
+        table.add_row(each.name, each.stage.replace("_", " "), f"{each.calls:g}", f"{each.us:.1f}", *best_cells(each))
+    return table
+
+
+def best_cells(work: Work) -> tuple[str, str]:
+    """At best, and how many times that it takes."""
+    return ("not known", "") if work.best_us is None else (f"{work.best_us:.1f}", f"{work.us / work.best_us:.1f} x")
 
 
 def check_same_work(limits: Limits, run: RunRecord) -> None:

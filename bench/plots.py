@@ -1,5 +1,6 @@
 """The pictures of a report, as matplotlib figures. Lightness, hatches and direct labels carry the meaning, not hue."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from bench.kernel_names import OTHER, STAGES
 from bench.ladder import Ladder
-from bench.trace import OTHER, STAGES
+from bench.trace import Span
 
 WIDTH = 5.2
 """Inches. At the width of a phone's screen a font of this size is still readable."""
@@ -86,6 +88,45 @@ def stages(twins: dict[str, dict[str, float]]) -> Figure:
     return figure
 
 
+def timelines(twins: dict[str, dict[str, Span]]) -> Figure:
+    """Spans of the stages of one iteration for each name, below one another on time scales of their own."""
+    heights = [0.2 * len(timeline) + 0.75 for timeline in twins.values()]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.2), layout="constrained")
+    grid = figure.add_gridspec(len(twins), 1, height_ratios=heights)
+    style = dict(zip(STAGES, zip(_STAGE_COLOURS, _HATCHES, strict=True), strict=False))
+    for row, (name, timeline) in enumerate(twins.items()):
+        axes = _plain(figure.add_subplot(grid[row]))
+        for y, (stage, span) in enumerate(timeline.items()):
+            colour, hatch = style[stage]
+            length = span["end_ms"] - span["start_ms"]
+            bar: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
+            axes.barh(y, length, left=span["start_ms"], height=0.7, **bar)
+            axes.annotate(f" busy {span['busy_ms']:.3g}", (span["end_ms"], y), va="center", fontsize=_FONT - 1)
+        axes.axvline(0, color="black", linewidth=0.6)
+        _names(axes, [stage.replace("_", " ") for stage in timeline])
+        axes.set_title(name, fontsize=_FONT, loc="left")
+        axes.use_sticky_edges = False
+        axes.margins(x=0.06)
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.12)
+    axes.set_xlabel("ms from the iteration's first kernel, or on the host from its beginning", fontsize=_FONT)
+    return figure
+
+
+def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
+    """(name, us, us at best or None) of kernels, measured beside best."""
+    figure, axes = _figure(0.42 * len(rows) + 1.1)
+    for y, (_, us, best) in enumerate(rows):
+        axes.barh(y, us, height=0.62, facecolor=_LIGHT, edgecolor=_DARK, hatch="///", linewidth=0.8)
+        if best is not None:
+            axes.barh(y, best, height=0.28, facecolor=_DARK)
+        text = f" {us:.0f}, best not known" if best is None else f" {us:.0f}, best {best:.0f} ({us / best:.1f} x)"
+        axes.annotate(text, (max(us, best or 0), y), va="center", fontsize=_FONT)
+    _names(axes, [textwrap.fill(name, 28) for name, _, _ in rows])
+    axes.margins(x=0.45)
+    axes.set_xlabel("us per iteration and rank; hatched: measured, dark: at best", fontsize=_FONT)
+    return figure
+
+
 def waterfall(ladder: Ladder) -> Figure:
     """Median of each rung, and what it saves of the one before it."""
     rungs = ladder["rungs"]
@@ -105,7 +146,7 @@ def waterfall(ladder: Ladder) -> Figure:
         before = now
     _names(axes, [rung["name"] for rung in rungs])
     axes.margins(x=0.35)
-    axes.set_xlabel("median ms per iteration; hatched: saved by this rung, dark: lost; ~: not proven", fontsize=_FONT)
+    axes.set_xlabel("median ms; hatched: saved by this rung, dark: lost; ~: not proven", fontsize=_FONT)
     return figure
 
 
@@ -141,10 +182,13 @@ def published(rows: Sequence[tuple[str, float, bool]]) -> Figure:
 
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")  # no pyplot: no window, no state to close
-    axes = figure.add_subplot()
+    return figure, _plain(figure.add_subplot())
+
+
+def _plain(axes: Axes) -> Axes:
     axes.tick_params(labelsize=_FONT)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return axes
 
 
 def _names(axes: Axes, names: list[str]) -> None:

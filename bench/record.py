@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from bench.json_file import read_json
 from bench.machine import Git, Machine
 from bench.monitor import Conditions
+from bench.trace import Kernel, Span
 from dlrm.config import RunConfig
 
 RECORD_SCHEMA = 1
@@ -96,11 +97,15 @@ class RunRecord(TypedDict):
     """Global batch size over mean latency; evaluations do not count."""
     memory_gb: Memory | None
     host: dict[str, float] | None
-    """From here to host_stages_ms: per iteration, mean of the ranks, in the record of an instrumented twin alone."""
+    """From here to kernels: per iteration, mean of the ranks, in the record of an instrumented twin alone."""
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
     """On the GPU; on the host where there is none."""
     host_stages_ms: NotRequired[dict[str, float] | None]
+    timeline: NotRequired[dict[str, Span] | None]
+    """Of the stages that had work; on the host where there is no GPU."""
+    kernels: NotRequired[list[Kernel] | None]
+    """Of the GPU, longest first."""
     conditions: NotRequired[Conditions | None]
     training: Training | None
 
@@ -110,8 +115,11 @@ class Instruments(TypedDict):
 
     host: dict[str, float]
     gpu: dict[str, float] | None
-    stages_ms: dict[str, float]
-    host_stages_ms: dict[str, float]
+    stages_ms: dict[str, float] | None
+    """From here on None in a twin for another profiler, which counts nothing."""
+    host_stages_ms: dict[str, float] | None
+    timeline: dict[str, Span] | None
+    kernels: list[Kernel] | None
 
 
 _BLOCKS = {"git": Git, "machine": Machine}
@@ -235,10 +243,7 @@ def build_record(
         latency_ms=latency,
         samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
-        host=instruments["host"] if instruments else None,
-        gpu=instruments["gpu"] if instruments else None,
-        stages_ms=instruments["stages_ms"] if instruments else None,
-        host_stages_ms=instruments["host_stages_ms"] if instruments else None,
+        **(instruments or dict.fromkeys(Instruments.__annotations__)),  # type: ignore[typeddict-item]
         conditions=conditions,
         training=_training(training, losses) if training else None,
     )

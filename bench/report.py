@@ -8,7 +8,7 @@ Folders are searched. Nothing is measured here, and every number on the page com
 import base64
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +16,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
+from PIL import Image
 
 from bench import plots
-from bench.compare import Side, doubts, read_side, side_of_records
-from bench.ladder import LADDER_JSON, Ladder, read_ladder
-from bench.limits import LIMITS_JSON, Limits, check_same_work, read_limits
+from bench.kernel_names import OTHER, STAGES
+from bench.ladder import HOST_COLUMNS, host_cells
+from bench.limits import WORK_SHOWN, best_cells
+from bench.material import Material, all_doubts, collect, groups, machines, same_work, twins, works
 from bench.mlperf_log import LOG_COLUMNS, log_row, read_mlperf_log
-from bench.record import RUN_JSON, Record, read_record
-from bench.trace import OTHER, STAGES
+from bench.record import Record
 
 PAGE = "index.html"
 _DPI = 200
 _SERIES_SHOWN = 6
+_KERNELS_DRAWN = 3
+"""Twins whose kernels get a picture, the last ones; all have a table."""
+_FLOORS_DRAWN = 3
+"""Twins, the last ones, whose stages get a picture beside the floor."""
 
 
 class Published(NamedTuple):
@@ -50,18 +55,6 @@ PUBLISHED = (
     Published("64 x GB200", "HugeCTR, Supermicro v5.0", 135168, 1.30, 0.713),
 )
 """Computed from the logs in mlcommons/training_results_v4.0, v4.1 and v5.0 as bench.mlperf_log does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
-    """Everything found, by kind."""
-
-    records: list[Record] = field(default_factory=list)
-    """Timed runs that belong to no ladder."""
-    twins: list[Record] = field(default_factory=list)
-    ladders: list[tuple[Ladder, dict[str, Side], dict[str, list[Record]]]] = field(default_factory=list)
-    limits: list[Limits] = field(default_factory=list)
-    logs: list[Side] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +86,18 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         material=material,
         pictures=pictures,
         encoded=encoded,
-        groups=[(label, side, records, side.metrics()) for label, (side, records) in _groups(material).items()],
-        machines=_machines(material),
+        groups=[(label, side, records, side.metrics()) for label, (side, records) in groups(material).items()],
+        twins=twins(material),
+        works=works(material),
+        work_shown=WORK_SHOWN,
+        best_cells=best_cells,
+        host_columns=HOST_COLUMNS,
+        host_cells=host_cells,
+        machines=machines(material),
         published=PUBLISHED,
         log_columns=LOG_COLUMNS,
         log_row=log_row,
-        doubts=_doubts(material),
+        doubts=all_doubts(material),
         stages=(*STAGES, OTHER),
         created=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
@@ -106,87 +105,10 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     return out / PAGE
 
 
-def collect(paths: Sequence[Path]) -> Material:
-    """Reads everything in or under `paths`. ValueError, naming the file, if it is damaged, and if nothing is found."""
-    material = Material()
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path} does not exist: name records, ladders, limits, MLPerf logs, or folders of them")
-        _collect(path, material)
-    if not any((material.records, material.twins, material.ladders, material.limits, material.logs)):
-        raise ValueError(f"nothing to report in {', '.join(map(str, paths))}: no record, ladder, limits or MLPerf log")
-    return material
-
-
-def _collect(path: Path, material: Material) -> None:
-    if path.is_file():
-        material.logs.append(read_side(path))
-    elif (path / LADDER_JSON).exists():
-        ladder, sides = read_ladder(path)
-        members = {rung["name"]: [read_record(path / record) for record in rung["records"]] for rung in ladder["rungs"]}
-        material.ladders.append((ladder, sides, members))
-    elif (path / LIMITS_JSON).exists():
-        material.limits.append(read_limits(path))
-    elif (path / RUN_JSON).exists():
-        record = read_record(path)
-        if record.run["host"] is not None:
-            material.twins.append(record)
-        elif record.run["latency_ms"] is not None:
-            material.records.append(record)
-    elif any(path.glob("result_*.txt")) and (path / "system.json").exists():  # without, it is a run that did not finish
-        material.logs.append(read_side(path))
-    else:
-        for folder in sorted(folder for folder in path.iterdir() if folder.is_dir()):
-            _collect(folder, material)
-
-
-def _groups(material: Material) -> dict[str, tuple[Side, list[Record]]]:
-    """Timed runs of the same thing: the rungs of each ladder, and other records by configuration and commit."""
-    groups: dict[str, tuple[Side, list[Record]]] = {}
-    for ladder, sides, members in material.ladders:
-        preset = str(next(iter(members.values()))[0].run["config"]["preset"])
-        for name, side in sides.items():
-            key = f"{preset}: {name}" if len(material.ladders) == 1 else f"{ladder['id']}: {name}"
-            groups[key] = (side, members[name])
-    alike: dict[str, list[Record]] = {}
-    for record in material.records:
-        config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
-        alike.setdefault(f"{config} {record.run['machine']} {record.run['git']}", []).append(record)
-    for records in alike.values():
-        groups[records[0].run["id"]] = (side_of_records(records[0].run["id"], records), records)
-    return groups
-
-
-def _all_records(material: Material) -> Iterator[Record]:
-    yield from material.records
-    yield from material.twins
-    for _, _, members in material.ladders:
-        for records in members.values():
-            yield from records
-
-
-def _doubts(material: Material) -> dict[str, list[str]]:
-    """Every doubt, and the runs that it is about."""
-    found: dict[str, list[str]] = {}
-    for record in _all_records(material):
-        for doubt in doubts(record):
-            found.setdefault(doubt, []).append(record.run["id"])
-    return found
-
-
-def _machines(material: Material) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for machine in (*(r.run["machine"] for r in _all_records(material)), *(x["machine"] for x in material.limits)):
-        steady = {name: value for name, value in machine.items() if name != "sm_clock_mhz"}
-        if steady not in found:
-            found.append(steady)
-    return found
-
-
 def _distributions(material: Material) -> Iterator[Picture]:
-    groups = _groups(material)
-    if groups:
-        series = {label: np.concatenate(side.series) for label, (side, _) in groups.items()}
+    sides = groups(material)
+    if sides:
+        series = {label: np.concatenate(side.series) for label, (side, _) in sides.items()}
         yield Picture(
             name="distributions",
             alt="Range, percentiles and median of the latency of an iteration, for each configuration",
@@ -197,7 +119,7 @@ def _distributions(material: Material) -> Iterator[Picture]:
 
 
 def _time_series(material: Material) -> Iterator[Picture]:
-    for i, (label, (_, records)) in enumerate(list(_groups(material).items())[:_SERIES_SHOWN]):
+    for i, (label, (_, records)) in enumerate(list(groups(material).items())[:_SERIES_SHOWN]):
         record = records[len(records) // 2]
         slowest = record.iterations_ms.max(axis=0)
         yield Picture(
@@ -241,8 +163,8 @@ def _marks(record: Record) -> plots.SeriesMarks:
 
 def _stages(material: Material) -> Iterator[Picture]:
     for name, field_name, place in (("stages_gpu", "stages_ms", "GPU"), ("stages_host", "host_stages_ms", "host")):
-        on_gpu = {t.run["id"]: t.run for t in material.twins if place == "host" or t.run["gpu"] is not None}
-        times: dict[str, Any] = {run_id: run.get(field_name) for run_id, run in on_gpu.items() if run.get(field_name)}
+        runs = {label: t.run for label, t in twins(material).items() if place == "host" or t.run["gpu"] is not None}
+        times: dict[str, Any] = {label: run.get(field_name) for label, run in runs.items() if run.get(field_name)}
         if times:
             yield Picture(
                 name=name,
@@ -251,6 +173,30 @@ def _stages(material: Material) -> Iterator[Picture]:
                 "more than an iteration takes.",
                 figure=plots.stages(times),
             )
+
+
+def _timelines(material: Material) -> Iterator[Picture]:
+    known = {label: twin.run for label, twin in twins(material).items() if twin.run.get("timeline")}
+    if known:
+        places = sorted({"on the GPU" if run["gpu"] else "on the host" for run in known.values()})
+        yield Picture(
+            name="timelines",
+            alt="When each stage of an iteration begins and ends, for each instrumented twin",
+            caption=f"When each stage ran within an iteration, {' or '.join(places)}: median of the traced iterations. "
+            "What lies below one another in time overlaps; busy is the time in which a stage had work.",
+            figure=plots.timelines({label: run["timeline"] or {} for label, run in known.items()}),
+        )
+
+
+def _kernels(material: Material) -> Iterator[Picture]:
+    for i, (label, (limits, work)) in enumerate(list(works(material).items())[-_KERNELS_DRAWN:]):
+        yield Picture(
+            name=f"kernels_{i}",
+            alt=f"The longest kernels of an iteration of {label}, beside what they could take",
+            caption=f"{label}: longest kernels of an iteration"
+            + (f" beside the ceilings of {limits}." if limits else "; no limits record of this work to set beside."),
+            figure=plots.work([(each.name, each.us, each.best_us) for each in work[:WORK_SHOWN]]),
+        )
 
 
 def _waterfalls(material: Material) -> Iterator[Picture]:
@@ -266,8 +212,8 @@ def _waterfalls(material: Material) -> Iterator[Picture]:
 def _floors(material: Material) -> Iterator[Picture]:
     for i, limits in enumerate(material.limits):
         least = limits["floor_ms"]
-        groups = _groups(material).items()
-        same = [(label, side.metrics()["p50"]) for label, (side, records) in groups if _same_work(limits, records)]
+        sides = groups(material).items()
+        same = [(label, side.metrics()["p50"]) for label, (side, records) in sides if same_work(limits, records)]
         if same:
             yield Picture(
                 name=f"floor_{i}",
@@ -275,32 +221,22 @@ def _floors(material: Material) -> Iterator[Picture]:
                 caption=f"Median latency beside the floor of {limits['id']}.",
                 figure=plots.above_floor([(label, least["iteration"], ms) for label, ms in same]),
             )
-        for j, record in enumerate(_same_work(limits, material.twins)):
-            times = record.run["stages_ms"] or {}
+        stages = {label: t.run["stages_ms"] for label, t in twins(material).items() if same_work(limits, [t])}
+        known = [(label, times) for label, times in stages.items() if times]
+        for j, (label, times) in enumerate(known[-_FLOORS_DRAWN:]):
             yield Picture(
                 name=f"floor_{i}_stages_{j}",
-                alt=f"Stages of {record.run['id']} beside their floor",
-                caption=f"Stages of {record.run['id']} beside the floor of {limits['id']}.",
+                alt=f"Stages of {label} beside their floor",
+                caption=f"Stages of {label} beside the floor of {limits['id']}.",
                 figure=plots.above_floor([(stage, least[stage], times[stage]) for stage in STAGES]),
             )
-
-
-def _same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
-    same = []
-    for record in records:
-        try:
-            check_same_work(limits, record.run)
-        except ValueError:  # measured for another preset
-            continue
-        same.append(record)
-    return same
 
 
 def _published(material: Material) -> Iterator[Picture]:
     rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
     for log in material.logs:
         rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
-    for label, (side, records) in _groups(material).items():
+    for label, (side, records) in groups(material).items():
         machine = records[0].run["machine"]
         if machine["gpus"] and records[0].run["config"]["model"]["table_scale"] == 1.0:
             rows.append((f"{label}, {side.global_batch_size}", side.metrics()["mean"], True))
@@ -317,12 +253,16 @@ _SECTIONS = {
     "distributions": _distributions,
     "series": _time_series,
     "stages": _stages,
+    "timelines": _timelines,
+    "kernels": _kernels,
     "floor": _floors,
     "published": _published,
 }
 
 
 def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=_DPI, pil_kwargs={"optimize": True})
+    """With a palette, which a chart's few colours and their edges fit into: a third of the bytes."""
+    drawn, buffer = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DPI)
+    Image.open(drawn).convert("RGB").quantize(64).save(buffer, format="png", optimize=True)
     return buffer.getvalue()

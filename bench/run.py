@@ -16,6 +16,7 @@ from bench.losses import LossHistory
 from bench.machine import Machine, describe_machine, git_state, platform_name, short_name
 from bench.mllog import MLPerfLog
 from bench.monitor import Conditions, RunMonitor
+from bench.progress import StillBar, stderr_console
 from bench.record import (
     Instruments,
     RunRecord,
@@ -52,6 +53,7 @@ class Run:
     log: MLPerfLog
     clock: IterationClock
     losses: LossHistory
+    bar: StillBar
     auc: float | None = None
 
     def train(self) -> None:
@@ -64,11 +66,13 @@ class Run:
                 if self.schedule.evaluates_after(iteration):
                     self.clock.pause()
                     self.losses.finish()  # first, because a model that diverged has no AUC
+                    self._draw(iteration)
                     self.auc = self.evaluate(self.schedule.epoch_num(iteration))
                     if self.reached_target:
                         break
                     self.clock.start()
             self.clock.pause()
+            self._draw(self.clock.iterations)
 
     def evaluate(self, epoch_num: float) -> float:
         """Exact AUC over the evaluation samples of all ranks."""
@@ -107,6 +111,10 @@ class Run:
         if self.config.target_auc is None:
             return "no_target"
         return "success" if self.reached_target else "aborted"
+
+    def _draw(self, iteration: int) -> None:
+        """On rank 0. The clock stands, and the ranks meet again before it goes on: none waits for this one."""
+        self.bar.show(iteration, "training" if self.auc is None else f"training, AUC {self.auc:.5f}")
 
     def _read(self, batches: Callable[..., Iterator[Batch]], prepare: Callable[[Batch], Any]) -> Prefetcher[Any]:
         ranks = self.ranks
@@ -165,13 +173,17 @@ def run(
             log=log,
             clock=IterationClock(ranks.device),
             losses=LossHistory(ranks.device, config.loss_interval),
+            bar=StillBar(
+                schedule.iterations, "training (drawn at evaluations only)", stderr_console(), ranks.rank == 0
+            ),
         )
-        dist.barrier()
-        log.init_stop()
-        log.run_start()
-        log.epoch_start()
-        with RunMonitor(ranks.device, this.clock) as monitor:
-            this.train()
+        with this.bar:
+            dist.barrier()
+            log.init_stop()
+            log.run_start()
+            log.epoch_start()
+            with RunMonitor(ranks.device, this.clock) as monitor:
+                this.train()
         losses = this.losses.finish()
         log.close("success" if this.reached_target else "aborted", this.epoch_num)
         instruments = instrumented.instruments() if instrumented else None

@@ -7,56 +7,45 @@ ITERATION on the launching thread. A stage is a range named as one of STAGES, or
 import gzip
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, TypedDict
+
+from bench.kernel_names import OTHER, STAGES, short_name, stage_of_name, stages_of_replay
 
 ITERATION = "iteration"
-STAGES = ("input_dist", "embedding_forward", "dense_forward_backward", "embedding_backward", "dense_update")
-OTHER = "other"
-"""Work outside of any stage, such as the loop itself and the harness."""
 
-# Ranges that stock TorchRec 1.6 to 1.8 and torch's autograd open; the innermost one that matches decides.
+# Ranges that TorchRec 1.6 to 1.8 and torch's autograd open; the innermost one that matches decides.
 _RANGES = [
     (re.compile(rf"^({'|'.join(STAGES)})$"), None),
     (
         re.compile(
-            r"## (wait_for_batch|start_sparse_data_dist|wait_sparse_data_dist|(inplace_)?copy_batch|next_batch"
-            r"|runtime_forward_assemble_KJT|all2all_data)|\[splits_dist\]"
+            r"## (wait_for_batch|load_batch|(start|wait)_sparse_data_dist|(inplace_)?copy_(batch_)?to_gpu"
+            r"|next_batch|runtime_forward_assemble_KJT|all2all_data)|\[splits_dist\]"
         ),
         "input_dist",
     ),
     (
-        re.compile(r"\[lookup\]|\[output_dist|## (EmbeddingBagCollectionAwaitable|All2All_Pooled_fwd)"),
+        re.compile(
+            r"\[lookup\]|\[output_dist|## (EmbeddingBagCollectionAwaitable|start_embedding_lookup"
+            r"|(Variable_Batch_)?All2All_Pooled_fwd|all2all_pooled|ReduceScatter\w*_fwd|reduce_scatter)"
+        ),
         "embedding_forward",
     ),
-    (re.compile(r"evaluate_function: .*(All2All_Pooled|SplitLookup|PermutePooledEmb)"), "embedding_backward"),
-    (re.compile(r"## forward|autograd::engine::evaluate_function"), "dense_forward_backward"),
-    (re.compile(r"## (optimizer|zero_grad)|^Optimizer\."), "dense_update"),
-]
-# Kernels of a graph replay have no range around their launch, but most names tell: first our own, those of kernels/.
-_KERNELS = [
-    (re.compile(r"^_(update_tiles|merge_runs)$"), "embedding_backward"),
-    (re.compile(r"^_copy_runs$"), "embedding_forward"),
-    (re.compile(r"^_copy_pieces$"), "input_dist"),
-    (re.compile(r"^_update$"), "dense_update"),
-    (re.compile(r"^_(sum_rows|forward|backward|bce)$"), "dense_forward_backward"),
     (
-        re.compile(r"embedding.*(backward|grad)|linearize_index|RadixSort|sorted_adagrad|long_segments", re.I),
+        re.compile(
+            r"## (emb_backward|(Variable_Batch_)?All2All_Pooled_bwd|ReduceScatter\w*_bwd)"
+            r"|evaluate_function: .*(All2All_Pooled|ReduceScatter|SplitLookup|PermutePooledEmb)"
+        ),
         "embedding_backward",
     ),
-    (re.compile(r"embedding.*forward|regroup", re.I), "embedding_forward"),
-    (re.compile(r"memcpy.*htod|gather_segments|permute.*(sparse|1d|2d)", re.I), "input_dist"),
-    (re.compile(r"adagrad|multi_tensor", re.I), "dense_update"),
-    (
-        re.compile(r"gemm|cutlass|cublas|nvjet|all_?reduce|loss|cross|relu|bias|column_sum", re.I),
-        "dense_forward_backward",
-    ),
+    (re.compile(r"## (dense_)?(forward|backward)|autograd::engine::evaluate_function"), "dense_forward_backward"),
+    (re.compile(r"## (optimizer|zero_grad)|^Optimizer\."), "dense_update"),
 ]
-_ALL_TO_ALL = re.compile(r"sendrecv|all_?to_?all", re.I)
-_AFTER_ALL_TO_ALL = {"dense_forward_backward": "embedding_backward", "embedding_forward": "embedding_forward"}
 
 _CALLS = {
     "kernel_launches": re.compile(r"^cu(da)?LaunchKernel|^cu(da)?LaunchCooperativeKernel"),
@@ -66,6 +55,29 @@ _CALLS = {
 }
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _API = ("cuda_runtime", "cuda_driver")
+
+
+class Kernel(TypedDict):
+    """All kernels or copies of one name and stage, per iteration. Times in microseconds, as mean of the ranks."""
+
+    name: str
+    """Short: see bench.kernel_names."""
+    stage: str
+    calls: float
+    us: float
+    """Sum of durations. A collective's hold its waiting for other ranks."""
+    least_us: float
+    """Of the rank with the least, and below with the most: far apart where work is out of balance."""
+    most_us: float
+
+
+class Span(TypedDict):
+    """When a stage ran, in milliseconds from the iteration's beginning: that of its first kernel, or on the host."""
+
+    start_ms: float
+    end_ms: float
+    busy_ms: float
+    """Of the time between, that in which the stage had work; the rest is waiting or other stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +92,10 @@ class TraceSummary:
     """Time in which at least one kernel or copy ran. A collective that waits for other ranks counts as running."""
     gpu_stages_ms: dict[str, float] | None
     """Sum of the durations of each stage's kernels and copies; overlapping ones add up to more than busy."""
+    kernels: list[Kernel] | None
+    """Longest first."""
+    timeline: dict[str, Span]
+    """Stages that had work, median over the iterations; on the host where there is no GPU."""
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -98,40 +114,64 @@ def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
     iterations = [event for event in events if event["name"] == ITERATION and event.get("cat") == "user_annotation"]
     if not iterations:
         raise ValueError(f"the trace has no range named {ITERATION!r}: it is not one of `dlrm-bench host`")
-    begin, end = iterations[0]["ts"], iterations[-1]["ts"] + iterations[-1]["dur"]
+    starts, end = [event["ts"] for event in iterations], iterations[-1]["ts"] + iterations[-1]["dur"]
     n = len(iterations)
-    host = _host(events, iterations[0]["tid"], begin, end)
-    gpu = [event for event in events if event.get("cat") in _ON_GPU and _correlation(event) in host.stage_of_call]
+    host = _host(events, iterations[0]["tid"], starts[0], end)
+    gpu = _gpu_work(events, host.calls_by_id)
     calls = {name: host.calls[name] for name in _CALLS}
-    calls["d2h_copies"] = sum("DtoH" in event["name"] for event in gpu)
+    calls["d2h_copies"] = sum("DtoH" in work.name for work in gpu)
     has_gpu = any(event.get("cat") in _ON_GPU for event in events)
     return TraceSummary(
         calls={name: count / n for name, count in calls.items()},
         host_stages_ms={name: us / n / 1000 for name, us in host.stages_us.items()},
-        gpu_busy_ms=_busy_us(gpu) / n / 1000 if has_gpu else None,
-        gpu_stages_ms=_gpu_stages(gpu, host.stage_of_call, n) if has_gpu else None,
+        gpu_busy_ms=_busy_us([(work.start, work.end) for work in gpu]) / n / 1000 if has_gpu else None,
+        gpu_stages_ms=_gpu_stages(gpu, n) if has_gpu else None,
+        kernels=_kernels(gpu, n) if has_gpu else None,
+        timeline=_gpu_timeline(gpu, starts) if has_gpu else _host_timeline(host, starts),
     )
+
+
+# The host
+
+
+class _Call(NamedTuple):
+    """A CUDA call."""
+
+    ts: float
+    stage: str
+    replays: bool
+    """Whether it launches a graph."""
 
 
 @dataclass(slots=True)
 class _Host:
     stages_us: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*STAGES, OTHER), 0.0))
     calls: Counter[str] = field(default_factory=Counter)
-    stage_of_call: dict[int, str] = field(default_factory=dict)
-    """Correlation id of every CUDA call in the window, to the stage around it; OTHER for graph launches."""
+    calls_by_id: dict[int, _Call] = field(default_factory=dict)
+    """By correlation id: every CUDA call in the window."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """(stage, start, end) of every range with a stage of its own."""
 
 
-def _host(events: list[dict[str, Any]], launching: Any, begin: float, end: float) -> _Host:
-    """Goes through the threads that launch: the loop's, and autograd's."""
+def _host(events: list[dict[str, Any]], loop: Any, begin: float, end: float) -> _Host:
+    """Goes through the threads that launch: the loop's, autograd's, and others that open stages or call CUDA."""
     threads: dict[Any, list[dict[str, Any]]] = {}
     for event in events:
         if begin <= event["ts"] <= end and event.get("cat") in ("cpu_op", "user_annotation", *_API):
             threads.setdefault(event["tid"], []).append(event)
     host = _Host()
     for thread, own in threads.items():
-        if thread == launching or any(event["name"].startswith("autograd::engine") for event in own):
+        if thread == loop or any(_launches(event) for event in own):
             _thread(own, host)
     return host
+
+
+def _launches(event: dict[str, Any]) -> bool:
+    """Whether only a launching thread would have this event; readers and watchdogs make other CUDA calls."""
+    name = event["name"]
+    if event["cat"] in _API:
+        return any(pattern.search(name) for pattern in _CALLS.values())
+    return name in STAGES or name.startswith("autograd::engine")
 
 
 def _thread(events: list[dict[str, Any]], host: _Host) -> None:
@@ -145,6 +185,7 @@ def _thread(events: list[dict[str, Any]], host: _Host) -> None:
         if event["cat"] in _API:
             _count(event, stage, host)
         if stage != parent:
+            host.spans.append((stage, event["ts"], event["ts"] + event["dur"]))
             host.stages_us[stage] += event["dur"]
             if parent is not None:
                 host.stages_us[parent] -= event["dur"]
@@ -156,7 +197,7 @@ def _count(event: dict[str, Any], stage: str, host: _Host) -> None:
         host.calls[name] += bool(pattern.search(event["name"]))
     correlation = _correlation(event)
     if correlation is not None:
-        host.stage_of_call[correlation] = OTHER if _CALLS["graph_launches"].search(event["name"]) else stage
+        host.calls_by_id[correlation] = _Call(event["ts"], stage, bool(_CALLS["graph_launches"].search(event["name"])))
 
 
 def _correlation(event: dict[str, Any]) -> int | None:
@@ -171,31 +212,100 @@ def _stage_of_range(name: str) -> str | None:
     return None
 
 
-def _busy_us(events: list[dict[str, Any]]) -> float:
-    """Length of the union of the events' times; they are sorted by their beginning."""
-    busy = reached = 0.0
+def _host_timeline(host: _Host, starts: Sequence[float]) -> dict[str, Span]:
+    spans = [(stage, start, end, bisect_right(starts, start) - 1) for stage, start, end in host.spans]
+    return _timeline(spans, dict(enumerate(starts)))
+
+
+# The GPU
+
+
+class _Work(NamedTuple):
+    """A kernel, copy or memset."""
+
+    name: str
+    stage: str
+    is_kernel: bool
+    launched: float
+    start: float
+    end: float
+
+
+def _gpu_work(events: Sequence[dict[str, Any]], calls: dict[int, _Call]) -> list[_Work]:
+    """All that the calls of the window launched, by its start."""
+    by_call: dict[int, list[dict[str, Any]]] = {}
     for event in events:
-        end = event["ts"] + event["dur"]
-        busy += max(0.0, end - max(event["ts"], reached))
+        correlation = _correlation(event)
+        if event.get("cat") in _ON_GPU and correlation in calls:
+            by_call.setdefault(correlation, []).append(event)
+    work = []
+    for correlation, launched in by_call.items():
+        call = calls[correlation]
+        for event, stage in zip(launched, _stages_of_call(call, launched), strict=True):
+            start = event["ts"]
+            work.append(_Work(event["name"], stage, event["cat"] == "kernel", call.ts, start, start + event["dur"]))
+    return sorted(work, key=lambda w: w.start)
+
+
+def _stages_of_call(call: _Call, launched: Sequence[dict[str, Any]]) -> list[str]:
+    """That of the range around the call; of an iteration's graph, which has none, by the kernels themselves."""
+    if call.stage != OTHER:
+        return [call.stage] * len(launched)
+    return stages_of_replay(launched) if call.replays else [stage_of_name(event["name"]) for event in launched]
+
+
+def _busy_us(times: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end)."""
+    busy, reached = 0.0, float("-inf")
+    for start, end in sorted(times):
+        busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return busy
 
 
-def _gpu_stages(events: list[dict[str, Any]], stage_of_call: dict[int, str], n: int) -> dict[str, float]:
+def _gpu_stages(gpu: Sequence[_Work], n: int) -> dict[str, float]:
     stages = dict.fromkeys((*STAGES, OTHER), 0.0)
-    before = OTHER
-    for event in events:
-        stage = stage_of_call[event["args"]["correlation"]]
-        if stage == OTHER:
-            stage = _stage_of_kernel(event["name"], before)
-        if not _ALL_TO_ALL.search(event["name"]):
-            before = stage
-        stages[stage] += event["dur"] / n / 1000
+    for work in gpu:
+        stages[work.stage] += (work.end - work.start) / n / 1000
     return stages
 
 
-def _stage_of_kernel(name: str, before: str) -> str:
-    """By name; an all-to-all by the stage of the kernel before it."""
-    if _ALL_TO_ALL.search(name):
-        return _AFTER_ALL_TO_ALL.get(before, "input_dist")
-    return next((stage for pattern, stage in _KERNELS if pattern.search(name)), OTHER)
+def _kernels(gpu: Sequence[_Work], n: int) -> list[Kernel]:
+    times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for work in gpu:
+        times[short_name(work.name), work.stage].append(work.end - work.start)
+    kernels = []
+    for (name, stage), durations in times.items():
+        us = sum(durations) / n
+        kernels.append(Kernel(name=name, stage=stage, calls=len(durations) / n, us=us, least_us=us, most_us=us))
+    return sorted(kernels, key=lambda kernel: -kernel["us"])
+
+
+def _gpu_timeline(gpu: Sequence[_Work], starts: Sequence[float]) -> dict[str, Span]:
+    """What an iteration launched counts as its own, whenever the GPU comes to it."""
+    first: dict[int, float] = {}
+    spans = []
+    for work in gpu:
+        iteration = bisect_right(starts, work.launched) - 1
+        spans.append((work.stage, work.start, work.end, iteration))
+        if work.is_kernel:  # copies of later batches may run long before
+            first.setdefault(iteration, work.start)
+    return _timeline(spans, first)
+
+
+def _timeline(spans: Sequence[tuple[str, float, float, int]], zero: dict[int, float]) -> dict[str, Span]:
+    """spans: (stage, start, end, iteration). zero: where each iteration begins."""
+    times: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for stage, start, end, iteration in spans:
+        if iteration in zero:
+            times[stage, iteration].append((start - zero[iteration], end - zero[iteration]))
+    timeline = {}
+    for stage in STAGES:
+        own = [value for (name, _), value in times.items() if name == stage]
+        if own:
+            timeline[stage] = Span(
+                start_ms=median(min(start for start, _ in each) for each in own) / 1000,
+                end_ms=median(max(end for _, end in each) for each in own) / 1000,
+                busy_ms=median(map(_busy_us, own)) / 1000,
+            )
+    return timeline

@@ -1,6 +1,7 @@
-"""What `dlrm-bench host` and `dlrm-bench limits` start: torchrun ... launch/measure.py host|limits [flags of dlrm.py].
+"""What `dlrm-bench host` and `dlrm-bench limits` start: torchrun ... launch/measure.py KIND [flags of launch/dlrm.py].
 
-host: the instrumented twin of launch/dlrm.py. limits: the ceilings of this machine. Never for timing.
+host: the instrumented twin of launch/dlrm.py. limits: the ceilings of this machine. nvtx: a twin that emits its ranges
+for another profiler: nsys profile torchrun ... launch/measure.py nvtx ... Never for timing.
 """
 
 import os
@@ -25,13 +26,17 @@ def main() -> int:
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
     ranks = Ranks.from_environment()
     command = ranks.command_line("launch/measure.py", sys.argv[1:])
-    if what == "host":
+    if what == "nvtx" and ranks.device.type != "cuda":
+        raise ValueError(
+            "NVTX ranges need a GPU: for the CPU leave --nvtx out, and read the trace of `dlrm-bench host`"
+        )
+    if what in ("host", "nvtx"):
         config = twin_config(config)
-        run(config, ranks, command, partial(InstrumentedPipeline, config=config, ranks=ranks))
+        run(config, ranks, command, partial(InstrumentedPipeline, config=config, ranks=ranks, nvtx=what == "nvtx"))
     elif what == "limits":
         run_limits(config, ranks, command)
     else:
-        raise ValueError(f"{what!r} cannot be measured: host or limits can")
+        raise ValueError(f"{what!r} cannot be measured: host, nvtx or limits can")
     ranks.destroy_process_group()
     return 0
 

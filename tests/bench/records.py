@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.host_cost import COUNTS
+from bench.kernel_names import OTHER, STAGES
 from bench.machine import Git, Machine, describe_machine
 from bench.monitor import Conditions
 from bench.record import RUN_JSON, Instruments, TrainingOutcome, build_record, write_record
-from bench.trace import OTHER, STAGES
+from bench.trace import Kernel, Span
 from dlrm.config import RunConfig
 from dlrm.presets import preset
 
@@ -88,13 +90,27 @@ def conditions(throttled: bool = False, clock: float = 1980) -> Conditions:
 def instruments() -> Instruments:
     """What a twin on a GPU would have measured."""
     stages = dict.fromkeys((*STAGES, OTHER), 1.5)
-    host = ("cpu_ms", "launching_thread_ms", "wall_ms", "kernel_launches", "graph_launches", "stream_syncs")
+    host = ("cpu_ms", "launching_thread_ms", "wall_ms", *COUNTS)
+    spans = [Span(start_ms=0.25 * i, end_ms=0.25 * i + 0.5, busy_ms=0.4) for i in range(len(STAGES))]
     return Instruments(
-        host=dict.fromkeys((*host, "memcpy_calls", "d2h_copies"), 12.0),
+        host=dict.fromkeys(host, 12.0),
         gpu={"busy_ms": 1.5, "idle_fraction": 0.875},
         stages_ms=stages,
         host_stages_ms=stages,
+        timeline=dict(zip(STAGES, spans, strict=True)),
+        kernels=[
+            kernel("GEMM (nvjet)", "dense_forward_backward", 2000, calls=20),
+            kernel("split_embedding_backward_adagrad_cta_per_row_1", "embedding_backward", 900),
+            kernel("NCCL SendRecv", "embedding_forward", 800, least=400, most=1200),
+            kernel("GEMM (cutlass)", "dense_forward_backward", 500, calls=10),
+            *(kernel(f"element-wise {i}", OTHER, 100 - i) for i in range(10)),
+        ],
     )
+
+
+def kernel(name: str, stage: str, us: float, *, calls: float = 1, least: float = 0, most: float = 0) -> Kernel:
+    """A kernel of that many microseconds in all."""
+    return Kernel(name=name, stage=stage, calls=calls, us=us, least_us=least or us, most_us=most or us)
 
 
 def edit(folder: Path, **changes: Any) -> None:

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench import cli
 from bench.cli import main
 from bench.ladder import ROOT
+from bench.rungs import LADDERS
 from tests.bench.records import conditions, recorded_runs, write
 from tests.bench.test_mlperf_log import LOGS
+from tests.bench.test_rungs import parses
 
 RUNS = recorded_runs()
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
@@ -73,6 +77,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
         (["ladder", "--rounds", "0"], "--rounds is 0"),
         (["ladder", "--nproc", "0"], "--nproc is 0"),
+        (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
+        (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
         (["host"], "name one: a record, or --preset"),
         (["limits"], "name one: --from a limits record, or --preset"),
         (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),
@@ -84,6 +90,13 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         assert message in error
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nvtx_ranges_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["host", "--nvtx", "--nproc", "1", "--results-dir", str(tmp_path), *SMOKE]) == 2
+    assert "NVTX ranges need a GPU" in capsys.readouterr().err
+    assert [path.suffix for path in tmp_path.iterdir()] == [".log"]  # and no folder of a run
+
+
 def test_from_a_shell() -> None:
     command = [sys.executable, "-m", "bench.cli", "compare", str(LOGS), str(LOGS)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
@@ -92,16 +105,24 @@ def test_from_a_shell() -> None:
     assert "3.250" in process.stdout
 
 
-def test_ladder_host_limits_and_report_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two rungs on the CPU, the twin and the limits of one, and the page from all of them."""
+def test_ladder_host_limits_and_report_for_real(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rungs of the CPU with their twins, the twin and the limits of one, and the page from all of them."""
+    monkeypatch.setattr(cli, "ladder_called", lambda name: [rung for rung in LADDERS[name] if parses(rung)])
     place = ["--nproc", "2", "--results-dir", str(tmp_path / "results")]
     short = ["--iterations", "40", "--warmup-iterations", "10", "--target-auc", "None"]
-    assert main(["ladder", "--rungs", "cpu", "--rounds", "1", *place, *SMOKE, *short]) == 0
-    assert "static-fp32" in capsys.readouterr().out
+    assert main(["ladder", "--rungs", "cpu", "--rounds", "1", "--host", *place, *SMOKE, *short]) == 0
+    out = capsys.readouterr().out
+    assert "static-fp32" in out
+    assert "no GPU" in out
+    assert "missing" not in out
     (ladder,) = (tmp_path / "results").glob("*-cpu-smoke-ladder")
     (record, *_) = ladder.glob("00-stock-fp32")
     assert main(["host", str(record), *place]) == 0
-    assert "kernel launches" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "kernel launches" in out
+    assert "an iteration in time, ms (host)" in out
     (twin,) = (tmp_path / "results").glob("*-cpu-smoke-host")
     assert len(list(twin.glob("trace_rank*.json.gz"))) == 2
     assert main(["limits", "--above", str(record), str(twin), *place, *SMOKE]) == 0

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,36 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from bench.clock import IterationClock
-from bench.host_cost import MEASURED, PROFILED, SETTLING, InstrumentedPipeline, host_table, twin_config, twin_flags
+from bench.host_cost import (
+    COUNTS,
+    KERNELS_SHOWN,
+    MEASURED,
+    PROFILED,
+    SETTLING,
+    InstrumentedPipeline,
+    host_table,
+    kernel_table,
+    mean_of_ranks,
+    timeline_table,
+    twin_config,
+    twin_flags,
+)
+from bench.kernel_names import STAGES
+from bench.ladder import host_cost
 from bench.losses import LossHistory
 from bench.mllog import MLPerfLog
 from bench.monitor import RunMonitor
+from bench.progress import StillBar
 from bench.record import read_record
 from bench.run import Run
 from bench.schedule import Schedule
-from bench.trace import STAGES, read_trace
+from bench.trace import Span, read_trace
 from dlrm.presets import preset
 from dlrm.ranks import Ranks
-from tests.bench.records import configured, edit, instruments, recorded_runs, write
+from tests.bench.records import configured, edit, instruments, kernel, recorded_runs, write
 
 CPU = torch.device("cpu")
 
@@ -65,6 +83,7 @@ def loop(iterations: int, pipeline: Any, ranks: Ranks) -> Run:
         log=MLPerfLog(None),
         clock=IterationClock(CPU),
         losses=LossHistory(CPU, 100),
+        bar=StillBar(iterations, "", Console()),
     )
 
 
@@ -104,6 +123,8 @@ def test_the_twin_measures_every_rank(run_ranks: Any, tmp_path: Path) -> None:
     assert 0 < measured["host"]["launching_thread_ms"] <= measured["host"]["cpu_ms"] * 1.01
     assert measured["stages_ms"] == measured["host_stages_ms"]
     assert measured["stages_ms"]["embedding_forward"] > 0
+    assert list(measured["timeline"]) == ["embedding_forward"]
+    assert measured["kernels"] is None
     for rank in range(2):
         names = [event["name"] for event in read_trace(tmp_path / f"trace_rank{rank}.json.gz")]
         assert names.count("embedding_forward") == SETTLING + PROFILED
@@ -128,11 +149,140 @@ def test_the_flags_of_a_record(tmp_path: Path) -> None:
             twin_flags(read_record(folder))
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_the_tables(tmp_path: Path) -> None:
     twin = read_record(write(tmp_path / "twin", recorded_runs()[0], instruments=instruments())).run
     table = host_table(twin)
     assert table.row_count == 7 + len(STAGES) + 1
     assert "88% idle" in list(table.columns[2].cells)
+    kernels, timeline = kernel_table(twin), timeline_table(twin)
+    assert kernels is not None
+    assert kernels.row_count == KERNELS_SHOWN + 1
+    assert [next(iter(kernels.columns[i].cells)) for i in (0, 3)] == ["GEMM (nvjet)", "2000.0"]
+    assert [list(kernels.columns[i].cells)[-1] for i in (0, 2, 3)] == ["4 others", "4", "370.0"]
+    assert timeline is not None
+    bars = [str(bar) for bar in timeline.columns[4].cells]
+    assert [len(bar) - len(bar.lstrip()) for bar in bars] == [0, 7, 13, 20, 27]  # of 40 for 1.5 ms
     timed = read_record(write(tmp_path / "timed", recorded_runs()[0])).run
+    assert kernel_table(timed) is timeline_table(timed) is None
     with pytest.raises(ValueError, match="timed is a timed run without instruments"):
         host_table(timed)
+
+
+def test_a_twin_for_another_profiler_has_no_counts(tmp_path: Path) -> None:
+    clocks = {"cpu_ms": 1.0, "launching_thread_ms": 0.5, "wall_ms": 2.0}
+    none = dict.fromkeys(("gpu", "stages_ms", "host_stages_ms", "timeline", "kernels"))
+    twin = read_record(write(tmp_path / "x", recorded_runs()[0], instruments={"host": clocks, **none}))
+    table = host_table(twin.run)
+    assert list(table.columns[1].cells).count("not counted") == len(COUNTS)
+    assert table.row_count == 7
+    with pytest.raises(ValueError, match="it counts no calls"):
+        host_cost(twin)
+
+
+def emit_nvtx(ranks: Ranks, folder: Path) -> Any:
+    pipeline = Nothing()
+    twin = InstrumentedPipeline(pipeline, folder, configured(), ranks, nvtx=True)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+@pytest.mark.gpu
+def test_an_nvtx_twin_counts_nothing_and_leaves_no_trace(run_ranks: Any, tmp_path: Path) -> None:
+    (measured,) = run_ranks(1, emit_nvtx, tmp_path, gpu=True)
+    assert set(measured["host"]) == {"cpu_ms", "launching_thread_ms", "wall_ms"}
+    assert measured["stages_ms"] is measured["kernels"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+class OnGpu(Nothing):
+    """One matrix product, one read that waits, and one replay of a graph of two kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.ones(256, 256, device="cuda")
+        self.out = torch.empty_like(self.x)
+        self.graph = torch.cuda.CUDAGraph()
+        torch.mm(self.x, self.x, out=self.out)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            torch.mm(self.x, self.x, out=self.out)
+            self.out.add_(1)
+
+    def train_step(self, batches: Iterator[Any]) -> torch.Tensor:
+        with torch.profiler.record_function("embedding_forward"):
+            torch.mm(self.x, self.x, out=self.out)
+            self.out[0, 0].item()
+        self.graph.replay()
+        return self.loss
+
+
+def measure_on_gpu(ranks: Ranks, folder: Path) -> Any:
+    twin = InstrumentedPipeline(OnGpu(), folder, configured(), ranks)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+@pytest.mark.gpu
+def test_what_kineto_says_of_a_gpu(run_ranks: Any, tmp_path: Path) -> None:
+    """Names and categories of this torch's real traces are those that the made-up ones have."""
+    (measured,) = run_ranks(1, measure_on_gpu, tmp_path, gpu=True)
+    host = measured["host"]
+    assert (host["graph_launches"], host["stream_syncs"], host["d2h_copies"]) == (1, 1, 1)
+    assert host["kernel_launches"] >= 1
+    assert 0 < measured["gpu"]["busy_ms"] < host["wall_ms"]
+    assert measured["stages_ms"]["embedding_forward"] > 0
+    of_names = {(each["name"].partition(" (")[0], each["stage"]) for each in measured["kernels"]}
+    assert {("GEMM", "embedding_forward"), ("GEMM", "dense_forward_backward")} <= of_names
+    assert {"embedding_forward", "dense_forward_backward"} == set(measured["timeline"])
+
+
+class Launching(Nothing):
+    """A pipeline whose second thread, older than the profiler, launches the input dist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool = ThreadPoolExecutor(1)
+        self._pool.submit(int).result()
+
+    def train_step(self, batches: Iterator[Any]) -> torch.Tensor:
+        self._pool.submit(self._input_dist).result()
+        return super().train_step(batches)
+
+    @staticmethod
+    def _input_dist() -> None:
+        with torch.profiler.record_function("input_dist"):
+            torch.ones(10).sum()
+
+
+def measure_two_threads(ranks: Ranks, folder: Path) -> Any:
+    twin = InstrumentedPipeline(Launching(), folder, configured(), ranks)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+def test_a_second_launching_thread_is_seen(run_ranks: Any, tmp_path: Path) -> None:
+    (measured,) = run_ranks(1, measure_two_threads, tmp_path)
+    assert measured["host_stages_ms"]["input_dist"] > 0
+    assert list(measured["timeline"]) == ["input_dist", "embedding_forward"]
+
+
+def test_the_mean_of_ranks() -> None:
+    """A rank without a kernel spent nothing on it; a stage's times are those of the ranks that had it."""
+    one, other = instruments(), instruments()
+    assert mean_of_ranks([one, other]) == one
+    one["kernels"] = [kernel("a", "other", 10, calls=2), kernel("b", "other", 4)]
+    other["kernels"] = [kernel("a", "other", 30, calls=4)]
+    other["timeline"] = {"dense_update": Span(start_ms=2, end_ms=3, busy_ms=0)}
+    other["host"] = dict.fromkeys(other["host"], 14.0)
+    mean = mean_of_ranks([one, other])
+    assert mean["kernels"] == [
+        kernel("a", "other", 20, calls=3, least=10, most=30),
+        {**kernel("b", "other", 2, calls=0.5, most=4), "least_us": 0},
+    ]
+    assert mean["timeline"] is not None
+    assert mean["timeline"]["dense_update"] == {"start_ms": 1.5, "end_ms": 2.25, "busy_ms": 0.2}
+    assert mean["timeline"]["input_dist"] == one["timeline"]["input_dist"]  # type: ignore[index]
+    assert mean["host"]["cpu_ms"] == 13

@@ -9,30 +9,65 @@ import pytest
 
 from bench import ladder as module
 from bench.ladder import LADDER_JSON as FILE
-from bench.ladder import LADDERS, Rung, draw_order, ladder_called, ladder_table, read_ladder, run_ladder, torchrun
-from launch.dlrm import parse
-from tests.bench.records import recorded_runs, write
+from bench.ladder import (
+    LAUNCHER,
+    MEASURE,
+    Ladder,
+    draw_order,
+    ladder_host_table,
+    ladder_table,
+    read_ladder,
+    run_ladder,
+    torchrun,
+)
+from bench.rungs import Rung
+from tests.bench.records import instruments, recorded_runs, write
 
-RUNGS = (Rung("a", ("--precision", "fp32")), Rung("b", ("--precision", "bf16")), Rung("c", ()))
+RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision", "bf16")), Rung("c", ()))
 SPEED = {"a": 1.0, "b": 0.5, "c": 0.5}
 
 
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ladder of three rungs and four rounds, of recorded runs: b takes half of a's time, c as long as b."""
+def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_twins: str = "") -> list[str]:
+    """Instead of torchrun: records of recorded runs, and of twins; the list of ids of what ran, in order."""
     runs = iter(recorded_runs())
     ended: list[str] = []
 
-    def pretend(flags: list[str], processes: int, output: Path) -> None:
+    def pretend(flags: list[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
         run_id, folder = flags[flags.index("--run-id") + 1], Path(flags[flags.index("--results-dir") + 1])
+        assert (launcher, flags[0] == "host") == ((MEASURE, True) if run_id.startswith("host-") else (LAUNCHER, False))
+        if run_id.startswith("host-"):
+            assert "--seed" in flags[1:]
+            ended.append(run_id)
+            if run_id[-1] in failing_twins:
+                raise ValueError("out of memory")
+            write(folder / run_id, recorded_runs()[0], instruments=instruments())
+            return
         assert flags[:2] == ["--seed", "3"]
         assert processes == 2
         write(folder / run_id, next(runs) * SPEED[run_id[-1]], minute=len(ended))
         ended.append(run_id)
 
     monkeypatch.setattr(module, "torchrun", pretend)
-    steps = run_ladder(RUNGS, folder=tmp_path, processes=2, rounds=4, seed=1, flags=["--seed", "3"], command="cmd")
-    assert list(steps) == ended
+    return ended
+
+
+def make(folder: Path, rounds: int = 4, host: bool = False) -> list[str]:
+    flags = ["--seed", "3"]
+    runs = run_ladder(RUNGS, folder=folder, processes=2, rounds=rounds, seed=1, flags=flags, command="cmd", host=host)
+    return list(runs)
+
+
+def cells(ladder: Ladder, columns: slice) -> list[tuple[str, ...]]:
+    table = ladder_host_table(ladder)
+    assert table is not None
+    return [tuple(map(str, row))[columns] for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ladder of three rungs and four rounds, of recorded runs: b takes half of a's time, c as long as b."""
+    ended = pretend_runs(monkeypatch)
+    assert make(tmp_path) == ended
     return tmp_path
 
 
@@ -66,33 +101,63 @@ def test_speed_ups(made: Path) -> None:
 def test_the_table_marks_what_is_not_proven(made: Path) -> None:
     ladder, _ = read_ladder(made)
     rows = list(zip(*(column.cells for column in ladder_table(ladder).columns), strict=True))
-    assert rows[0][2:6] == ("", "", "", "")
-    assert "~" not in str(rows[1][4])
-    assert str(rows[2][4]).endswith("~")
+    assert rows[0][3:7] == ("", "", "", "")
+    assert "~" not in str(rows[1][5])
+    assert str(rows[2][5]).endswith("~")
 
 
 def test_one_round_has_no_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretend(flags: list[str], processes: int, output: Path) -> None:
-        write(tmp_path / flags[-1], recorded_runs()[0])
-
-    monkeypatch.setattr(module, "torchrun", pretend)
-    list(run_ladder(RUNGS[:2], folder=tmp_path, processes=2, rounds=1, seed=0, flags=[], command=""))
+    pretend_runs(monkeypatch)
+    make(tmp_path, rounds=1)
     ladder, _ = read_ladder(tmp_path)
     assert ladder["rungs"][1]["ci95"] is None
-    assert "one round: unknown" in list(ladder_table(ladder).columns[3].cells)
+    assert "one round: unknown" in list(ladder_table(ladder).columns[4].cells)
 
 
-@pytest.mark.parametrize("name", LADDERS)
-def test_every_rung_is_a_valid_configuration(name: str) -> None:
-    rungs = ladder_called(name)
-    configs = [parse(["--preset", "launch-bound", *rung.flags]) for rung in rungs]
-    assert len({rung.name for rung in rungs}) == len(rungs)
-    assert len(set(configs)) == (1 if name == "same" else len(rungs))
+def test_twins_follow_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = pretend_runs(monkeypatch)
+    assert make(tmp_path, rounds=2, host=True) == ended
+    assert ended[6:] == ["host-a", "host-b", "host-c"]
+    assert not any(run_id.startswith("host") for run_id in ended[:6])
+    ladder, _ = read_ladder(tmp_path)
+    assert ladder["order"] == ended[:6]
+    assert ladder["rungs"][1]["host"] == {
+        "record": "host-b",
+        "cpu_ms": 12,
+        "wall_ms": 12,
+        "kernel_launches": 12,
+        "graph_launches": 12,
+        "stream_syncs": 12,
+        "d2h_copies": 12,
+        "gpu_idle_fraction": 0.875,
+    }
+    assert [rung["note"] for rung in ladder["rungs"]] == ["Nothing.", "", ""]
+    assert cells(ladder, slice(7))[0] == ("a", "12.000", "12", "12", "12", "12", "88%")
 
 
-def test_unknown_ladders() -> None:
-    with pytest.raises(ValueError, match="--rungs 'fast' is unknown: choose one of stock"):
-        ladder_called("fast")
+def test_a_twin_that_fails_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_runs(monkeypatch, failing_twins="b")
+    make(tmp_path, rounds=2, host=True)
+    ladder, members = read_ladder(tmp_path)
+    assert len(members["b"].series) == 2
+    assert ladder["rungs"][1]["host"] is None
+    assert cells(ladder, slice(1, 7)) == [
+        *cells(ladder, slice(1, 7))[:1],
+        ("missing",) * 6,
+        *cells(ladder, slice(1, 7))[2:],
+    ]
+    assert "missing" not in cells(ladder, slice(1, 7))[2]
+
+
+def test_a_ladder_from_before_twins_is_read(made: Path) -> None:
+    ladder: dict[str, Any] = json.loads((made / FILE).read_text())
+    p99 = [rung.pop("p99_ms") for rung in ladder["rungs"]]
+    for rung in ladder["rungs"]:
+        del rung["note"], rung["host"]
+    (made / FILE).write_text(json.dumps(ladder))
+    read, _ = read_ladder(made)
+    assert [rung["p99_ms"] for rung in read["rungs"]] == p99
+    assert ladder_host_table(read) is None
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:

@@ -8,24 +8,36 @@ from typing import Any
 import pytest
 
 from bench.ceilings import (
+    ADAGRAD,
     ALL_REDUCE,
     BATCH_COPY,
     IDS,
     LOOKUP,
     POOLED,
+    REDUCE_SCATTER,
     Ceiling,
     dense_weights,
     gemm_shapes,
     lookup_bytes,
     update_bytes,
 )
-from bench.limits import LIMITS_JSON, Limits, distance_table, floor, limits_table, read_limits
+from bench.limits import (
+    LIMITS_JSON,
+    Limits,
+    distance_table,
+    floor,
+    limits_table,
+    read_limits,
+    work_of_kernels,
+    work_table,
+)
 from bench.machine import Git
-from bench.record import read_record
+from bench.record import RunRecord, read_record
+from bench.trace import Kernel
 from dlrm.config import OptimizerConfig
 from dlrm.model import DenseNetwork
 from dlrm.presets import MLPERF_MODEL, preset
-from tests.bench.records import H200, configured, instruments, recorded_runs, write
+from tests.bench.records import H200, configured, instruments, kernel, recorded_runs, write
 
 
 def ceiling(name: str, stage: str | None, ms: float, amount: float = 1e6, unit: str = "B") -> Ceiling:
@@ -52,7 +64,7 @@ def some_limits(**changes: Any) -> Limits:
         "command": "torchrun",
         "git": Git(commit="0123abc", dirty=False),
         "machine": H200,
-        "config": {"world_size": 2, "local_batch_size": config.local_batch_size, "model": model},
+        "config": {"world_size": 2, "local_batch_size": config.local_batch_size, "model": model, "precision": "tf32"},
         "ceilings": ceilings,
         "floor_ms": floor(ceilings),
     }
@@ -105,6 +117,62 @@ def test_tables(tmp_path: Path) -> None:
     assert timed["latency_ms"] is not None
     assert cells[2][5] == f"{timed['latency_ms']['p50']:.3f} ({timed['latency_ms']['p50'] / 1.7:.1f} x)"
     assert cells[3] == ["1.500 (5.0 x)", "1.500 (2.1 x)", "1.500 (1.5 x)", "1.500", "1.500", ""]
+
+
+def twin_with(folder: Path, *kernels: Kernel, **changes: Any) -> RunRecord:
+    measured = {**instruments(), "kernels": list(kernels)}
+    return read_record(write(folder, recorded_runs()[0], instruments=measured, config=configured(**changes))).run
+
+
+def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
+    twin = twin_with(
+        tmp_path / "twin",
+        kernel("GEMM (nvjet)", "dense_forward_backward", 1500, calls=12),
+        kernel("split_embedding_forward", "embedding_forward", 900),
+        kernel("GEMM (cutlass)", "embedding_forward", 500, calls=3),  # by its range: the bottom MLP
+        kernel("NCCL SendRecv", "embedding_forward", 450),
+        kernel("NCCL SendRecv", "input_dist", 410),
+        kernel("NCCL SendRecv", "other", 400),  # nobody knows what it sends
+        kernel("radix sort", "input_dist", 300, calls=4),
+        kernel("NCCL AllReduce_Sum_f32_RING_LL", "dense_forward_backward", 200),
+        kernel("sorted_adagrad: _update_chunks", "embedding_backward", 100),  # these limits have no ceiling for it
+    )
+    work = work_of_kernels(some_limits(), twin)
+    assert [(each.name, each.us, each.best_us) for each in work] == [
+        ("GEMMs", 2000, 1000),
+        ("table lookup", 900, pytest.approx(300)),
+        ("all-to-all of pooled vectors", 450, pytest.approx(400)),
+        ("all-to-all of ids", 410, pytest.approx(200)),
+        ("NCCL SendRecv", 400, None),
+        ("radix sort", 300, None),
+        ("all-reduce", 200, pytest.approx(800)),
+        ("table update", 100, None),
+    ]
+    assert (work[0].kernels, work[0].calls) == (["GEMM (nvjet)", "GEMM (cutlass)"], 15)
+    table = work_table(some_limits(), twin)
+    assert table is not None
+    assert list(table.columns[4].cells)[3:5] == ["200.0", "not known"]
+    assert next(iter(table.columns[5].cells)) == "2.0 x"
+
+
+def test_no_ceiling_is_claimed_for_work_of_another_size(tmp_path: Path) -> None:
+    """Reduce-scatter: each rank updates its part. Another precision: other bytes, but for ids."""
+    kernels = (
+        kernel("NCCL ReduceScatter_Sum_bf16_RING_LL", "dense_forward_backward", 200),
+        kernel("NCCL AllReduce_Sum_bf16_RING_LL", "dense_forward_backward", 100),
+        kernel("flat_adagrad: _update", "dense_update", 50),
+        kernel("NCCL SendRecv", "input_dist", 20),
+        kernel("GEMM (nvjet)", "dense_forward_backward", 10),
+    )
+    limits = some_limits()
+    limits["ceilings"] += [ceiling(REDUCE_SCATTER, None, 0.15), ceiling(ADAGRAD, "dense_update", 0.1)]
+    best = [each.best_us for each in work_of_kernels(limits, twin_with(tmp_path / "a", *kernels))]
+    assert best == [pytest.approx(150), None, None, pytest.approx(200), pytest.approx(1000)]
+    alone = work_of_kernels(limits, twin_with(tmp_path / "b", *kernels[1:]))
+    assert [each.best_us for each in alone] == pytest.approx([800, 100, 200, 1000])
+    other = work_of_kernels(limits, twin_with(tmp_path / "c", *kernels[1:], precision="bf16"))
+    assert [each.best_us for each in other] == [None, None, pytest.approx(200), None]
+    assert work_table(limits, read_record(write(tmp_path / "d", recorded_runs()[0])).run) is None
 
 
 def test_a_record_of_other_work_is_refused(tmp_path: Path) -> None:

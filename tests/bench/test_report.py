@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from bench import ladder as ladder_module
-from bench.ladder import Rung, run_ladder
+from bench.ladder import LAUNCHER, run_ladder
 from bench.limits import LIMITS_JSON
+from bench.material import collect
 from bench.mllog import MLPerfLog
 from bench.record import TrainingOutcome, read_record
-from bench.report import _marks, collect, write_report
+from bench.report import _marks, write_report
+from bench.rungs import Rung
 from dlrm.config import OptimizerConfig
 from tests.bench.records import conditions, instruments, recorded_runs, write
 from tests.bench.test_limits import some_limits
@@ -31,14 +33,18 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     results = tmp_path / "results"
     runs = iter(RUNS)
 
-    def pretend(flags: list[str], processes: int, output: Path) -> None:
+    def pretend(flags: list[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
         run_id = flags[-1]
-        write(results / "ladder" / run_id, next(runs) * (0.5 if run_id.endswith("fast") else 1.0))
+        if run_id == "host-same":
+            raise ValueError("this twin failed")
+        known = {"instruments": instruments()} if run_id.startswith("host-") else {}
+        write(results / "ladder" / run_id, next(runs) * (0.5 if run_id.endswith("fast") else 1.0), **known)
 
     monkeypatch.setattr(ladder_module, "torchrun", pretend)
     (results / "ladder").mkdir(parents=True)
-    rungs = (Rung("stock", ()), Rung("fast", ()), Rung("same", ()))
-    list(run_ladder(rungs, folder=results / "ladder", processes=2, rounds=3, seed=0, flags=[], command="dlrm-bench"))
+    rungs = (Rung("stock", ()), Rung("fast", (), "Half of the work."), Rung("same", ()))
+    folder, command = results / "ladder", "dlrm-bench ladder"
+    list(run_ladder(rungs, folder=folder, processes=2, rounds=3, seed=0, flags=[], command=command, host=True))
     write(results / "timed-1", RUNS[20], conditions=conditions(throttled=True))
     write(results / "timed-2", RUNS[21], minute=1)
     write(results / "twin-<b>", RUNS[22], instruments=instruments())
@@ -54,6 +60,10 @@ def test_everything_is_found(results: Path) -> None:
     material = collect([results])
     assert [record.run["id"] for record in material.records] == ["timed-1", "timed-2"]
     assert [twin.run["id"] for twin in material.twins] == ["twin-<b>"]
+    assert [(rung, twin.run["id"]) for _, rung, twin in material.ladder_twins] == [
+        ("stock", "host-stock"),
+        ("fast", "host-fast"),
+    ]
     assert (len(material.ladders), len(material.limits), len(material.logs)) == (1, 1, 1)
 
 
@@ -64,13 +74,29 @@ def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: 
     assert not re.search(r"(src|href)=\"(?!data:|#)", text)
     HTMLParser().feed(text)
     assert set(re.findall(r"<h2 id=\"(\w+)\"", text)) == {
-        "ladder", "latency", "series", "stages", "floor", "published", "machines",
+        "ladder", "latency", "series", "stages", "kernels", "floor", "published", "machines",
     }  # fmt: skip
     assert len(list((tmp_path / "out").glob("*.png"))) == text.count("<img ") >= 10
     assert "twin-&lt;b&gt;" in text
     assert "<b>" not in text
     assert "throttled (power cap): timed-1" in text
     assert "0.00000" not in text
+    assert "<strong>fast</strong>: Half of the work." in text
+    assert re.search(r"<td>same</td>(<td>missing</td>){6}", text)
+    assert re.search(r"<td>fast</td><td>12.000</td>(<td>12</td>){4}<td>88%</td>", text)
+    assert text.count("<summary>") == 3
+    assert re.search(r"<td>GEMMs</td><td>dense forward backward</td><td>30</td><td>2500.0</td><td>1000.0</td>", text)
+    assert re.search(r"<td>element-wise 0</td><td>other</td><td>1</td><td>100.0</td><td>not known</td>", text)
+
+
+def test_kernels_without_limits_and_twins_without_counts(tmp_path: Path) -> None:
+    write(tmp_path / "results" / "counted", RUNS[0], instruments=instruments())
+    none = dict.fromkeys(("gpu", "stages_ms", "host_stages_ms", "timeline", "kernels"))
+    clocks = {"cpu_ms": 1.0, "launching_thread_ms": 1.0, "wall_ms": 2.0}
+    write(tmp_path / "results" / "nvtx", RUNS[0], instruments={"host": clocks, **none})
+    text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
+    assert "no limits record of this work" in text
+    assert re.search(r"<td>nvtx</td><td>1.000</td><td>2.000</td>\s*(<td>missing</td>\s*){5}", text)
 
 
 def test_a_page_from_one_record(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from bench.clock import IterationClock
 from bench.losses import LossHistory
 from bench.mllog import MLPerfLog, check_compliance
+from bench.progress import StillBar
 from bench.record import Record, read_record
 from bench.run import LOG_NAME, Run
 from bench.schedule import Schedule
@@ -324,6 +326,7 @@ def test_padding_does_not_count():
         log=MLPerfLog(None),
         clock=IterationClock(cpu),
         losses=LossHistory(cpu, 1),
+        bar=StillBar(1, "", Console()),
     )
     real = [(b.dense[: b.num_valid, 0], b.labels[: b.num_valid]) for b in dataset.batches]
     scores, labels = (torch.cat(parts) for parts in zip(*real, strict=True))

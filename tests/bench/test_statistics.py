@@ -1,6 +1,8 @@
 """The statistics on recorded iteration series, whose runs differ for no reason of ours, and on series of known kind."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.ladder import ROOT
 from bench.statistics import METRICS, compare, summary_statistics
+from tests.bench.records import recorded_runs, write
 
 POOLS = sorted((Path(__file__).resolve().parents[1] / "data" / "series").glob("*.npz"))
 TRIES = 200
@@ -21,29 +25,60 @@ def load(pool: Path) -> list[np.ndarray]:
 
 def draw(pool: list[np.ndarray], seed: int, runs: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Two sides of `runs` different runs each."""
+    assert len(pool) >= 2 * runs, "the pool has too few runs"
     order = np.random.default_rng(seed).permutation(len(pool))
     return [pool[i] for i in order[:runs]], [pool[i] for i in order[runs : 2 * runs]]
+
+
+def judged_different(runs: list[np.ndarray], paired: bool) -> int:
+    """Of TRIES comparisons of runs of the same thing."""
+    verdicts = [compare(*draw(runs, seed, 10), paired=paired, seed=seed).ratios["p50"].verdict for seed in range(TRIES)]
+    return sum(verdict != "no difference proven" for verdict in verdicts)
+
+
+def found(pool: Path) -> tuple[int, int]:
+    """How often, of TRIES / 2, an injected slowdown is proven, and the speed-up that it is the other way round.
+
+    1 % on GPUs. Ten runs on CPU cores that others use too, where medians spread by 16 %, find 30 %.
+    """
+    injected = 1.01 if pool.stem.startswith("gpu") else 1.30
+    runs, slower, faster = load(pool), 0, 0
+    for seed in range(TRIES // 2):
+        a, b = draw(runs, seed, 10)
+        b = [run * injected for run in b]
+        slower += compare(a, b, seed=seed).ratios["p50"].verdict == "slower"
+        faster += compare(b, a, seed=seed).ratios["p50"].verdict == "faster"
+    return slower, faster
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.stem)
 @pytest.mark.parametrize("paired", [False, True])
 def test_runs_of_the_same_thing_are_judged_different_in_at_most_5_percent(pool: Path, paired: bool) -> None:
-    runs = load(pool)
-    verdicts = [compare(*draw(runs, seed, 10), paired=paired, seed=seed).ratios["p50"].verdict for seed in range(TRIES)]
-    assert sum(verdict != "no difference proven" for verdict in verdicts) <= 0.05 * TRIES
+    assert judged_different(load(pool), paired) <= 0.05 * TRIES
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.stem)
 def test_an_injected_difference_is_found(pool: Path) -> None:
-    """1 % on GPUs. Ten runs on CPU cores that others use too, where medians spread by 16 %, find 30 %."""
-    injected = 1.01 if pool.stem.startswith("gpu") else 1.30
-    runs, found = load(pool), {"slower": 0, "faster": 0}
-    for seed in range(TRIES // 2):
-        a, b = draw(runs, seed, 10)
-        slower = [run * injected for run in b]
-        found["slower"] += compare(a, slower, seed=seed).ratios["p50"].verdict == "slower"
-        found["faster"] += compare(slower, a, seed=seed).ratios["p50"].verdict == "faster"
-    assert found["slower"] == found["faster"] >= 0.8 * TRIES // 2
+    slower, faster = found(pool)
+    assert slower == faster >= 0.8 * TRIES // 2
+
+
+def test_a_pool_of_gpu_records_is_taken_as_it_comes(tmp_path: Path) -> None:
+    """From records to verdicts, as gpu_*.npz would go: recorded runs whose deviations are shrunk to those of a GPU."""
+    cpu = recorded_runs()
+    middle = np.median(np.concatenate(cpu))
+    quiet = [15 * np.exp(0.02 * np.log(run / middle)) for run in cpu]
+    folders = [write(tmp_path / f"run{i}", run, minute=-i) for i, run in enumerate(quiet)]
+    pool = tmp_path / "gpu_standin.npz"
+    program = [sys.executable, "-m", "tests.bench.series", *map(str, folders), str(pool)]
+    subprocess.run(program, cwd=ROOT, check=True)
+    runs = load(pool)
+    assert len(runs) == len(quiet)
+    for run, recorded in zip(runs, reversed(quiet), strict=True):  # in the order in which they ran, warm-up left out
+        np.testing.assert_allclose(run, recorded, rtol=1e-6)
+    assert judged_different(runs, paired=False) <= 0.05 * TRIES
+    slower, faster = found(pool)
+    assert slower == faster >= 0.8 * TRIES // 2
 
 
 def test_pairs_find_what_drift_hides() -> None:

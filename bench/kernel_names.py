@@ -1,0 +1,186 @@
+"""What a GPU kernel's name tells: a name that a person can read, and its stage where no range around a launch does.
+
+The kernels of a CUDA graph's replay all have one launch. Most names belong to one stage. Sorts, regrouping and
+all-to-alls belong to several: there the order of the replay tells, as far as the stages' dependencies fix it. Where
+they do not, the stage is OTHER.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+STAGES = ("input_dist", "embedding_forward", "dense_forward_backward", "embedding_backward", "dense_update")
+OTHER = "other"
+"""Work outside of any stage, such as the loop itself and the harness, and what cannot be told."""
+
+_INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
+
+# Function of a Triton kernel: (file in kernels/, stage). Triton names a kernel after its function.
+OWN_KERNELS = {
+    "_copy_pieces": ("gather_segments", _INPUT),
+    "_copy_runs": ("regroup", None),
+    "_forward": ("cross or mlp", _DENSE),
+    "_backward": ("cross or mlp", _DENSE),
+    "_sum_rows": ("column_sums", _DENSE),
+    "_bce": ("loss", _DENSE),
+    "_sum_tiles": ("row_sums", _BACKWARD),
+    "_update_chunks": ("sorted_adagrad", _BACKWARD),
+    "_merge_runs": ("sorted_adagrad", _BACKWARD),
+    "_update": ("flat_adagrad", _UPDATE),
+}
+
+GEMM = "GEMM"
+"""First word of the names of all matrix products."""
+_LOSS = re.compile(r"^_bce$|cross_entropy")
+_SORT = re.compile(r"RadixSort|linearize_index|DeviceRle|RunLength|DeviceCompactInit|DeviceScan|DeviceReduceByKey")
+_ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
+_TABLE_UPDATE = re.compile(r"^_update_chunks$|embedding\w*_(backward|grad)")
+_TABLE_LOOKUP = re.compile(r"embedding\w*_forward")
+
+
+class _Family(NamedTuple):
+    pattern: re.Pattern[str]
+    name: str | Callable[[str], str]
+    stage: str | None
+    """None where several stages have such kernels."""
+
+
+def _identifier(name: str) -> str:
+    """Of `void a::b<c>(d)`: b."""
+    return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1] or name
+
+
+def _functor(name: str) -> str:
+    """The identifier, and of PyTorch's generic kernels what they compute."""
+    found = re.search(r"[<:, ](?:\w+::)*(\w*Functor\w*|\w+_kernel_(?:cuda|impl)\w*|\w+Op)\b", name)
+    identifier = _identifier(name)
+    return identifier if found is None or found[1] == identifier else f"{identifier} ({found[1]})"
+
+
+def _nccl(name: str) -> str:
+    return "NCCL " + re.sub(r"^nccl\w*?Kernel_|[(<].*", "", name)
+
+
+def _fbgemm(name: str) -> str:
+    return re.sub(r"_(codegen|unweighted|kernel)(?=_|$)", "", _identifier(name))
+
+
+# First match decides. FBGEMM's namespace must not pass for a GEMM.
+_FAMILIES = (
+    _Family(re.compile(r"^Memcpy HtoD"), str, _INPUT),
+    _Family(re.compile(r"^Mem(cpy|set)"), str, None),
+    _Family(re.compile(r"^nccl\w*Kernel_.*(SendRecv|AllToAll)", re.I), _nccl, None),
+    _Family(re.compile(r"^nccl\w*Kernel_(AllReduce|ReduceScatter)"), _nccl, _DENSE),
+    _Family(re.compile(r"^nccl\w*Kernel_AllGather"), _nccl, _UPDATE),  # weights that each rank updated its part of
+    _Family(re.compile(r"^nccl\w*Kernel_"), _nccl, None),
+    _Family(re.compile(r"RadixSort"), "radix sort", None),
+    _Family(_SORT, _identifier, None),
+    _Family(_TABLE_UPDATE, _fbgemm, _BACKWARD),
+    _Family(_TABLE_LOOKUP, _fbgemm, _LOOKUP),
+    _Family(re.compile(r"permute_(1|2)D|bucketize|jagged_index_select", re.I), _fbgemm, _INPUT),
+    _Family(re.compile(r"nvjet"), f"{GEMM} (nvjet)", _DENSE),
+    _Family(re.compile(r"cutlass.*align1(?!\d)"), f"{GEMM} (cutlass, unaligned)", _DENSE),
+    _Family(re.compile(r"cutlass"), f"{GEMM} (cutlass)", _DENSE),
+    _Family(
+        re.compile(r"splitK_?reduce|(?<!fb)gemm|gemv|cublas|^void dot_kernel|reduce_1Block", re.I),
+        f"{GEMM} (cublas)",
+        _DENSE,
+    ),
+    _Family(re.compile(r"multi_tensor|adagrad", re.I), _functor, _UPDATE),
+    _Family(re.compile(r"relu|cross_entropy", re.I), _functor, _DENSE),
+)
+
+
+def short_name(name: str) -> str:
+    """`name` without templates, parameters and namespaces; kernels of one library's matrix products share one name."""
+    if name in OWN_KERNELS:
+        return f"{OWN_KERNELS[name][0]}: {name}"
+    family = _family(name)
+    if family is None:
+        return _functor(name)
+    return family.name if isinstance(family.name, str) else family.name(name)
+
+
+def stage_of_name(name: str) -> str:
+    """The stage that all kernels of this name belong to; OTHER if there is none."""
+    if name in OWN_KERNELS:
+        return OWN_KERNELS[name][1] or OTHER
+    family = _family(name)
+    return (family.stage if family else None) or OTHER
+
+
+def stages_of_replay(events: Sequence[dict[str, Any]]) -> list[str]:
+    """The stage of each event of one replay of an iteration's graph; events have name, ts, dur and tid (the stream).
+
+    Facts used: what comes before the loss is forward and what comes after it is backward, but for the next batch's
+    input dist, which may be anywhere; an all-to-all runs behind what it sends and before what it receives is read.
+    """
+    order = _Order(events)
+    return [order.stage(event) for event in events]
+
+
+class _Order:
+    """When the kernels that others depend on ran in one replay."""
+
+    def __init__(self, events: Sequence[dict[str, Any]]) -> None:
+        self._events = sorted(events, key=lambda event: event["ts"])
+        loss = self._times(_LOSS)
+        self._loss = (loss[0][0], max(end for _, end in loss)) if loss else None
+        lookups, updates = self._times(_TABLE_LOOKUP), self._times(_TABLE_UPDATE)
+        names = {event["name"] for event in events}
+        self._presorts, self._replicates = "_update_chunks" in names, "_sum_tiles" in names
+        self._updates = bool(updates)
+        # What must lie within these is the pooled vectors' all-to-all, and that of their gradients.
+        self._within = {}
+        if self._loss and lookups:
+            self._within[_LOOKUP] = (min(end for _, end in lookups), self._loss[0])
+        if self._loss and updates:
+            self._within[_BACKWARD] = (self._loss[1], updates[0][0])
+
+    def stage(self, event: dict[str, Any]) -> str:
+        name = event["name"]
+        if name == "_copy_runs" and self._loss:
+            return _LOOKUP if event["ts"] < self._loss[0] else _BACKWARD
+        if _SORT.search(name):
+            return self._stage_of_sort(event)
+        if _ALL_TO_ALL.search(name):
+            return self._stage_of_all_to_all(event)
+        return stage_of_name(name)
+
+    def _stage_of_sort(self, event: dict[str, Any]) -> str:
+        if self._presorts or (self._replicates and self._loss and event["ts"] < self._loss[1]):
+            return _INPUT
+        # FBGEMM's backward sorts for itself; replicated tables sort in the input dist.
+        return _BACKWARD if self._updates and not self._replicates else OTHER
+
+    def _stage_of_all_to_all(self, event: dict[str, Any]) -> str:
+        possible = [stage for stage, span in self._within.items() if _inside(event, span)]
+        for stage in possible:
+            if sum(_inside(other, self._within[stage]) for other in self._all_to_alls()) == 1:
+                return stage
+        if not possible:
+            return _INPUT if len(self._within) == 2 else OTHER
+        before = [other for other in self._events if other["tid"] == event["tid"] and _end(other) <= event["ts"]]
+        sender = before[-1]["name"] if before else ""
+        if sender == "_copy_pieces":
+            return _INPUT
+        sends = {_LOOKUP: bool(_TABLE_LOOKUP.search(sender)), _BACKWARD: sender == "_copy_runs"}
+        return next((stage for stage in possible if sends[stage]), OTHER)
+
+    def _all_to_alls(self) -> list[dict[str, Any]]:
+        return [event for event in self._events if _ALL_TO_ALL.search(event["name"])]
+
+    def _times(self, pattern: re.Pattern[str]) -> list[tuple[float, float]]:
+        return [(event["ts"], _end(event)) for event in self._events if pattern.search(event["name"])]
+
+
+def _inside(event: dict[str, Any], span: tuple[float, float]) -> bool:
+    return span[0] <= event["ts"] and _end(event) <= span[1]
+
+
+def _end(event: dict[str, Any]) -> float:
+    return event["ts"] + event["dur"]
+
+
+def _family(name: str) -> _Family | None:
+    return next((family for family in _FAMILIES if family.pattern.search(name)), None)

@@ -1,0 +1,48 @@
+"""Progress bars that cost a measurement nothing.
+
+A bar here is drawn when it is told to, and never in between: no thread takes Python's interpreter lock or a core from
+what is timed. Nothing is drawn where stderr is no terminal, as under torchrun's --tee or in a batch job.
+"""
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+def stderr_console() -> Console:
+    """For bars, so that what is printed on stdout can go to a file."""
+    return Console(stderr=True, force_terminal=sys.stderr.isatty())  # rich alone would believe FORCE_COLOR
+
+
+class StillBar:
+    """A context manager around `total` pieces of work; draws at its beginning, at show() and at its end."""
+
+    def __init__(self, total: int, text: str, console: Console, shown: bool = True) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._console = console
+        self._progress = Progress(
+            *columns,
+            console=console,
+            auto_refresh=False,  # no thread
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not (shown and console.is_terminal),
+        )
+        self._task: TaskID = self._progress.add_task(text, total=total)
+
+    def __enter__(self) -> "StillBar":
+        self._progress.start()
+        if not self._progress.disable:
+            self._console.show_cursor(True)  # a run that is killed could not bring it back
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, text: str) -> None:
+        """Draws `done` pieces of work as done. Never within what is timed."""
+        self._progress.update(self._task, completed=done, description=text, refresh=True)

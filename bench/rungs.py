@@ -1,0 +1,144 @@
+"""The built-in ladders: each rung's flags of launch/dlrm.py, and what it takes away from the rung before it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One variant: its name, the flags of launch/dlrm.py that make it, and what it changes, in a sentence."""
+
+    name: str
+    flags: tuple[str, ...]
+    note: str = ""
+
+
+_FP32, _TF32, _BF16 = (("--precision", precision) for precision in ("fp32", "tf32", "bf16"))
+_STOCK = "TrainPipelineSparseDist as the MLPerf reference runs it."
+_TUNED = ("--inplace-copy", "--quantized-comms", "bf16")
+_FIVE_STAGE = ("--pipeline", "five-stage")
+_SWITCHES = (
+    Rung(
+        "avoid-record-streams",
+        ("--avoid-record-streams",),
+        "TorchRec's record_stream calls, by events that keep its buffers alive; NCCL's are gone by torch's default.",
+    ),
+    Rung(
+        "pinned-d2h",
+        ("--pinned-d2h",),
+        "Stream syncs at device-to-host reads: they land in pinned memory and are waited for where they are needed.",
+    ),
+    Rung(
+        "dense-graph",
+        ("--cuda-graph", "dense"),
+        "Nearly all launches of the dense network, its backward and the gradient all-reduce: one graph replays them.",
+    ),
+    Rung(
+        "launch-threads",
+        ("--launch-threads", "2"),
+        "The launches of the next batch's input dist from the first thread: a second one makes them.",
+    ),
+    Rung(
+        "trim-input-dist",
+        ("--trim-input-dist",),
+        "The exchange of splits and lengths, every tolist and list tensor: splits are constant at fixed sizes.",
+    ),
+)
+_ALL_SWITCHES = (*_FIVE_STAGE, *(flag for switch in _SWITCHES for flag in switch.flags))
+_GRAPH = ("--ebc", "static", "--cuda-graph", "iteration")
+_OVERLAP = (*_GRAPH, "--overlap")
+
+
+def _five_stage(*switches: str) -> tuple[Rung, ...]:
+    """The five-stage pipeline without a switch, and with one more on each rung, in this order; all in TF32."""
+    by_name = {switch.name: switch for switch in _SWITCHES}
+    note = "Nothing yet: the five stages under their own schedule, all switches off."
+    rungs = [Rung("five-stage", (*_FIVE_STAGE, *_TF32), note)]
+    flags: tuple[str, ...] = _FIVE_STAGE
+    for switch in (by_name[name] for name in switches):
+        flags = (*flags, *switch.flags)
+        rungs.append(Rung(switch.name, (*flags, *_TF32), switch.note))
+    return tuple(rungs)
+
+
+LADDERS: dict[str, tuple[Rung, ...]] = {
+    "stock": (
+        Rung("stock-fp32", _FP32, _STOCK),
+        Rung("stock-tf32", _TF32, "Most of the matrix products' time, by TF32."),
+        Rung("stock-bf16", _BF16, "More of it, by bf16 autocast."),
+    ),
+    "five-stage": (
+        Rung("stock", _TF32, _STOCK),
+        Rung(
+            "stock-tuned",
+            (*_TUNED, *_TF32),
+            "The memory of a second copy of the batch, and half the bytes of pooled vectors and gradients on the wire.",
+        ),
+        *_five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist"),
+    ),
+    "five-stage-trim-first": (
+        Rung("stock", _TF32, _STOCK),
+        *_five_stage("trim-input-dist", "dense-graph", "pinned-d2h", "launch-threads", "avoid-record-streams"),
+    ),
+    "full": (
+        Rung("stock-tf32", _TF32, _STOCK),
+        Rung(
+            "stock-tuned-bf16",
+            (*_TUNED, *_BF16),
+            "What TorchRec's public options can: bf16 autocast, in-place copies, collectives quantised to bf16.",
+        ),
+        Rung(
+            "five-stage-tf32",
+            (*_ALL_SWITCHES, *_TF32),
+            "Most launches, syncs and copies of the host, on TorchRec's own modules: all five switches.",
+        ),
+        Rung(
+            "static-tf32",
+            ("--ebc", "static", *_TF32),
+            "TorchRec's modules: fixed shapes straight on FBGEMM, launched kernel by kernel.",
+        ),
+        Rung("cuda-graph-tf32", (*_GRAPH, *_TF32), "All launches but one: the whole iteration is one CUDA graph."),
+        Rung(
+            "overlap-tf32",
+            (*_OVERLAP, *_TF32),
+            "Work from the critical path: input dist, weight gradients and dense update run beside the rest.",
+        ),
+        Rung(
+            "overlap-bf16", (*_OVERLAP, *_BF16), "Half the bytes on the wire and most of the products' time, by bf16."
+        ),
+        Rung(
+            "presort-bf16",
+            (*_OVERLAP, "--presort-ids", *_BF16),
+            "The sort of ids from the embedding backward: it runs a batch ahead, in the input dist.",
+        ),
+    ),
+    "same": (
+        Rung("stock-a", ()),
+        Rung("stock-b", (), "Nothing: the same thing again."),
+    ),
+    "cpu": (
+        Rung("stock-fp32", _FP32, _STOCK),
+        Rung(
+            "five-stage-fp32",
+            (
+                *_FIVE_STAGE,
+                "--pinned-d2h",
+                "--avoid-record-streams",
+                "--trim-input-dist",
+                "--launch-threads",
+                "2",
+                *_FP32,
+            ),
+            "What of TorchRec's input dist is constant, and its launches from the first thread.",
+        ),
+        Rung("static-fp32", ("--ebc", "static", *_FP32), "TorchRec's modules: fixed shapes straight on FBGEMM."),
+    ),
+}
+"""By name, first rung first. A rung changes one thing of the rung before it where the ladder's order allows; in `same`,
+nothing (A/A)."""
+
+
+def ladder_called(name: str) -> tuple[Rung, ...]:
+    """A built-in ladder; ValueError names the known ones."""
+    if name not in LADDERS:
+        raise ValueError(f"--rungs {name!r} is unknown: choose one of {', '.join(LADDERS)}")
+    return LADDERS[name]
