@@ -25,7 +25,8 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
         super().__init__(config, ranks, sharder)
         for schedule in (self._train, self._eval):
-            weakref.finalize(self, schedule.close)
+            # Not at exit, when the process group is gone and threads end by themselves.
+            weakref.finalize(self, schedule.close).atexit = False
 
     def describe(self) -> dict[str, Any]:
         """What the model's says; switches that were off although asked for, and why; features by their input dist."""
