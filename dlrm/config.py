@@ -4,14 +4,16 @@ A field's docstring is its help text. Errors name the flag to change. Complete c
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 Precision = Literal["fp32", "tf32", "bf16"]
 DataSource = Literal["random", "multi_hot", "one_hot"]
 EBCName = Literal["torchrec", "static"]
-CudaGraph = Literal["none", "iteration"]
+PipelineName = Literal["base", "sparse-dist", "fused-sparse-dist", "five-stage"]
+CudaGraph = Literal["none", "dense", "iteration"]
+QuantizedComms = Literal["none", "bf16", "fp16"]
 TableOptimizer = Literal["adagrad", "rowwise_adagrad", "sgd"]
 
 
@@ -183,15 +185,39 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
     ebc: EBCName = "torchrec"
-    """torchrec: TorchRec's modules under its TrainPipelineSparseDist, unmodified. static: fixed shapes straight on
-    FBGEMM's table-batched embeddings, in five stages."""
+    """torchrec: TorchRec's sharded modules. static: fixed shapes straight on FBGEMM's table-batched embeddings."""
+    pipeline: PipelineName | None = None
+    """The schedule. base, sparse-dist, fused-sparse-dist: TorchRec's own train pipelines, unmodified (the last needs a
+    GPU). five-stage: ours, the only one of ebc static and its default; that of ebc torchrec is sparse-dist."""
     cuda_graph: CudaGraph = "none"
-    """iteration: all five stages in one CUDA graph (ebc static, GPU)."""
+    """dense: forward, backward and all-reduce of the dense network in one CUDA graph (ebc torchrec, pipeline
+    five-stage). iteration: all five stages in one (ebc static). GPU."""
     cuda_graph_fallback: bool = False
     """Go on eagerly where the iteration cannot be captured, instead of ending with an error."""
     plan: Literal["balanced", "torchrec"] = "balanced"
     """Which planner places the tables of ebc static: our own, or TorchRec's, limited to table-wise, column-wise and
     data-parallel sharding."""
+    row_wise: bool = True
+    """Let TorchRec's planner split tables by rows, which makes the input dist depend on the ids: the host has to read
+    the sizes of its exchange (ebc torchrec)."""
+    avoid_record_streams: bool = False
+    """Keep the buffers that streams share alive by events instead of record_stream (ebc torchrec, pipeline
+    five-stage)."""
+    pinned_d2h: bool = False
+    """Read device values through pinned memory, waiting where a value is needed and not where its copy is issued (ebc
+    torchrec, pipeline five-stage)."""
+    launch_threads: Literal[1, 2] = 1
+    """2: another host thread launches the next batch's input dist, and the dense update (ebc torchrec, pipeline
+    five-stage)."""
+    trim_input_dist: bool = False
+    """Leave out of the input dist what fixed multi-hot sizes make constant: exchanges of splits and lengths, and their
+    reads by the host (ebc torchrec, pipeline five-stage)."""
+    inplace_copy: bool = False
+    """TorchRec's enable_inplace_copy_batch: batches are copied into GPU memory that the main stream allocated (ebc
+    torchrec, but for pipeline five-stage)."""
+    quantized_comms: QuantizedComms = "none"
+    """Number format of pooled vectors and their gradients in TorchRec's collectives; gradients are bf16 in both. On the
+    CPU TorchRec takes fp16 for bf16 (ebc torchrec)."""
     overlap: bool = False
     """Run input dist, bottom MLP, weight gradients, all-reduce and dense update beside the rest (ebc static)."""
     presort_ids: bool = False
@@ -218,19 +244,11 @@ class RunConfig:
     """Name of this run's folder; by default date, machine and preset."""
 
     def __post_init__(self) -> None:
-        for switch in ("overlap", "presort_ids"):
-            _require(
-                not getattr(self, switch) or self.ebc == "static",
-                f"--{switch.replace('_', '-')} applies to --ebc static only",
-            )
-        _require(
-            self.cuda_graph == "none" or self.ebc == "static", f"--cuda-graph {self.cuda_graph} needs --ebc static"
-        )
+        self._check_switches()
         _require(
             not self.cuda_graph_fallback or self.cuda_graph != "none",
             "--cuda-graph-fallback says what follows a failed capture: choose --cuda-graph iteration",
         )
-        _require(self.plan == "balanced" or self.ebc == "static", "--plan torchrec applies to --ebc static only")
         _require(
             not self.data.variable_lengths or self.ebc == "static",
             "--data.variable-lengths applies to --ebc static only",
@@ -277,6 +295,44 @@ class RunConfig:
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",
         )
+
+    def _check_switches(self) -> None:
+        """Every switch of a schedule is off where another one runs."""
+        theirs, ours = self.ebc == "torchrec", self.pipeline == "five-stage"
+        _require(
+            theirs or self.pipeline in (None, "five-stage"),
+            f"--pipeline {self.pipeline} needs --ebc torchrec: leave it out, as --ebc static is always five-stage",
+        )
+        off = {switch.name: switch.default for switch in fields(self)}
+        for switches, applies, needed in (
+            (("overlap", "presort_ids", "plan", "cuda_graph_fallback"), not theirs, "--ebc static"),
+            (("row_wise", "quantized_comms"), theirs, "--ebc torchrec"),
+            (("inplace_copy",), theirs and not ours, "--ebc torchrec and another --pipeline than five-stage"),
+            (
+                ("avoid_record_streams", "pinned_d2h", "launch_threads", "trim_input_dist"),
+                theirs and ours,
+                "--pipeline five-stage and --ebc torchrec",
+            ),
+        ):
+            for switch in switches:
+                value, flag = getattr(self, switch), switch.replace("_", "-")
+                _require(
+                    applies or value == off[switch],
+                    f"--{'no-' if value is False else ''}{flag} needs {needed}: set that or leave it out",
+                )
+        _require(
+            self.cuda_graph != "dense" or (theirs and ours),
+            "--cuda-graph dense needs --pipeline five-stage and --ebc torchrec; --ebc static has iteration",
+        )
+        _require(
+            self.cuda_graph != "iteration" or not theirs,
+            "--cuda-graph iteration needs --ebc static; --ebc torchrec with --pipeline five-stage has dense",
+        )
+
+    @property
+    def pipeline_name(self) -> PipelineName:
+        """The schedule by name: `pipeline`, or what is the default of `ebc`."""
+        return self.pipeline or ("five-stage" if self.ebc == "static" else "sparse-dist")
 
     @property
     def pooled_bytes(self) -> int:

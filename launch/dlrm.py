@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 # Python puts this folder first on the path, where this file would hide the package `dlrm`.
@@ -53,6 +53,7 @@ def parse(arguments: list[str]) -> RunConfig:
         description=__doc__,
         console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
     )
+    config = replace(config, pipeline=config.pipeline_name)
     if chosen.print_config:
         print(json.dumps(asdict(config), indent=2, default=str))
         sys.exit()

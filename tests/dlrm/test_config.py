@@ -43,11 +43,27 @@ BAD_DATA: list[tuple[str, dict[str, Any]]] = [
     ("--data.random-skew", {"random_skew": math.inf}),
     ("--data.variable-lengths", {"variable_lengths": True, "source": "multi_hot", "path": Path("data")}),
 ]
+THEIRS = ("base", "sparse-dist", "fused-sparse-dist")
+FIVE_STAGE: list[tuple[str, dict[str, Any]]] = [
+    ("--avoid-record-streams", {"avoid_record_streams": True}),
+    ("--pinned-d2h", {"pinned_d2h": True}),
+    ("--launch-threads", {"launch_threads": 2}),
+    ("--trim-input-dist", {"trim_input_dist": True}),
+]
 BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--overlap", {"overlap": True}),
     ("--presort-ids", {"presort_ids": True}),
     ("--presort-ids", {"presort_ids": True, "ebc": "static", "optimizer": OptimizerConfig(embedding="sgd")}),
-    ("--cuda-graph", {"cuda_graph": "iteration"}),
+    ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration"}),
+    ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration", "pipeline": "five-stage"}),
+    ("--cuda-graph dense needs --pipeline five-stage", {"cuda_graph": "dense"}),
+    ("--cuda-graph dense needs --pipeline five-stage and --ebc torchrec", {"cuda_graph": "dense", "ebc": "static"}),
+    *[("--pipeline .*: leave it out", {"pipeline": name, "ebc": "static"}) for name in THEIRS],
+    *[(flag, switch | schedule) for flag, switch in FIVE_STAGE for schedule in ({}, {"ebc": "static"})],
+    ("--inplace-copy", {"inplace_copy": True, "pipeline": "five-stage"}),
+    ("--inplace-copy", {"inplace_copy": True, "ebc": "static"}),
+    ("--quantized-comms", {"quantized_comms": "bf16", "ebc": "static"}),
+    ("--no-row-wise", {"row_wise": False, "ebc": "static"}),
     ("--data.variable-lengths", {"data": DataConfig(variable_lengths=True), "target_auc": None, "iterations": 100}),
     ("--local-batch-size", {"local_batch_size": 0}),
     ("--iterations", {"iterations": 0}),
@@ -93,6 +109,21 @@ def test_bad_optimizer(flag, value):
 def test_bad_run(flag, changes):
     with pytest.raises(ValueError, match=flag):
         replace(preset("smoke"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "sparse-dist"),
+        *[({"pipeline": name, "inplace_copy": True, "quantized_comms": "bf16"}, name) for name in THEIRS],
+        ({"pipeline": "five-stage", "cuda_graph": "dense", "quantized_comms": "fp16"}, "five-stage"),
+        *[({"pipeline": "five-stage"} | switch, "five-stage") for _, switch in FIVE_STAGE],
+        ({"ebc": "static", "cuda_graph": "iteration", "overlap": True, "presort_ids": True}, "five-stage"),
+        ({"ebc": "static", "pipeline": "five-stage"}, "five-stage"),
+    ],
+)
+def test_every_schedule_has_a_name_and_its_switches(changes, name):
+    assert replace(preset("smoke"), **changes).pipeline_name == name
 
 
 def test_smallest_good_values():

@@ -65,10 +65,31 @@ def test_print_config_needs_no_torchrun(tmp_path, name):
     status, text = typed(tmp_path, *arguments)
     assert status == 0
     expected: RunConfig = preset(name)
-    expected = dataclasses.replace(
-        expected, seed=7, run_id="x", model=dataclasses.replace(expected.model, table_scale=0.5)
-    )
+    model = dataclasses.replace(expected.model, table_scale=0.5)
+    expected = dataclasses.replace(expected, seed=7, run_id="x", model=model, pipeline="sparse-dist")
     assert json.loads(text) == json.loads(json.dumps(dataclasses.asdict(expected), default=str))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("--preset launch-bound --pipeline five-stage", {"ebc": "torchrec", "pipeline": "five-stage"}),
+        ("--ebc static --cuda-graph iteration", {"pipeline": "five-stage", "cuda_graph": "iteration"}),
+        (
+            "--pipeline five-stage --cuda-graph dense --launch-threads 2 --trim-input-dist --pinned-d2h "
+            "--avoid-record-streams",
+            dict.fromkeys(("trim_input_dist", "pinned_d2h", "avoid_record_streams"), True) | {"launch_threads": 2},
+        ),
+        (
+            "--pipeline base --inplace-copy --quantized-comms bf16 --no-row-wise",
+            {"pipeline": "base", "inplace_copy": True, "quantized_comms": "bf16", "row_wise": False},
+        ),
+    ],
+)
+def test_every_variant_has_its_flags(tmp_path, arguments, shown):
+    status, text = typed(tmp_path, "--print-config", *arguments.split())
+    assert status == 0
+    assert json.loads(text).items() >= shown.items()
 
 
 def test_print_plan_needs_no_torchrun(tmp_path):
@@ -96,6 +117,9 @@ def test_smoke_is_the_default(tmp_path):
         (["--local-batch-size", "0"], "--local-batch-size is 0"),
         (["--local-batch-size", "many"], "--local-batch-size"),
         (["--precision", "fp8"], "--precision"),
+        (["--pipeline", "six-stage"], "--pipeline"),
+        (["--launch-threads", "3"], "--launch-threads"),
+        (["--ebc", "static", "--pipeline", "base"], "--pipeline base needs --ebc torchrec: leave it out"),
         (["--model.table-scale", "2"], "--model.table-scale is 2.0"),
         (["--seed"], "--seed"),
         (["--preset"], "--preset"),
@@ -173,6 +197,15 @@ def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
     assert one_node.run["command"].startswith("torchrun --nproc_per_node=2 launch/dlrm.py --results-dir")
     assert "record " in outputs[0].read_text()
     assert "record " not in outputs[1].read_text()
+
+
+def test_the_record_says_how_a_five_stage_run_was_scheduled(smoke, tmp_path):
+    place = ["--results-dir", str(tmp_path / "results"), "--run-id", "x"]
+    ended = forked_launch(2, tmp_path, [*smoke, "--pipeline", "five-stage", "--cuda-graph", "dense", *place])
+    assert ended.statuses == [0, 0], ended.outputs
+    run = read_record(tmp_path / "results" / "x").run
+    assert (run["config"]["pipeline"], run["config"]["cuda_graph"]) == ("five-stage", "dense")
+    assert list(run["pipeline"]["switched_off"]) == ["cuda_graph"]  # no GPU
 
 
 def to_torchrun(process: Any, folder: Path) -> int:

@@ -16,7 +16,8 @@ from dlrm.embedding.plan import Plan, Shard
 from dlrm.ranks import Ranks
 from pipeline.state import ModelState
 from pipeline.static import StaticPipeline
-from pipeline.torchrec_stock import StockPipeline, _build_unsharded
+from pipeline.torchrec_model import _build_unsharded
+from pipeline.torchrec_stock import StockPipeline
 from tests.cases import SMALL_MODEL
 
 STEPS = 10

@@ -1,0 +1,153 @@
+"""The harness's five-stage pipeline on TorchRec's modules: what stock trains, evaluates and saves, it does too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm.config import DataConfig, OptimizerConfig, Precision, RunConfig
+from dlrm.data.random_batches import RandomDataset
+from dlrm.ranks import Ranks
+from pipeline import build_pipeline
+from pipeline.state import ModelState
+from pipeline.torchrec_five_stage import TorchRecFiveStagePipeline
+from pipeline.torchrec_stock import StockPipeline
+from tests.cases import PLACES, SMALL_MODEL
+
+STEPS = 20
+EVALUATED_EVERY = 6
+ALL_ON: dict[str, Any] = {
+    "pipeline": "five-stage",
+    "avoid_record_streams": True,
+    "pinned_d2h": True,
+    "cuda_graph": "dense",
+    "launch_threads": 2,
+    "trim_input_dist": True,
+}
+VARIANTS: dict[str, dict[str, Any]] = {"stock": {}, "all off": {"pipeline": "five-stage"}, "all on": ALL_ON}
+
+
+def config(precision: Precision = "fp32", **changes: Any) -> RunConfig:
+    return RunConfig(
+        preset="test",
+        model=SMALL_MODEL,
+        data=DataConfig(source="random", random_batches=2 * STEPS),
+        optimizer=OptimizerConfig(learning_rate=0.02),
+        local_batch_size=24,
+        precision=precision,
+        iterations=100,
+        **changes,
+    )
+
+
+class Training:
+    """A pipeline on its way through batches."""
+
+    def __init__(self, ranks: Ranks, run: RunConfig, state: ModelState | None = None) -> None:
+        self.pipeline: Any = build_pipeline(run, ranks)
+        assert type(self.pipeline) is (TorchRecFiveStagePipeline if run.pipeline == "five-stage" else StockPipeline)
+        if state is not None:
+            self.pipeline.load_state_dict(state)
+        self._run, self._ranks = run, ranks
+        self._batches = self._prepared()
+
+    def train(self) -> list[float]:
+        return [self.pipeline.train_step(self._batches).item() for _ in range(STEPS)]
+
+    def train_and_evaluate(self) -> tuple[list[float], list[torch.Tensor]]:
+        losses, logits = [], []
+        for step in range(STEPS):
+            losses.append(self.pipeline.train_step(self._batches).item())
+            if step % EVALUATED_EVERY == 0:
+                logits += [values.float().cpu() for values, _ in self.pipeline.evaluate(islice(self._prepared(), 3))]
+        return losses, logits
+
+    def _prepared(self) -> Any:
+        run, ranks = self._run, self._ranks
+        dataset = RandomDataset(run.data, run.model, run.seed)
+        return map(self.pipeline.prepare, dataset.train_batches(ranks.rank, ranks.world_size, run.local_batch_size))
+
+
+@dataclass(slots=True)
+class Trained:
+    losses: list[float]
+    evaluated: list[float]
+    """Losses of a second training, evaluated in between."""
+    logits: list[torch.Tensor]
+    state: ModelState
+    resumed: list[float]
+    """Losses with which the other kind of pipeline goes on from the state."""
+    bf16: list[float]
+    described: dict[str, Any]
+
+
+def train_all(ranks: Ranks) -> dict[str, Trained]:
+    results = {}
+    for name, changes in VARIANTS.items():
+        training = Training(ranks, config(**changes))
+        losses, state = training.train(), training.pipeline.state_dict()
+        evaluated, logits = Training(ranks, config(**changes)).train_and_evaluate()
+        other = config() if changes else config(**ALL_ON)
+        results[name] = Trained(
+            losses=losses,
+            evaluated=evaluated,
+            logits=logits,
+            state=state,
+            resumed=Training(ranks, other, state).train(),
+            bf16=Training(ranks, config("bf16", **changes)).train(),
+            described=training.pipeline.describe(),
+        )
+    return results
+
+
+Run = Callable[[int, bool], list[dict[str, Trained]]]
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Callable[..., list[Any]]) -> Run:
+    """trained(world_size, gpu)[rank][variant]"""
+    return cache(lambda world_size, gpu: run_ranks(world_size, train_all, gpu=gpu))
+
+
+@pytest.mark.parametrize("name", ["all off", "all on"])
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_trains_what_stock_trains(trained, world_size, gpu, name):
+    for rank in trained(world_size, gpu):
+        ours, stock = rank[name], rank["stock"]
+        for losses in (ours.losses, ours.evaluated):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(stock.losses), rtol=1e-5, atol=0)
+        assert len(ours.logits) == len(stock.logits) == 3 * len(range(0, STEPS, EVALUATED_EVERY))
+        torch.testing.assert_close(ours.logits, stock.logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(ours.bf16), torch.tensor(stock.bf16), rtol=1e-3, atol=0)
+        assert ours.bf16 != ours.losses
+
+
+@pytest.mark.parametrize("name", ["all off", "all on"])
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_state_is_that_of_stock_and_either_goes_on_from_it(trained, world_size, gpu, name):
+    ranks = trained(world_size, gpu)
+    ours, stock = ranks[0][name].state, ranks[0]["stock"].state
+    assert ours.weights.keys() == stock.weights.keys()
+    assert ours.optimizer.keys() == stock.optimizer.keys()
+    for key in stock.optimizer:
+        torch.testing.assert_close(ours.optimizer[key], stock.optimizer[key], rtol=1e-2, atol=1e-8)
+    for rank in ranks:
+        resumed = torch.tensor(rank[name].resumed)
+        torch.testing.assert_close(resumed, torch.tensor(rank["stock"].resumed), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_what_was_off_and_what_was_trimmed_is_described(trained, world_size, gpu):
+    rank = trained(world_size, gpu)[0]
+    assert rank["all off"].described.keys() == {"sharding_plan", "switched_off"}
+    assert rank["all off"].described["switched_off"] == {}
+    described = rank["all on"].described
+    assert set(described["switched_off"]) <= ALL_ON.keys()
+    assert ("cuda_graph" in described["switched_off"]) == (not gpu)
+    kinds = described["input_dist"].values()
+    assert sorted(name for names in kinds for name in names) == sorted(SMALL_MODEL.feature_names)
+    assert described["input_dist"]["static"]
