@@ -1,0 +1,254 @@
+"""Stage 3 without DistributedDataParallel: forward, loss and backward of the dense part as one CUDA graph.
+
+The gradient all-reduce is a second graph, of one collective on a flat buffer. Apart from the first, it runs beside the
+embedding backward, which needs the pooled gradient alone; and a rank whose last batch is smaller can run its forward
+and backward eagerly while all ranks make the same collective call. A graph with the all-reduce inside would be replayed
+by some ranks there and not by others, which NCCL does not promise to survive.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import get_module
+from torchrec.distributed.types import LazyNoWait
+
+from pipeline.batch_fields import forward_replaced, leaves, map_fields
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 3
+"""Iterations of the shape to capture that run eagerly: cuBLAS and the autograd thread set themselves up in them."""
+_ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
+
+Call = Callable[[Any], tuple[Tensor, Any]]
+
+
+def call_dense(call: Call, collection: nn.Module, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Tensor, Any]:
+    """call(batch), in which the collection gives `pooled` for `features`. ValueError if it is given anything else."""
+
+    def forward(given: Any, *_: Any, **__: Any) -> LazyNoWait[KeyedTensor]:
+        if given is not features:
+            raise ValueError(
+                "the model gives its ShardedEmbeddingBagCollection another KJT than for the first batch: the pipeline "
+                "has looked up the field of the batch that it gave then"
+            )
+        return LazyNoWait(pooled)
+
+    with forward_replaced(collection, forward):
+        return call(batch)
+
+
+def with_values(pooled: KeyedTensor, values: Tensor) -> KeyedTensor:
+    """A KeyedTensor like `pooled` over other values."""
+    return KeyedTensor(pooled.keys(), pooled.length_per_key(), values, pooled.key_dim())
+
+
+def why_not_graphed(model: DistributedModelParallel, device: torch.device) -> str | None:
+    """What keeps the dense part of this model out of a CUDA graph, as far as can be said before the capture."""
+    wrapped = get_module(model)
+    if device.type != "cuda":
+        return f"CUDA graphs need a GPU; the pipeline's device is {device}"
+    if not isinstance(wrapped, DistributedDataParallel):
+        return f"the dense part is wrapped by {type(wrapped).__name__}, not by DistributedDataParallel"
+    if wrapped._comm_hooks:
+        return "DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out"
+    if getattr(model, "model_trackers", None):
+        return "a model tracker counts the calls of the model, of which a graph makes none"
+    return None
+
+
+class DenseGraph:
+    """Forward, loss and backward of the unwrapped model, then the mean of its gradients over all ranks.
+
+    Gradients come from torch.autograd.grad, which runs no AccumulateGrad: neither DDP's hooks nor those that a user
+    registers there see them. They lie in flat buffers for good, and `all_reduce` makes them the parameters' `.grad`,
+    for the user's optimizer, whose learning rate is its own business. A graph freezes what Python decides: control
+    flow and Python numbers of the model stay as they were at the capture.
+    """
+
+    def __init__(self, model: nn.Module, collection: nn.Module, device: torch.device, ranks: list[int]) -> None:
+        """Collective over `ranks`. model: unwrapped, with its collection. On the CPU nothing is captured."""
+        self._model, self._collection, self._device = model, collection, device
+        tables = set(map(id, collection.parameters()))
+        self._parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
+        self._flat, self._grads = _flat_gradients(self._parameters)
+        self._used = [False] * len(self._parameters)
+        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._captured: _Captured | None = None
+        self._warm = 0
+        self._form: list[Any] | None = None
+        self.failure: str | None = None
+        """Why the capture failed, if it did."""
+        self.eager_batches = 0
+        """Batches of another shape, dtype or autocast state than the captured one."""
+        self._reduce: torch.cuda.CUDAGraph | None = None
+        self._mean()  # sets the communicator up, which a capture cannot
+        if device.type == "cuda" and len(ranks) > 1:
+            self._reduce = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._reduce, capture_error_mode="thread_local"):
+                self._mean()
+
+    def forward_backward(
+        self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor
+    ) -> tuple[Any, Tensor | None]:
+        """The model's output, and the gradient of the pooled values, which the next call may overwrite.
+
+        features: the KJT of the batch, which the dense part must not read while captured.
+        """
+        form = _form(batch, features, pooled.values())
+        if self._form is None:
+            self._form = form
+        if form != self._form:
+            self._say_eager(form)
+        elif self._captured is not None:
+            return self._captured.replay(batch, features, pooled.values())
+        elif self._device.type == "cuda" and self.failure is None:
+            self._warm += 1
+            if self._warm > WARM_UP and self._capture(batch, features, pooled):
+                assert self._captured is not None
+                return self._captured.replay(batch, features, pooled.values())
+        return self._forward_backward(batch, features, with_values(pooled, pooled.values().detach().requires_grad_()))
+
+    def all_reduce(self) -> None:
+        """The mean of the gradients over all ranks, on the current stream, as `.grad` of the parameters. Collective."""
+        if self._reduce is not None:
+            self._reduce.replay()
+        else:
+            self._mean()
+        for parameter, grad, used in zip(self._parameters, self._grads, self._used, strict=True):
+            parameter.grad = grad if used else None
+
+    def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
+        losses, output = call_dense(self._model, self._collection, batch, features, pooled)
+        leaves = [pooled.values(), *self._parameters]
+        of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), leaves, allow_unused=True)
+        self._used = [grad is not None for grad in grads]
+        pairs = [(flat, grad) for flat, grad in zip(self._grads, grads, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_copy_([flat for flat, _ in pairs], [grad for _, grad in pairs])
+        return output, of_pooled
+
+    def _mean(self) -> None:
+        """DDP's average: divided, then summed. NCCL does both in one pass."""
+        for flat in self._flat if self._group.size() > 1 else ():
+            if self._device.type == "cuda":
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
+            else:
+                dist.all_reduce(flat.div_(self._group.size()), group=self._group)
+
+    def _say_eager(self, form: list[Any]) -> None:
+        self.eager_batches += 1
+        if self.eager_batches == 1 and self.failure is None:
+            logger.warning(
+                "the dense part's CUDA graph is of one form of batch, %s; this batch and all others that are not run "
+                "eagerly: %s",
+                self._form,
+                form,
+            )
+
+    def _capture(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> bool:
+        captured = _Captured(batch, features, pooled)
+        try:
+            captured.capture(self._forward_backward, self._device)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            return False
+        self._captured = captured
+        return True
+
+
+class FeaturesRead:
+    """Stands for the KJT while the dense part is captured: its ids are another batch's at every replay."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"the dense part reads the batch's KJT (.{name}), which a CUDA graph cannot: its shape changes with every "
+            "batch; give what is needed of it as a tensor field of the batch"
+        )
+
+
+class _Captured:
+    """The graph, and the memory that it reads and writes."""
+
+    def __init__(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> None:
+        self._features = FeaturesRead()
+        self._batch = map_fields(batch, _empty_like, features, self._features)
+        self._tensors = _tensors(self._batch, self._features)
+        self._values = torch.empty_like(pooled.values()).requires_grad_()
+        self._pooled = with_values(pooled, self._values)
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, run: Callable[[Any, Any, KeyedTensor], tuple[Any, Tensor | None]], device: torch.device) -> None:
+        """Runs nothing on the GPU. Whatever `run` raises leaves the device as it was."""
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        before, pool = generator.clone_state(), torch.cuda.graph_pool_handle()
+        # A weight that autocast has cast before would be read as it is now, for ever.
+        torch.clear_autocast_cache()
+        try:
+            # If the capture ends badly, torch.cuda.graph leaves its stream current: the outer context does not.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(device)),
+                torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                output, self._grad = run(self._batch, self._features, self._pooled)
+        except Exception:
+            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
+            torch.cuda.synchronize(device)
+            with contextlib.suppress(RuntimeError):  # it did not fail: `run` itself did, in a sane capture
+                torch._C._cuda_endAllocateToPool(generator.device.index, pool)
+                generator.graphsafe_set_state(before)
+            raise
+        finally:
+            torch.clear_autocast_cache()
+        self._output = pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def replay(self, batch: Any, features: KeyedJaggedTensor, values: Tensor) -> tuple[Any, Tensor | None]:
+        """The output, copied out, and the gradient of the pooled values, which the next replay overwrites."""
+        with torch.no_grad():
+            for static, tensor in zip(self._tensors, _tensors(batch, features), strict=True):
+                static.copy_(tensor)
+            self._values.copy_(values)
+            self._graph.replay()
+            return pytree.tree_map_only(Tensor, Tensor.clone, self._output), self._grad
+
+
+def _flat_gradients(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+    """A flat buffer for each dtype, and every parameter's gradient as an aligned view of one of them."""
+    sizes: dict[torch.dtype, int] = {}
+    starts = []
+    for parameter in parameters:
+        start = sizes.get(parameter.dtype, 0)
+        unit = _ALIGNMENT // parameter.element_size()
+        starts.append(start)
+        sizes[parameter.dtype] = start + -(-parameter.numel() // unit) * unit
+    device = parameters[0].device if parameters else None
+    flats = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    views = [
+        flats[p.dtype][start : start + p.numel()].view(p.shape) for p, start in zip(parameters, starts, strict=True)
+    ]
+    return list(flats.values()), views
+
+
+def _empty_like(leaf: Any) -> Any:
+    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(batch: Any, features: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(batch, features) if isinstance(leaf, Tensor)]
+
+
+def _form(batch: Any, features: Any, pooled: Tensor) -> list[Any]:
+    """What a graph cannot change: shapes and dtypes, the value of any field that is no tensor, autocast."""
+    kind = pooled.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    fields = [*leaves(batch, features), pooled, autocast]
+    return [(*leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in fields]
