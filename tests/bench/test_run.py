@@ -186,7 +186,8 @@ def test_bad_input_is_refused_on_every_rank(data, tmp_path, arguments, error):
     ended = launch(data, tmp_path, *arguments)
     assert ended.statuses == [2, 2], ended
     for rank, output in enumerate(ended.outputs):
-        assert output.startswith(f"rank {rank}: error: ")
+        # A rank that ends a moment later may have a warning of c10d's about the store before it.
+        assert f"\nrank {rank}: error: " in f"\n{output}"
         assert error in output
         assert "Traceback" not in output
     assert not (tmp_path / "results" / "x" / "run.json").exists()
