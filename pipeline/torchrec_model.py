@@ -18,7 +18,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 )
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.datasets.utils import Batch as TorchRecBatch
-from torchrec.distributed import DistributedModelParallel, TrainPipelineBase
+from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -128,8 +128,9 @@ class TorchRecPipeline(ABC):
                 of_optimizer[name] = _of_rows(name, parts) if is_table and table_optimizer != "adagrad" else parts
         return of_weights, of_optimizer
 
+    @abstractmethod
     def close(self) -> None:
-        """TorchRec's own schedules have nothing to free."""
+        """As the interface has it."""
 
     def describe(self) -> dict[str, Any]:
         """Sharding type and ranks of every table, as the planner chose them; formats of quantised collectives."""
@@ -152,7 +153,7 @@ class TorchRecPipeline(ABC):
 
     @abstractmethod
     def _schedule(self, training: bool) -> Any:
-        """What schedules model and optimizer, with the methods of TrainPipelineSparseDist or TrainPipelineBase.
+        """What schedules model and optimizer, with the method `progress` of TorchRec's train pipelines.
 
         training: whether it is to train or to evaluate.
         """
@@ -160,8 +161,8 @@ class TorchRecPipeline(ABC):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """The model in evaluation mode and the training's schedule out of the way, with its batches in flight."""
-        # TrainPipelineBase calls the model as it is. The others rewrite the forward of its EBC, one of them at a time.
-        rewritten = not isinstance(self._train, TrainPipelineBase)
+        # TorchRec's pipelines but for TrainPipelineBase rewrite the forward of the EBC, one of them at a time.
+        rewritten = isinstance(self._train, TrainPipelineSparseDist)
         self._synchronize()
         if rewritten:
             self._train.detach()
@@ -169,7 +170,10 @@ class TorchRecPipeline(ABC):
         try:
             yield
         finally:
-            self._eval.detach() if rewritten else self._eval.reset()
+            if isinstance(self._eval, TrainPipelineBase):
+                self._eval.reset()
+            elif rewritten:
+                self._eval.detach()
             self._model.train()
             if rewritten:
                 # The input dist of the batches in flight is done already: attach without starting it again.

@@ -46,6 +46,9 @@ class StockPipeline(TorchRecPipeline):
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
         super().__init__(config, ranks, sharder, left_out={ShardingType.DATA_PARALLEL} if fused else ())
 
+    def close(self) -> None:
+        """Nothing to free."""
+
     def describe(self) -> dict[str, Any]:
         """What the model's says, and the switches that do not apply here."""
         off = {}
