@@ -3,8 +3,8 @@
 Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
 chain that the embeddings wait for comes first, weight gradients run beside it or beside what follows.
 
-Weights and gradients lie in flat buckets, so that each is summed as soon as it is ready: each cross layer, top MLP,
-bottom MLP. The update of all but the last is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
+Weights and gradients lie in three flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients
+become ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
 reduce-scatter gives each rank the summed gradient of its slice of a bucket, it alone keeps the slice's master weights
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
@@ -151,16 +151,11 @@ class ExplicitDense:
             mine = {name: value for name, value in weights.items() if name.startswith(prefix)}
             return Bucket(mine, dtype, ranks.device, group, sharded)
 
-        # A group for each network: collectives of one group queue behind one another.
-        top_group = ranks.new_group()
-        cross_group = ranks.new_group()
-        # In the order in which the forward pass needs them.
-        self.sharded = {
-            **{f"cross {i}": bucket(f"cross.{i}.", True, cross_group) for i in range(model.cross_layers)},
-            "top": bucket("top_mlp.", True, top_group),
-        }
+        # A group for each: collectives of one group queue behind one another.
+        self.top = bucket("top_mlp.", True, ranks.new_group())
+        self.cross = bucket("cross.", True, ranks.new_group())
         self.bottom = bucket("bottom_mlp.", False, ranks.new_group())
-        self.buckets = (*self.sharded.values(), self.bottom)
+        self.buckets = (self.top, self.cross, self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         self._rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
@@ -184,7 +179,7 @@ class ExplicitDense:
         # Column sums of each part, by bias; of a single part they are the gradient already.
         self._bias_sums = {
             name: torch.zeros(len(self._rows), *self.grad[name].shape, device=device)
-            for bucket in self.sharded.values()
+            for bucket in (self.top, self.cross)
             for name in bucket.starts
             if name.endswith(".bias") and len(self._rows) > 1
         }

@@ -10,7 +10,7 @@ Large batches go through stages 2 to 4 in two halves: what one half moves over t
 the other half's GEMMs. Table update and weight gradients are of the whole batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -130,8 +130,8 @@ class StaticPipeline:
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
-        for bucket in self.dense.sharded.values():
-            bucket.all_gather()
+        self.dense.cross.all_gather()
+        self.dense.top.all_gather()
         yield from self._eval.run(batches)
 
     def set_learning_rate(self, value: float) -> None:
@@ -222,7 +222,10 @@ class StaticPipeline:
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
-            self._gather_weights()
+            with streams.beside("cross"):
+                dense.cross.all_gather()
+            with streams.beside("top", "cross"):
+                dense.top.all_gather()
             with streams.beside("local"):
                 self._local_forward(now)
             pooled = []
@@ -236,8 +239,8 @@ class StaticPipeline:
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
                     streams.join("local")
+                    streams.join("cross")
                     for layer in layers:
-                        streams.join(f"cross {layer}")
                         dense.cross_forward(layer, part)
                     streams.join("top")
                     dense.loss_backward(dense.top_forward(part), now.labels[rows], self._loss[part], part)
@@ -248,40 +251,34 @@ class StaticPipeline:
                         dense.cross_backward(layer, part)
             # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
             if self._fills_gpu:
-                self._update_top(after=last)
-            for layer in reversed(layers):
-                self._update_sharded(f"cross {layer}", partial(dense.cross_weight_gradients, layer), after=last)
+                self._update_top(last)
+            gradients = []
+            for layer in layers:
+                gradients.append("cross gradients" if self._fills_gpu else f"cross {layer} gradients")
+                with streams.beside(gradients[-1], last):
+                    dense.cross_weight_gradients(layer)
         with record_function("dense_update"):
-            with streams.beside("local", after=last):
+            with streams.beside("cross", *gradients):
+                self._update(dense.cross)
+            with streams.beside("local", last):
                 dense.bottom_backward()
                 self._update(dense.bottom)
-            with streams.beside("replicated", after=last):
+            with streams.beside("replicated", last):
                 ebc.update_replicated(now.ids, self._interaction_gradient())
         with record_function("embedding_backward"):
             pooled_gradients = ebc.empty_gradients()
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
                     ebc.gradient_dist(self._interaction_gradient(rows), pooled_gradients[part])
-            with streams.beside("tables", after=last):
+            with streams.beside("tables", last):
                 ebc.update(now.ids, pooled[0], pooled_gradients)
         streams.join_all()
 
-    def _gather_weights(self) -> None:
-        """Brings the last dense update's shares together, what is needed first first."""
-        before = None
-        for name, bucket in self.dense.sharded.items():
-            with self._streams.beside(name, after=before):
-                bucket.all_gather()
-            before = name
-
-    def _update_top(self, after: str | None = None) -> None:
-        self._update_sharded("top", self.dense.top_weight_gradients, after)
-
-    def _update_sharded(self, name: str, gradients: Callable[[], None], after: str | None) -> None:
-        with self._streams.beside(f"{name} gradients", after=after):
-            gradients()
-        with self._streams.beside(name, after=f"{name} gradients"), record_function("dense_update"):
-            self._update(self.dense.sharded[name])
+    def _update_top(self, *after: str) -> None:
+        with self._streams.beside("top gradients", *after):
+            self.dense.top_weight_gradients()
+        with self._streams.beside("top", "top gradients"), record_function("dense_update"):
+            self._update(self.dense.top)
 
     def _update(self, bucket: Bucket) -> None:
         bucket.update(self._learning_rate, self._config.optimizer.eps)

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-# CUDA priorities of streams, lower first. What everything waits for goes before what fills gaps: the second half of a
-# batch behind the first, so that the halves stay out of step, weight gradients behind both. The table update is bound
-# by memory and leaves the multiprocessors to nobody; small kernels must not queue behind it.
+# CUDA priorities of streams, lower first. What everything waits for goes before what fills gaps. The table update is
+# bound by memory and leaves the multiprocessors to nobody; small kernels must not queue behind it.
 _HIGH = -2
-_PRIORITY = {"second half": -1, "input_dist": 0, "tables": 0}
-_GRADIENTS = -1
+_WEIGHT_GRADIENTS = -1
+_LOW = {"input_dist": 0, "tables": 0}
 # Iterations that the host may launch ahead of the GPU. Further ahead gains nothing, and a launch that finds the GPU's
 # queue full polls: a core at work for as long as the GPU is.
 _RUN_AHEAD = 3
@@ -39,16 +38,17 @@ class IterationStreams:
             self._ended = deque(torch.cuda.Event(blocking=True) for _ in range(_RUN_AHEAD))
 
     @contextmanager
-    def beside(self, name: str, after: str | None = None) -> Iterator[None]:
+    def beside(self, name: str, *after: str) -> Iterator[None]:
         """What is launched inside runs on side stream `name`, after all launched so far on the current stream, and on
-        side stream `after` where there is one."""
+        the side streams `after`, those of them that there are."""
         if not self._overlap or name == "main":
             yield
             return
         side = self._fork(name)
         side.wait_stream(torch.cuda.current_stream())
-        if after in self._forked:
-            side.wait_stream(self._forked[after])
+        for other in after:
+            if other in self._forked:
+                side.wait_stream(self._forked[other])
         with torch.cuda.stream(side):
             yield
 
@@ -69,7 +69,7 @@ class IterationStreams:
 
     def _fork(self, name: str) -> torch.cuda.Stream:
         if name not in self._side:
-            priority = _GRADIENTS if name.endswith(" gradients") else _PRIORITY.get(name, _HIGH)
+            priority = _WEIGHT_GRADIENTS if name.endswith(" gradients") else _LOW.get(name, _HIGH)
             self._side[name] = torch.cuda.Stream(priority=priority)
         return self._forked.setdefault(name, self._side[name])
 

@@ -78,5 +78,5 @@ def count_gathers(ranks: Ranks) -> int:
 
 
 def test_dense_weights_are_gathered_once(run_ranks: Callable[..., list[Any]]) -> None:
-    """Once for each cross layer and the top MLP."""
-    assert run_ranks(1, count_gathers) == [small().model.cross_layers + 1]
+    """Once for the cross network and the top MLP."""
+    assert run_ranks(1, count_gathers) == [2]
