@@ -1,8 +1,10 @@
 """The trimmed input dist gives TorchRec's lookups what TorchRec's own gives them, and asks less on the way."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -269,6 +272,7 @@ def train(what: Sharded, made: list[Batch], ranks: Ranks, in_pipeline: bool) -> 
             loss.backward()
             what.optimizer.step()
         assert len(of_batch) == batch.sparse_features.stride()
+        assert isinstance(what.ebc.forward, PipelinedForward) == in_pipeline
         losses.append(loss.item())
         pooled.append(of_batch.cpu())
     state = {
@@ -427,13 +431,12 @@ def launch_beside_another_collective(ranks: Ranks) -> float:
     what.model(made[0])
     number = torch.tensor([1.0 + ranks.rank])
     first_wait = what.ebc.input_dist(what.ebc.create_context(), made[1].sparse_features)
-    if ranks.rank == 0:
-        second_wait = first_wait.wait()
-        dist.all_reduce(number)
-    else:
-        dist.all_reduce(number)
-        second_wait = first_wait.wait()
-    second_wait.wait()
+    second_wait = first_wait.wait() if ranks.rank == 0 else None
+    try:
+        dist.all_reduce(number, async_op=True).wait(timedelta(seconds=20))
+    except RuntimeError:
+        os._exit(1)  # at once: gloo's own threads would wait for the other collective half an hour
+    (second_wait or first_wait.wait()).wait()
     return number.item()
 
 
