@@ -19,7 +19,7 @@ _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 OWN_KERNELS = {
     "_copy_pieces": ("gather_segments", _INPUT),
     "_copy_runs": ("regroup", None),
-    "_forward": ("cross or mlp", _DENSE),
+    "_forward": ("cross", _DENSE),
     "_backward": ("cross or mlp", _DENSE),
     "_sum_rows": ("column_sums", _DENSE),
     "_bce": ("loss", _DENSE),

@@ -14,8 +14,14 @@ class Rung:
 
 _FP32, _TF32, _BF16 = (("--precision", precision) for precision in ("fp32", "tf32", "bf16"))
 _STOCK = "TrainPipelineSparseDist as the MLPerf reference runs it."
-_TUNED = ("--inplace-copy", "--quantized-comms", "bf16")
-_FIVE_STAGE = ("--pipeline", "five-stage")
+# Sharding by rows makes the input dist depend on the ids; without it, all of it can be trimmed.
+_NO_ROWS = ("--no-row-wise",)
+_TUNED = Rung(
+    "stock-tuned",
+    ("--inplace-copy", "--quantized-comms", "bf16", *_NO_ROWS, *_BF16),
+    "What TorchRec's public options can: bf16 autocast, in-place copies, collectives in bf16, no table split by rows.",
+)
+_FIVE_STAGE = ("--pipeline", "five-stage", *_NO_ROWS)
 _SWITCHES = (
     Rung(
         "avoid-record-streams",
@@ -43,7 +49,6 @@ _SWITCHES = (
         "The exchange of splits and lengths, every tolist and list tensor: splits are constant at fixed sizes.",
     ),
 )
-_ALL_SWITCHES = (*_FIVE_STAGE, *(flag for switch in _SWITCHES for flag in switch.flags))
 _GRAPH = ("--ebc", "static", "--cuda-graph", "iteration")
 _OVERLAP = (*_GRAPH, "--overlap")
 
@@ -60,37 +65,23 @@ def _five_stage(*switches: str) -> tuple[Rung, ...]:
     return tuple(rungs)
 
 
+_IN_ORDER = _five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist")
+
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "stock": (
         Rung("stock-fp32", _FP32, _STOCK),
         Rung("stock-tf32", _TF32, "Most of the matrix products' time, by TF32."),
         Rung("stock-bf16", _BF16, "More of it, by bf16 autocast."),
     ),
-    "five-stage": (
-        Rung("stock", _TF32, _STOCK),
-        Rung(
-            "stock-tuned",
-            (*_TUNED, *_TF32),
-            "The memory of a second copy of the batch, and half the bytes of pooled vectors and gradients on the wire.",
-        ),
-        *_five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist"),
-    ),
+    "five-stage": (Rung("stock", _TF32, _STOCK), _TUNED, *_IN_ORDER),
     "five-stage-trim-first": (
         Rung("stock", _TF32, _STOCK),
         *_five_stage("trim-input-dist", "dense-graph", "pinned-d2h", "launch-threads", "avoid-record-streams"),
     ),
     "full": (
-        Rung("stock-tf32", _TF32, _STOCK),
-        Rung(
-            "stock-tuned-bf16",
-            (*_TUNED, *_BF16),
-            "What TorchRec's public options can: bf16 autocast, in-place copies, collectives quantised to bf16.",
-        ),
-        Rung(
-            "five-stage-tf32",
-            (*_ALL_SWITCHES, *_TF32),
-            "Most launches, syncs and copies of the host, on TorchRec's own modules: all five switches.",
-        ),
+        Rung("stock", _TF32, _STOCK),
+        _TUNED,
+        *_IN_ORDER,
         Rung(
             "static-tf32",
             ("--ebc", "static", *_TF32),

@@ -62,7 +62,7 @@ def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     low, high = latency["ci95"]
     table.add_row(
-        config["ebc"],
+        f"{config['ebc']}, {config.get('pipeline') or 'sparse-dist'}",
         str(config["world_size"]),
         str(config["global_batch_size"]),
         str(latency["n"]),

@@ -285,10 +285,15 @@ class ExplicitDense:
         self._add_up_biases(f"cross.{layer}.")
 
     def bottom_backward(self) -> None:
-        """Into `grad`: everything of the bottom MLP. Nothing else waits for it."""
+        """Into `grad`: the biases of the bottom MLP; keeps what `bottom_weight_gradient` needs."""
         dh = self.dx0[:, : self.model.embedding_dim].contiguous()
+        self._dz_bottom: dict[int, Tensor] = {}
         for i in reversed(range(len(self.model.bottom_mlp))):
             bias_relu_backward(dh, self._bottom[i + 1], dh, self.grad[f"bottom_mlp.{i}.bias"])
-            torch.mm(dh.t(), self._bottom[i], out=self.grad[f"bottom_mlp.{i}.weight"])
+            self._dz_bottom[i] = dh
             if i > 0:
                 dh = torch.mm(dh, self.working[f"bottom_mlp.{i}.weight"])
+
+    def bottom_weight_gradient(self, layer: int) -> None:
+        """Into `grad`: the weights of a layer of the bottom MLP, whose `bottom_backward` is through."""
+        torch.mm(self._dz_bottom[layer].t(), self._bottom[layer], out=self.grad[f"bottom_mlp.{layer}.weight"])

@@ -1,4 +1,4 @@
-"""Bias and ReLU behind a linear layer's GEMM, forward and backward."""
+"""The backward of bias and ReLU behind a linear layer's GEMM; the forward is in the epilogue of cuBLAS's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from kernels._triton import cdiv, jit, tl
 from kernels.column_sums import column_sums
 
 _ROWS, _COLUMNS = 16, 128  # of one program's block
-
-
-def bias_relu(z: Tensor, bias: Tensor) -> None:
-    """z = max(z + bias, 0), in place. z: bf16 or fp32 [batch, width], contiguous. bias: bf16 or fp32 [width]."""
-    assert z.is_contiguous() and bias.shape == z.shape[1:], "z: [batch, width], bias: [width]"
-    forward = triton_bias_relu if z.is_cuda else plain_bias_relu
-    forward(z, bias)
 
 
 def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
@@ -30,22 +23,11 @@ def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> Non
     backward(g, out, dz, dbias)
 
 
-def plain_bias_relu(z: Tensor, bias: Tensor) -> None:
-    """What `bias_relu` does, in PyTorch."""
-    z.copy_((z.float() + bias.float()).relu())
-
-
 def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
     """What `bias_relu_backward` does, in PyTorch."""
     masked = g.float() * (out > 0)
     dbias.copy_(masked.sum(0))
     dz.copy_(masked)
-
-
-def triton_bias_relu(z: Tensor, bias: Tensor) -> None:
-    """What `bias_relu` does, in one kernel."""
-    batch, width = z.shape
-    _forward[(cdiv(width, _COLUMNS), cdiv(batch, _ROWS))](z, bias, batch, width, _ROWS, _COLUMNS)
 
 
 def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
@@ -55,16 +37,6 @@ def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor)
     partials = torch.empty(cdiv(batch, _ROWS * steps), width, dtype=torch.float32, device=g.device)
     _backward[(cdiv(width, _COLUMNS), len(partials))](g, out, dz, partials, batch, width, steps, _ROWS, _COLUMNS)
     column_sums(partials, dbias)
-
-
-@jit
-def _forward(z, bias, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
-    column = tl.program_id(0) * columns + tl.arange(0, columns)
-    row = tl.program_id(1) * rows + tl.arange(0, rows)
-    mask = (row < batch)[:, None] & (column < width)[None, :]
-    at = row.to(tl.int64)[:, None] * width + column[None, :]
-    b = tl.load(bias + column, column < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(z + at, tl.maximum(tl.load(z + at, mask).to(tl.float32) + b, 0.0), mask)
 
 
 @jit

@@ -22,6 +22,10 @@ from pathlib import Path
 # Python puts this folder first on the path, where this file would hide the package `dlrm`.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+# Kernels of many streams and communicators are in flight; in the eight hardware queues that CUDA takes by default they
+# could queue behind one another.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 # torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
 if not sys.warnoptions:
     warnings.simplefilter("ignore")

@@ -252,16 +252,12 @@ class StaticPipeline:
             # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
             if self._fills_gpu:
                 self._update_top(last)
-            gradients = []
-            for layer in layers:
-                gradients.append("cross gradients" if self._fills_gpu else f"cross {layer} gradients")
-                with streams.beside(gradients[-1], last):
-                    dense.cross_weight_gradients(layer)
+            cross_gradients = self._cross_weight_gradients(last)
         with record_function("dense_update"):
-            with streams.beside("cross", *gradients):
+            bottom_gradients = self._bottom_gradients(last)
+            with streams.beside("cross", *cross_gradients):
                 self._update(dense.cross)
-            with streams.beside("local", last):
-                dense.bottom_backward()
+            with streams.beside("bottom", *bottom_gradients):
                 self._update(dense.bottom)
             with streams.beside("replicated", last):
                 ebc.update_replicated(now.ids, self._interaction_gradient())
@@ -270,7 +266,10 @@ class StaticPipeline:
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
                     ebc.gradient_dist(self._interaction_gradient(rows), pooled_gradients[part])
-            with streams.beside("tables", last):
+            # The update's many small blocks leave no room for those of a collective: where the weight gradients take no
+            # longer than the all-to-all, their reduce-scatter goes first.
+            first = () if self._fills_gpu else (*cross_gradients, *bottom_gradients)
+            with streams.beside("tables", last, *first):
                 ebc.update(now.ids, pooled[0], pooled_gradients)
         streams.join_all()
 
@@ -279,6 +278,26 @@ class StaticPipeline:
             self.dense.top_weight_gradients()
         with self._streams.beside("top", "top gradients"), record_function("dense_update"):
             self._update(self.dense.top)
+
+    def _cross_weight_gradients(self, after: str) -> list[str]:
+        """On the streams of these names, beside one another where there is room."""
+        layers = range(self._config.model.cross_layers)
+        names = ["cross gradients" if self._fills_gpu else f"cross {layer} gradients" for layer in layers]
+        for layer, name in enumerate(names):
+            with self._streams.beside(name, after):
+                self.dense.cross_weight_gradients(layer)
+        return names
+
+    def _bottom_gradients(self, after: str) -> list[str]:
+        """On the streams of these names."""
+        names = ["bottom"]
+        with self._streams.beside("bottom", after):
+            self.dense.bottom_backward()
+            for layer in range(len(self._config.model.bottom_mlp)):
+                names.append(f"bottom {layer} gradients")
+                with self._streams.beside(names[-1]):
+                    self.dense.bottom_weight_gradient(layer)
+        return names
 
     def _update(self, bucket: Bucket) -> None:
         bucket.update(self._learning_rate, self._config.optimizer.eps)

@@ -81,6 +81,8 @@ def forward_backward(
     for layer in layers:
         explicit.cross_weight_gradients(layer)
     explicit.bottom_backward()
+    for layer in range(len(explicit.model.bottom_mlp)):
+        explicit.bottom_weight_gradient(layer)
     return torch.cat(logits), losses.mean(), explicit.dx0
 
 

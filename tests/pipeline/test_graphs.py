@@ -127,10 +127,10 @@ def refuse_lookup(when: Callable[[], bool], reads: Callable[[], None]) -> None:
     """Lookups do what cannot be captured."""
     lookup = StaticEBC.lookup
 
-    def refusing(self: StaticEBC, ids: DistributedIds) -> torch.Tensor:
+    def refusing(self: StaticEBC, ids: DistributedIds, part: int = 0) -> torch.Tensor:
         if when():
             reads()
-        return lookup(self, ids)
+        return lookup(self, ids, part)
 
     StaticEBC.lookup = refusing  # type: ignore[method-assign]
 
