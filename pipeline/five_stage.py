@@ -44,7 +44,11 @@ class FiveStageOptions:
     """The optimisations. All but the CUDA graph change nothing that a model could see, whatever the model."""
 
     avoid_record_streams: bool = True
-    """Tensors that cross streams are held by references instead of record_stream; see FiveStagePipeline."""
+    """Tensors that cross streams are held by references instead of record_stream; see FiveStagePipeline.
+
+    NCCL's own calls torch has left out by default since 2.9, and one call of TorchRec's is out of reach, on the result
+    of the pooled all-to-all (comm_ops.py, Request._wait_impl).
+    """
     pinned_d2h: bool = True
     """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
     cuda_graph: Literal["none", "dense"] = "none"
@@ -52,7 +56,8 @@ class FiveStageOptions:
     launch_threads: Literal[1, 2] = 1
     """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
 
-    optimizer.step() must then leave alone what the embedding backward uses, but for the fused tables' learning rate.
+    optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
+    tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
     """
 
 
@@ -95,6 +100,8 @@ class FiveStagePipeline(Generic[In, Out]):
         options: FiveStageOptions = FiveStageOptions(),
     ) -> None:
         """Collective over the model's ranks. ValueError where the model has not one ShardedEmbeddingBagCollection."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
         self.switched_off = {}
         self._collection = _collection(model)
@@ -264,15 +271,15 @@ class FiveStagePipeline(Generic[In, Out]):
 
     def _copy(self, batches: Iterator[In]) -> None:
         """Starts the copy of the next batch, if there is one. An iterator is not asked again once it has ended."""
-        batch = None if self._exhausted else next(batches, None)
-        if batch is None:
-            self._exhausted = True
-            return
-        if self._options.pinned_d2h and self._features is not None:
-            features = follow(batch, self._features)
-            if features.device().type == "cpu":
-                features.sync()  # lengths per key: cheap here, a read of the device later
-        with self._streams.on("copy"):
+        with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
+            batch = None if self._exhausted else next(batches, None)
+            if batch is None:
+                self._exhausted = True
+                return
+            if self._options.pinned_d2h and self._features is not None:
+                features = follow(batch, self._features)
+                if features.device().type == "cpu":
+                    features.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
             self._in_flight.append(_InFlight(on_device, self._streams.mark(), self._input_dists.new()))
 

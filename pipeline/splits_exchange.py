@@ -8,8 +8,7 @@ sends the lengths per key themselves. They say all of that: one all-to-all of th
 memory, one event to wait for when the splits are needed.
 
 What stays, because it cannot be reached from outside TorchRec: a KJT that comes without its lengths per key and already
-on the device is read by KeyedJaggedTensor.permute and split; the pooled output's all-to-all calls record_stream
-(comm_ops.py, Request._wait_impl).
+on the device is read by KeyedJaggedTensor.permute and split, as the very first batch's is.
 """
 
 from dataclasses import dataclass

@@ -49,15 +49,20 @@ class Trained:
     """Local weights and optimizer state."""
 
 
-def build(ranks: Ranks, plan: str, kind: Kind = "dcn", seed: int = 0) -> tuple[DistributedModelParallel, Any]:
-    """A sharded model and its optimizer. Collective; the same weights whatever the plan, and on every call."""
+def build(
+    ranks: Ranks, plan: str, kind: Kind = "dcn", change: Callable[[DLRMTrain], None] = lambda model: None
+) -> tuple[DistributedModelParallel, Any]:
+    """A sharded model and its optimizer. Collective; the same weights whatever the plan, and on every call.
+
+    change: what to do to the model before it is sharded.
+    """
     device = ranks.device
     names = [f"t_{feature}" for feature in FEATURES]
     tables = [
         EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=[feature])
         for name, rows, feature in zip(names, ROWS, FEATURES, strict=True)
     ]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
     arguments: dict[str, Any] = {
         "embedding_bag_collection": collection,
@@ -67,6 +72,7 @@ def build(ranks: Ranks, plan: str, kind: Kind = "dcn", seed: int = 0) -> tuple[D
     }
     model = DLRM_DCN(dcn_num_layers=2, dcn_low_rank_dim=4, **arguments) if kind == "dcn" else DLRM(**arguments)
     train = DLRMTrain(model)
+    change(train)
     apply_optimizer_in_backward(torch.optim.Adagrad, train.model.sparse_arch.parameters(), {"lr": 0.05, "eps": 1e-8})
     weights = {key: value.clone() for key, value in train.state_dict().items()}
     sharded = DistributedModelParallel(module=train, device=device, plan=_plan(collection, plan, ranks))
