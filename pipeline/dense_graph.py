@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torchrec import KeyedJaggedTensor, KeyedTensor
@@ -79,7 +80,8 @@ class DenseGraph:
         """Collective over `ranks`. model: unwrapped, with its collection. On the CPU nothing is captured."""
         self._model, self._collection, self._device = model, collection, device
         tables = set(map(id, collection.parameters()))
-        self._parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tables}
+        self._names, self._parameters = list(named), list(named.values())
         self._flat, self._grads = _flat_gradients(self._parameters)
         self._used = [False] * len(self._parameters)
         self._group = dist.new_group(ranks, use_local_synchronization=True)
@@ -128,9 +130,16 @@ class DenseGraph:
             parameter.grad = grad if used else None
 
     def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
-        losses, output = call_dense(self._model, self._collection, batch, features, pooled)
-        leaves = [pooled.values(), *self._parameters]
-        of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), leaves, allow_unused=True)
+        # Autograd waits for the stream on which a leaf was first used. That of the parameters is not the capturing one:
+        # leaves of now, over the same memory, stand in for them.
+        weights = {name: p.detach().requires_grad_() for name, p in zip(self._names, self._parameters, strict=True)}
+
+        def call(batch: Any) -> tuple[Tensor, Any]:
+            return functional_call(self._model, weights, (batch,))
+
+        losses, output = call_dense(call, self._collection, batch, features, pooled)
+        inputs = [pooled.values(), *weights.values()]
+        of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
         self._used = [grad is not None for grad in grads]
         pairs = [(flat, grad) for flat, grad in zip(self._grads, grads, strict=True) if grad is not None]
         if pairs:

@@ -112,7 +112,7 @@ def test_losses_equal_plain_dlrm(trained, world_size, gpu):
 def test_quantized_collectives_train_nearly_alike(trained, world_size, gpu, name):
     exact, quantized = (mean_losses(trained(world_size, gpu), which) for which in ("sparse-dist", name))
     torch.testing.assert_close(quantized, exact, rtol=2e-2, atol=0)
-    assert not torch.equal(quantized, exact)
+    assert torch.equal(quantized, exact) == (world_size == 1 and gpu)  # a single rank on NCCL sends nothing
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
