@@ -94,7 +94,8 @@ class LadderCommand:
 
     rungs: str = "stock"
     """Built-in ladder: stock (fp32, tf32, bf16); five-stage (one switch more on each rung); five-stage-trim-first (the
-    same switches in another order); full (every optimisation); same (A/A); cpu (runs without a GPU)."""
+    same switches in another order); full (every optimisation); ends (its first and its last rung); same (A/A); cpu
+    (runs without a GPU)."""
     rounds: int = 5
     """Runs of each rung; one round alone proves nothing."""
     host: bool = False

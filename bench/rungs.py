@@ -66,6 +66,28 @@ def _five_stage(*switches: str) -> tuple[Rung, ...]:
 
 
 _IN_ORDER = _five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist")
+_FULL = (
+    Rung("stock", _TF32, _STOCK),
+    _TUNED,
+    *_IN_ORDER,
+    Rung(
+        "static-tf32",
+        ("--ebc", "static", *_TF32),
+        "TorchRec's modules: fixed shapes straight on FBGEMM, launched kernel by kernel.",
+    ),
+    Rung("cuda-graph-tf32", (*_GRAPH, *_TF32), "All launches but one: the whole iteration is one CUDA graph."),
+    Rung(
+        "overlap-tf32",
+        (*_OVERLAP, *_TF32),
+        "Work from the critical path: input dist, weight gradients and dense update run beside the rest.",
+    ),
+    Rung("overlap-bf16", (*_OVERLAP, *_BF16), "Half the bytes on the wire and most of the products' time, by bf16."),
+    Rung(
+        "presort-bf16",
+        (*_OVERLAP, "--presort-ids", *_BF16),
+        "The sort of ids from the embedding backward: it runs a batch ahead, in the input dist.",
+    ),
+)
 
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "stock": (
@@ -78,30 +100,8 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("stock", _TF32, _STOCK),
         *_five_stage("trim-input-dist", "dense-graph", "pinned-d2h", "launch-threads", "avoid-record-streams"),
     ),
-    "full": (
-        Rung("stock", _TF32, _STOCK),
-        _TUNED,
-        *_IN_ORDER,
-        Rung(
-            "static-tf32",
-            ("--ebc", "static", *_TF32),
-            "TorchRec's modules: fixed shapes straight on FBGEMM, launched kernel by kernel.",
-        ),
-        Rung("cuda-graph-tf32", (*_GRAPH, *_TF32), "All launches but one: the whole iteration is one CUDA graph."),
-        Rung(
-            "overlap-tf32",
-            (*_OVERLAP, *_TF32),
-            "Work from the critical path: input dist, weight gradients and dense update run beside the rest.",
-        ),
-        Rung(
-            "overlap-bf16", (*_OVERLAP, *_BF16), "Half the bytes on the wire and most of the products' time, by bf16."
-        ),
-        Rung(
-            "presort-bf16",
-            (*_OVERLAP, "--presort-ids", *_BF16),
-            "The sort of ids from the embedding backward: it runs a batch ahead, in the input dist.",
-        ),
-    ),
+    "full": _FULL,
+    "ends": (_FULL[0], _FULL[-1]),
     "same": (
         Rung("stock-a", ()),
         Rung("stock-b", (), "Nothing: the same thing again."),
