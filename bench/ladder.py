@@ -129,6 +129,21 @@ def run_ladder(
         order.append(run_id)
         yield run_id
     twins: dict[str, HostCost | None] = {}
+
+    def write() -> None:
+        ladder = Ladder(
+            schema=LADDER_SCHEMA,
+            id=folder.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=command,
+            rounds=rounds,
+            seed=seed,
+            rungs=_results(rungs, members, twins),
+            order=order,
+        )
+        (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
+
+    write()
     for rung in rungs if host else ():
         run_id = twin_id(rung.name)
         place = ["--results-dir", str(folder), "--run-id", run_id]
@@ -137,18 +152,8 @@ def run_ladder(
             twins[rung.name] = host_cost(read_record(folder / run_id))
         except ValueError:  # hours of timed rounds must not be lost for it
             twins[rung.name] = None
+        write()
         yield run_id
-    ladder = Ladder(
-        schema=LADDER_SCHEMA,
-        id=folder.name,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        rounds=rounds,
-        seed=seed,
-        rungs=_results(rungs, members, twins),
-        order=order,
-    )
-    (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
 
 
 def twin_id(rung: str) -> str:

@@ -129,6 +129,14 @@ class DenseGraph:
         for parameter, grad, used in zip(self._parameters, self._grads, self._used, strict=True):
             parameter.grad = grad if used else None
 
+    def close(self) -> None:
+        """Destroys the graphs: NCCL does not let go of a communicator before the last graph that has captured it."""
+        self._captured = None
+        if self._reduce is not None:
+            torch.cuda.synchronize(self._device)
+            self._reduce.reset()
+            self._reduce = None
+
     def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
         # Autograd waits for the stream on which a leaf was first used. That of the parameters is not the capturing one:
         # leaves of now, over the same memory, stand in for them.

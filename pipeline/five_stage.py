@@ -148,13 +148,16 @@ class FiveStagePipeline(Generic[In, Out]):
         return output[0]
 
     def close(self) -> None:
-        """Drops the batches in flight and ends the launching thread. Also at the end of a `with` block."""
+        """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
+        block. Before the process group is destroyed: NCCL waits for graphs that have captured its collectives."""
         if self._thread is not None:
             # After a failure the thread may be in a collective that no other rank enters.
             self._thread.close(wait=not self._failed)
         self._held += self._in_flight
         self._in_flight.clear()
         self._release()
+        if self._graph is not None and not self._failed:
+            self._graph.close()
         self._closed = True
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
