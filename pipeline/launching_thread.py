@@ -39,5 +39,5 @@ class LaunchingThread:
         return self._executor.submit(run)
 
     def close(self, wait: bool) -> None:
-        """Ends the thread, once it has done what it was given; if not `wait`, what has not begun is dropped."""
-        self._executor.shutdown(wait=wait, cancel_futures=not wait)
+        """Ends the thread when it has done what it was given, as other ranks' collectives may need. wait: for that."""
+        self._executor.shutdown(wait=wait)

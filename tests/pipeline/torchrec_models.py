@@ -103,15 +103,14 @@ def batches(ranks: Ranks, count: int, seed: int = 1, size: int = BATCH, lengths_
 
 
 def drain(pipeline: Any, batches: Iterator[Batch], each: Callable[[int], None] = lambda step: None) -> Trained:
-    """Calls `progress` until it raises StopIteration, and `each` before every call."""
-    trained = Trained()
+    """Calls `progress` until it raises StopIteration, and `each` before every call. Reads nothing before the end."""
+    outputs: list[tuple[Tensor, ...]] = []
     while True:
-        each(len(trained.outputs))
+        each(len(outputs))
         try:
-            loss, logits, labels = pipeline.progress(batches)
+            outputs.append(pipeline.progress(batches))
         except StopIteration:
-            return trained
-        trained.outputs.append(tuple(tensor.detach().cpu() for tensor in (loss, logits, labels)))
+            return Trained([tuple(tensor.detach().cpu() for tensor in output) for output in outputs])
 
 
 def state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
