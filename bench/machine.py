@@ -117,13 +117,15 @@ def describe_machine() -> Machine:
 
 
 def git_state(root: Path) -> Git:
-    """Commit of the source tree at `root`; where it is no git checkout, the environment variable SOURCE_COMMIT.
+    """What the environment variable SOURCE_COMMIT says, or the commit of the checkout at `root`.
 
-    Untracked files do not make a tree dirty.
+    A tree that was copied to its host may lie over another checkout, or over none. Untracked files do not make a
+    checkout dirty.
     """
-    commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+    stated = os.environ.get("SOURCE_COMMIT")
+    commit = _git(root, "rev-parse", "HEAD") if not stated and (root / ".git").exists() else None
     if not commit:
-        return Git(commit=os.environ.get("SOURCE_COMMIT") or None, dirty=None)
+        return Git(commit=stated or None, dirty=None)
     changes = _git(root, "status", "--porcelain", "--untracked-files=no")
     return Git(commit=commit, dirty=None if changes is None else changes != "")
 

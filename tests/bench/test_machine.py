@@ -199,7 +199,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def test_git_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_COMMIT", "not this one")
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("a")
     git(tmp_path, "add", "file")
@@ -209,6 +209,8 @@ def test_git_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert git_state(tmp_path) == {"commit": commit, "dirty": False}
     (tmp_path / "file").write_text("b")
     assert git_state(tmp_path) == {"commit": commit, "dirty": True}
+    monkeypatch.setenv("SOURCE_COMMIT", "0123abc")
+    assert git_state(tmp_path) == {"commit": "0123abc", "dirty": None}, "another tree was copied over the checkout"
 
 
 def test_git_state_of_a_plain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
