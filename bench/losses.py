@@ -13,11 +13,19 @@ class LossHistory:
     """
 
     def __init__(self, device: torch.device, interval: int) -> None:
+        """Collective."""
         self._device = device
         self._interval = interval
         self._pending: list[Tensor] = []
         self._in_flight: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._values: list[float] = []
+        if device.type == "cuda":
+            # Kernels, communicator and pinned memory of an average are set up at the first one: in the training that
+            # would be an iteration of 12 to 19 ms (4 x H200).
+            self._pending = [torch.zeros((), device=device) for _ in range(interval)]
+            self._average()
+            self._collect()
+            self._values.clear()
 
     def add(self, loss: Tensor) -> None:
         """One iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.

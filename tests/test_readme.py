@@ -1,0 +1,54 @@
+"""What the READMEs promise: links that lead somewhere, flags that exist, an example that runs."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+READMES = [ROOT / "README.md", ROOT / "results" / "README.md"]
+OURS = 'pipeline = FiveStagePipeline(model, optimizer, device, FiveStageOptions(cuda_graph="dense"))'
+STOCK = """from torchrec.distributed import TrainPipelineSparseDist
+pipeline = TrainPipelineSparseDist(model, optimizer, device)"""
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(readme: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", readme.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if "://" not in link and not (readme.parent / link).exists()] == []
+
+
+def test_switches_exist() -> None:
+    tables = [line for line in READMES[0].read_text(encoding="utf-8").splitlines() if line.startswith("| `--")]
+    flags = {flag for line in tables for flag in re.findall(r"`--([a-z][a-z0-9-]*)", line.split("|")[1])}
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(RunConfig)}
+    assert len(flags) > 10
+    assert {flag.removeprefix("no-") for flag in flags} <= fields
+
+
+def losses(script: Path) -> list[str]:
+    """What the two ranks print."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    output = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=300)
+    assert output.returncode == 0, output.stderr
+    return sorted(line for line in output.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_the_example_prints_what_stock_torchrec_prints(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", READMES[0].read_text(encoding="utf-8"), re.DOTALL)
+    assert example.count(OURS) == 1
+    printed = []
+    for name, text in {"ours": example, "stock": example.replace(OURS, STOCK).replace("pipeline.close()", "")}.items():
+        script = tmp_path / f"{name}.py"
+        script.write_text(text, encoding="utf-8")
+        printed.append(losses(script))
+    assert len(printed[0]) == 2
+    assert printed[0] == printed[1]
