@@ -52,7 +52,7 @@ class ReplicatedTables:
         dim = model.embedding_dim
         rows = self._rows = [model.rows[table] for table in tables]
         hot = [model.multi_hot_sizes[table] for table in tables]
-        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, ranks.device, padding)
+        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, ranks.device, padding, sorted_updates=True)
         for table, part in self.parts().items():
             fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
         self._grad = torch.zeros_like(self._tbe.weights)

@@ -41,7 +41,7 @@ class DistributedIds:
     ids: Tensor
     """int32 [part][T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
     sorted_ids: Tensor | None = None
-    """int32, flat: rows of all tables behind one another, in ascending order."""
+    """int32, flat: rows of all tables behind one another, in ascending order; -1 for padding."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     replicated: ReplicatedIds | None = None
@@ -104,6 +104,7 @@ class StaticEBC:
             ranks.device,
             padding,
             parts,
+            sorted_updates=presort,
         )
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)

@@ -43,11 +43,13 @@ class FixedTBE:
         device: torch.device,
         padding: bool = False,
         parts: int = 1,
+        sorted_updates: bool = False,
     ) -> None:
-        """samples: of one part. padding: bags may hold ids of -1, which mean nothing; `shift` them first.
+        """samples: of one part. sorted_updates: the tables are updated from what `sort` gives and never by FBGEMM's
+        backward. padding: bags may hold ids of -1, which mean nothing; `shift` them first.
 
-        Each table then begins with a row of zeros, so that a lookup of fixed shape is exact. An update writes to that
-        row as to any other; `lookup` sets it back. This holds for every optimizer, and for sorted ids too.
+        Each table then begins with a row of zeros, so that a lookup of fixed shape is exact. FBGEMM's backward writes
+        to that row as to any other, and `lookup` sets it back; sorted updates leave it out.
         """
         self._padding = padding
         rows = [table_rows + padding for table_rows in rows]
@@ -77,6 +79,9 @@ class FixedTBE:
         starts = [sum(rows[:table]) for table in range(len(rows))]
         self.first_row = [start + padding for start in starts]
         self._zero_rows = torch.tensor(starts, device=device)
+        if padding:
+            self.weights.index_fill_(0, self._zero_rows, 0)
+        self._written_zeros = padding and not sorted_updates
         ends, start = [torch.zeros(1, dtype=torch.int64)], 0
         for size in hot:
             ends.append(start + torch.arange(1, samples + 1) * size)
@@ -99,10 +104,14 @@ class FixedTBE:
     def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
         """A part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are enabled, and
         its backward then updates the tables. ids: of all parts."""
-        if self._padding:
+        if self._written_zeros:
             self.weights.index_fill_(0, self._zero_rows, 0)
         return self._tbe(ids[part * self._part_ids :][: self._part_ids], self._offsets)
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-        """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order; into sorted_bags: the bag of each."""
-        sort_ids(ids + self._first_rows, self._bags, sorted_ids, sorted_bags)
+        """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order, behind -1 for every id of padding; into
+        sorted_bags: the bag of each."""
+        rows = ids + self._first_rows
+        if self._padding:
+            rows.masked_fill_(ids == 0, -1)
+        sort_ids(rows, self._bags, sorted_ids, sorted_bags)

@@ -34,7 +34,7 @@ def bag_sums(table: Tensor, ids: Tensor) -> Tensor:
 def test_padding_means_nothing(device: torch.device, embedding: TableOptimizer, presort: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, eps=EPS, embedding=embedding)
-    tbe = FixedTBE(ROWS, HOT, COLUMNS, SAMPLES, optimizer, torch.float32, device, padding=True)
+    tbe = FixedTBE(ROWS, HOT, COLUMNS, SAMPLES, optimizer, torch.float32, device, padding=True, sorted_updates=presort)
     tables = nn.ParameterList(torch.randn(rows, COLUMNS, generator=generator) for rows in ROWS)
     parts = [tbe.weights[first : first + rows] for first, rows in zip(tbe.first_row, ROWS, strict=True)]
     for part, table in zip(parts, tables, strict=True):
