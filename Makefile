@@ -1,4 +1,5 @@
-# make bench: install, make a small data set, train it to its target, check the log.   make test: install, run the tests.
+# make bench: install, make a small data set, train it to its target, check the log, run a ladder of three pipelines.
+# make test: install, run the tests.
 PYTHON ?= python3
 VENV := .venv
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
@@ -12,6 +13,7 @@ export OMP_NUM_THREADS ?= 1
 
 bench: $(INSTALLED) data/smoke/manifest.json
 	$(VENV)/bin/torchrun --nproc_per_node $(NPROC) launch/dlrm.py --preset smoke $(ARGS)
+	$(VENV)/bin/dlrm-bench ladder --rungs cpu --rounds 1 --nproc $(NPROC) --preset smoke --target-auc None --iterations 150
 
 data/smoke/manifest.json: | $(INSTALLED)
 	$(VENV)/bin/python -m dlrm.data.planted --preset smoke --path data/smoke

@@ -109,8 +109,8 @@ class FixedTBE:
         return self._tbe(ids[part * self._part_ids :][: self._part_ids], self._offsets)
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-        """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order, behind -1 for every id of padding; into
-        sorted_bags: the bag of each."""
+        """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order, behind -1 for every id of padding;
+        into sorted_bags: the bag of each."""
         rows = ids + self._first_rows
         if self._padding:
             rows.masked_fill_(ids == 0, -1)
