@@ -55,14 +55,13 @@ def _print(outcome: Outcome) -> int:
 
 def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
     config = record["config"]
-    table = Table(
-        title=f"{record['id']}: latency of an iteration (slowest rank), ms", title_justify="left", box=box.SIMPLE_HEAD
-    )
-    for column in ("pipeline", "ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):
+    variant = f"{config['ebc']}, {config.get('pipeline') or 'sparse-dist'}"
+    title = f"{record['id']}: {variant}; latency of an iteration (slowest rank), ms"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):
         table.add_column(column, justify="right", no_wrap=True)
     low, high = latency["ci95"]
     table.add_row(
-        f"{config['ebc']}, {config.get('pipeline') or 'sparse-dist'}",
         str(config["world_size"]),
         str(config["global_batch_size"]),
         str(latency["n"]),
