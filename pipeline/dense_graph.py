@@ -99,6 +99,11 @@ class DenseGraph:
             with torch.cuda.graph(self._reduce, capture_error_mode="thread_local"):
                 self._mean()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that gradients are made for."""
+        return self._parameters
+
     def forward_backward(
         self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor
     ) -> tuple[Any, Tensor | None]:

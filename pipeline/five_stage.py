@@ -29,6 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.batch_fields import Path, find_features, follow
 from pipeline.dense_graph import DenseGraph, call_dense, why_not_graphed, with_values
+from pipeline.dense_update import DenseUpdate
 from pipeline.input_dist import Distribution, InputDist, Step
 from pipeline.launching_thread import LaunchingThread
 from pipeline.stage_streams import StageStreams, stage
@@ -52,7 +53,8 @@ class FiveStageOptions:
     pinned_d2h: bool = True
     """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
     cuda_graph: Literal["none", "dense"] = "none"
-    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph."""
+    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph. So is
+    stage 5, where it is torch.optim.Adagrad's: see DenseUpdate."""
     launch_threads: Literal[1, 2] = 1
     """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
 
@@ -117,9 +119,11 @@ class FiveStagePipeline(Generic[In, Out]):
         self._update_on_thread = self._thread is not None and not self._update_last and not _communicates(optimizer)
         self._input_dists = InputDist(self._collection, device, group, options.pinned_d2h)
         self._graph: DenseGraph | None = None
+        self._step: DenseUpdate | torch.optim.Optimizer = optimizer
         self._say_what_is_off()
         if options.cuda_graph == "dense" and "cuda_graph" not in self.switched_off:
             self._graph = DenseGraph(model.module, self._collection, device, ranks)
+            self._step = DenseUpdate(optimizer, self._graph.parameters, device)
         self._in_flight: deque[_InFlight[In]] = deque()
         self._held: list[_InFlight[In]] = []
         self._updated: torch.cuda.Event | None = None
@@ -158,6 +162,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._release()
         if self._graph is not None and not self._failed:
             self._graph.close()
+            self._step.close()
         self._closed = True
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
@@ -247,7 +252,7 @@ class FiveStagePipeline(Generic[In, Out]):
                 with stage("dense_forward_backward", self._device):
                     self._graph.all_reduce()
             with stage("dense_update", self._device):
-                self._optimizer.step()
+                self._step.step()
             self._updated = self._streams.mark()
 
     def _update(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
