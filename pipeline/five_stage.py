@@ -81,11 +81,13 @@ class FiveStagePipeline(Generic[In, Out]):
     loaded, and another pipeline can evaluate it.
 
     Memory without record_stream: batches come from the copy stream's memory and what the input dist makes of them from
-    the input dist's, but the caller's stream reads both, last in the embedding backward. References to all of it are
-    held until the next call. Then, first of all, both streams wait for what the caller's stream has been given so far,
+    the input dist's, but the caller's stream reads both, last in the embedding backward. References to a batch are held
+    until the next call. Then, first of all, the copy stream waits for what the caller's stream has been given so far,
     its reads of an output that shares memory with the batch included; whatever is freed from there on can be reused by
-    these streams at once. Gradients are the caller's memory, which waits for the dense update at the end of an
-    iteration.
+    the copy stream at once. References to what the input dist made, which no output shares, are held for one call more,
+    and the input dist's stream waits for what the caller's had been given before the last call: did it wait for all,
+    then an input dist that the host reads would keep the host from running ahead of the GPU. Gradients are the caller's
+    memory, which waits for the dense update at the end of an iteration.
 
     launch_threads=2 has kernels of several communicators in flight, in an order that differs between ranks. They must
     not queue behind one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
@@ -126,6 +128,8 @@ class FiveStagePipeline(Generic[In, Out]):
             self._step = DenseUpdate(optimizer, self._graph.parameters, device)
         self._in_flight: deque[_InFlight[In]] = deque()
         self._held: list[_InFlight[In]] = []
+        self._spent: list[Distribution] = []
+        self._spent_at: torch.cuda.Event | None = None
         self._updated: torch.cuda.Event | None = None
         self._batches: Iterator[In] | None = None
         self._exhausted = self._failed = self._closed = False
@@ -159,6 +163,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._thread.close(wait=not self._failed)
         self._held += self._in_flight
         self._in_flight.clear()
+        self._release()
         self._release()
         if self._graph is not None and not self._failed:
             self._graph.close()
@@ -213,7 +218,7 @@ class FiveStagePipeline(Generic[In, Out]):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 cast(Any, of.batch).record_stream(self._streams.current())
             of.distribution.advance(self._features_of(of), until)
-            of.distributed = self._streams.mark()
+            of.distributed = self._streams.mark("input_dist")
 
     def _embedding_forward(self, now: _InFlight[In]) -> KeyedTensor:
         with stage("embedding_forward", self._device):
@@ -253,7 +258,7 @@ class FiveStagePipeline(Generic[In, Out]):
                     self._graph.all_reduce()
             with stage("dense_update", self._device):
                 self._step.step()
-            self._updated = self._streams.mark()
+            self._updated = self._streams.mark("dense_update")
 
     def _update(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
         """Stage 5 beside stage 4, but behind it where the optimizer waits for table gradients."""
@@ -289,7 +294,7 @@ class FiveStagePipeline(Generic[In, Out]):
                 if features.device().type == "cpu":
                     features.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
-            self._in_flight.append(_InFlight(on_device, self._streams.mark(), self._input_dists.new()))
+            self._in_flight.append(_InFlight(on_device, self._streams.mark("copy"), self._input_dists.new()))
 
     def _find_features(self, first: _InFlight[In]) -> None:
         self._streams.wait(first.copied)
@@ -302,13 +307,14 @@ class FiveStagePipeline(Generic[In, Out]):
         return follow(of.batch, self._features)
 
     def _release(self) -> None:
-        """Lets go of the last batch; see the class's docstring."""
-        if self._held:
-            behind = self._streams.mark()
-            for name in ("copy", "input_dist"):
-                with self._streams.on(name, after=behind):
-                    pass
-            self._held.clear()
+        """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring."""
+        if not self._held and not self._spent:
+            return
+        self._streams.hold("input_dist", self._spent_at)
+        self._spent_at = self._streams.mark()
+        self._streams.hold("copy", self._spent_at)
+        self._spent = [of.distribution for of in self._held]
+        self._held.clear()
 
     # What is off
 
