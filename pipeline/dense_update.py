@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adagrad, optimizer as torch_optimizer
+from torch.optim import Adagrad
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.adagrad import adagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -46,7 +47,7 @@ class DenseUpdate:
         for part in _parts(optimizer) if captures(device) else ():
             of_part = [p for group in part.param_groups for p in group["params"]] if type(part) is Adagrad else []
             if of_part and all(id(p) in own and not p.is_complex() for p in of_part):
-                self._graphs[id(part)] = _AdagradGraph(cast(Adagrad, part), device)
+                self._graphs[id(part)] = _AdagradGraph(part, device)
 
     def step(self) -> None:
         """On the current stream."""
@@ -61,7 +62,7 @@ class DenseUpdate:
             graph.forget()
         self._graphs.clear()
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, optimizer: Any) -> None:
         if _step_is_watched(optimizer):
             optimizer.step()
         elif type(optimizer) is CombinedOptimizer:
@@ -138,12 +139,13 @@ class _AdagradGraph:
         for group in self._optimizer.param_groups:
             used = [p for p in group["params"] if p.grad is not None]
             sums, counts = ([self._optimizer.state[p][name] for p in used] for name in ("sum", "step"))
-            groups.append(([used, [p.grad for p in used], sums], counts, {name: group[name] for name in _FROZEN}))
+            grads = [p.grad for p in used]
+            groups.append((used, grads, sums, counts, {name: group[name] for name in _FROZEN}))
             self._counts += counts
 
         def work() -> None:
-            for tensors, counts, frozen in groups:
-                adagrad(*tensors, [count.clone() for count in counts], **frozen)
+            for parameters, grads, sums, counts, frozen in groups:
+                adagrad(parameters, grads, sums, [count.clone() for count in counts], **frozen)
 
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         try:
@@ -159,7 +161,7 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def _parts(optimizer: Any) -> list[Any]:
     """Optimizers behind TorchRec's."""
     if type(optimizer) is CombinedOptimizer:
         return [leaf for _, part in optimizer.optimizers for leaf in _parts(part)]

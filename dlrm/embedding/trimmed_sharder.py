@@ -95,6 +95,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         stock = {name for index in others for name in self._embedding_shardings[index].feature_names()}
         return {**names, "torchrec": sorted(stock)}
 
+    @property
+    def input_dist_waits(self) -> bool:
+        """Whether the host waits for the device between the steps of an input dist, as far as the first one told."""
+        return self._static is None or self._dynamic is not None or bool(self._stock)
+
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:

@@ -197,7 +197,7 @@ def pipelined(ranks: Ranks) -> None:
         for threads in (1, 2):
             theirs, _ = train(ranks, None)
             ours, trainer = train(ranks, FiveStageOptions(cuda_graph="dense", launch_threads=threads))
-            (update,) = trainer._step._graphs.values()
+            (update,) = trainer._graphed_update._graphs.values()
             assert update._graph is not None
             torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=exact, atol=exact)
             torch.testing.assert_close(ours.state, theirs.state, rtol=10 * exact, atol=exact)

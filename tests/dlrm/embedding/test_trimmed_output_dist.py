@@ -39,9 +39,7 @@ def compare(ranks: Ranks) -> None:
                 stock = stock_dist(ranks, dims)
                 assert TrimmedOutputDist.can_replace(stock)
                 expected = both_ways(stock, ranks, dims, sizes)
-                for ours, theirs in zip(
-                    both_ways(TrimmedOutputDist(stock), ranks, dims, sizes), expected, strict=True
-                ):
+                for ours, theirs in zip(both_ways(TrimmedOutputDist(stock), ranks, dims, sizes), expected, strict=True):
                     assert torch.equal(ours, theirs)
     comm_ops.set_gradient_division(True)
 
