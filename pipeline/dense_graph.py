@@ -8,7 +8,7 @@ by some ranks there and not by others, which NCCL does not promise to survive.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -99,6 +99,11 @@ class DenseGraph:
             with torch.cuda.graph(self._reduce, capture_error_mode="thread_local"):
                 self._mean()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that gradients are made for."""
+        return self._parameters
+
     def forward_backward(
         self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor
     ) -> tuple[Any, Tensor | None]:
@@ -106,19 +111,21 @@ class DenseGraph:
 
         features: the KJT of the batch, which the dense part must not read while captured.
         """
-        form = _form(batch, features, pooled.values())
+        values = pooled.values()
+        fields = list(leaves(batch, features))
+        form = _form(fields, values)
         if self._form is None:
             self._form = form
         if form != self._form:
             self._say_eager(form)
         elif self._captured is not None:
-            return self._captured.replay(batch, features, pooled.values())
+            return self._captured.replay(fields, values)
         elif self._device.type == "cuda" and self.failure is None:
             self._warm += 1
             if self._warm > WARM_UP and self._capture(batch, features, pooled):
                 assert self._captured is not None
-                return self._captured.replay(batch, features, pooled.values())
-        return self._forward_backward(batch, features, with_values(pooled, pooled.values().detach().requires_grad_()))
+                return self._captured.replay(fields, values)
+        return self._forward_backward(batch, features, with_values(pooled, values.detach().requires_grad_()))
 
     def all_reduce(self) -> None:
         """The mean of the gradients over all ranks, on the current stream, as `.grad` of the parameters. Collective."""
@@ -199,8 +206,8 @@ class _Captured:
     def __init__(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> None:
         self._features = FeaturesRead()
         self._batch = map_fields(batch, _empty_like, features, self._features)
-        self._tensors = _tensors(self._batch, self._features)
         self._values = torch.empty_like(pooled.values()).requires_grad_()
+        self._tensors = _tensors(leaves(self._batch, self._features), self._values.detach())
         self._pooled = with_values(pooled, self._values)
         self._graph = torch.cuda.CUDAGraph()
 
@@ -226,16 +233,19 @@ class _Captured:
             raise
         finally:
             torch.clear_autocast_cache()
-        self._output = pytree.tree_map_only(Tensor, Tensor.detach, output)
+        flat, self._structure = pytree.tree_flatten(output)
+        self._output = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
 
-    def replay(self, batch: Any, features: KeyedJaggedTensor, values: Tensor) -> tuple[Any, Tensor | None]:
-        """The output, copied out, and the gradient of the pooled values, which the next replay overwrites."""
+    def replay(self, fields: list[Any], values: Tensor) -> tuple[Any, Tensor | None]:
+        """The output, copied out, and the gradient of the pooled values, which the next replay overwrites.
+
+        fields: the leaves of the batch.
+        """
         with torch.no_grad():
-            for static, tensor in zip(self._tensors, _tensors(batch, features), strict=True):
-                static.copy_(tensor)
-            self._values.copy_(values)
+            torch._foreach_copy_(self._tensors, _tensors(fields, values))
             self._graph.replay()
-            return pytree.tree_map_only(Tensor, Tensor.clone, self._output), self._grad
+            output = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._output]
+        return pytree.tree_unflatten(output, self._structure), self._grad
 
 
 def _flat_gradients(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
@@ -259,13 +269,14 @@ def _empty_like(leaf: Any) -> Any:
     return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _tensors(batch: Any, features: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(batch, features) if isinstance(leaf, Tensor)]
+def _tensors(fields: Iterable[Any], values: Tensor) -> list[Tensor]:
+    return [*(leaf for leaf in fields if isinstance(leaf, Tensor)), values]
 
 
-def _form(batch: Any, features: Any, pooled: Tensor) -> list[Any]:
+def _form(fields: list[Any], pooled: Tensor) -> list[Any]:
     """What a graph cannot change: shapes and dtypes, the value of any field that is no tensor, autocast."""
     kind = pooled.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    fields = [*leaves(batch, features), pooled, autocast]
-    return [(*leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in fields]
+    return [
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in (*fields, pooled, autocast)
+    ]

@@ -29,6 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from pipeline.batch_fields import Path, find_features, follow
 from pipeline.dense_graph import DenseGraph, call_dense, why_not_graphed, with_values
+from pipeline.dense_update import DenseUpdate
 from pipeline.input_dist import Distribution, InputDist, Step
 from pipeline.launching_thread import LaunchingThread
 from pipeline.stage_streams import StageStreams, stage
@@ -52,9 +53,14 @@ class FiveStageOptions:
     pinned_d2h: bool = True
     """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
     cuda_graph: Literal["none", "dense"] = "none"
-    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph."""
+    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph. So is
+    stage 5, where it is torch.optim.Adagrad's: see DenseUpdate."""
     launch_threads: Literal[1, 2] = 1
     """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
+
+    It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
+    hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
+    waits, and handing work over takes the host longer (by 5 % on a CPU) than doing it.
 
     optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
     tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
@@ -79,11 +85,13 @@ class FiveStagePipeline(Generic[In, Out]):
     loaded, and another pipeline can evaluate it.
 
     Memory without record_stream: batches come from the copy stream's memory and what the input dist makes of them from
-    the input dist's, but the caller's stream reads both, last in the embedding backward. References to all of it are
-    held until the next call. Then, first of all, both streams wait for what the caller's stream has been given so far,
+    the input dist's, but the caller's stream reads both, last in the embedding backward. References to a batch are held
+    until the next call. Then, first of all, the copy stream waits for what the caller's stream has been given so far,
     its reads of an output that shares memory with the batch included; whatever is freed from there on can be reused by
-    these streams at once. Gradients are the caller's memory, which waits for the dense update at the end of an
-    iteration.
+    the copy stream at once. References to what the input dist made, which no output shares, are held for one call more,
+    and the input dist's stream waits for what the caller's had been given before the last call: did it wait for all,
+    then an input dist that the host reads would keep the host from running ahead of the GPU. Gradients are the caller's
+    memory, which waits for the dense update at the end of an iteration.
 
     launch_threads=2 has kernels of several communicators in flight, in an order that differs between ranks. They must
     not queue behind one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
@@ -117,11 +125,15 @@ class FiveStagePipeline(Generic[In, Out]):
         self._update_on_thread = self._thread is not None and not self._update_last and not _communicates(optimizer)
         self._input_dists = InputDist(self._collection, device, group, options.pinned_d2h)
         self._graph: DenseGraph | None = None
+        self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
         if options.cuda_graph == "dense" and "cuda_graph" not in self.switched_off:
             self._graph = DenseGraph(model.module, self._collection, device, ranks)
+            self._graphed_update = DenseUpdate(optimizer, self._graph.parameters, device)
         self._in_flight: deque[_InFlight[In]] = deque()
         self._held: list[_InFlight[In]] = []
+        self._spent: list[Distribution] = []
+        self._spent_at: torch.cuda.Event | None = None
         self._updated: torch.cuda.Event | None = None
         self._batches: Iterator[In] | None = None
         self._exhausted = self._failed = self._closed = False
@@ -156,8 +168,10 @@ class FiveStagePipeline(Generic[In, Out]):
         self._held += self._in_flight
         self._in_flight.clear()
         self._release()
-        if self._graph is not None and not self._failed:
-            self._graph.close()
+        self._release()
+        for graphed in (self._graph, self._graphed_update):
+            if graphed is not None and not self._failed:
+                graphed.close()
         self._closed = True
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
@@ -193,12 +207,12 @@ class FiveStagePipeline(Generic[In, Out]):
         return (output,)
 
     def _launch_input_dist(self, ahead: _InFlight[In] | None) -> "Future[None] | None":
-        """All of it on the second thread; with one thread its beginning, which waits for nothing."""
+        """All of it on the second thread; with one thread as much as waits for nothing."""
         if ahead is None:
             return None
         if self._thread is not None:
             return self._thread.submit(self._input_dist, ahead, "features")
-        self._input_dist(ahead, "splits")
+        self._input_dist(ahead, "splits" if self._input_dists.waits else "features")
         return None
 
     def _input_dist(self, of: _InFlight[In], until: Step) -> None:
@@ -208,7 +222,7 @@ class FiveStagePipeline(Generic[In, Out]):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 cast(Any, of.batch).record_stream(self._streams.current())
             of.distribution.advance(self._features_of(of), until)
-            of.distributed = self._streams.mark()
+            of.distributed = self._streams.mark("input_dist")
 
     def _embedding_forward(self, now: _InFlight[In]) -> KeyedTensor:
         with stage("embedding_forward", self._device):
@@ -247,8 +261,8 @@ class FiveStagePipeline(Generic[In, Out]):
                 with stage("dense_forward_backward", self._device):
                     self._graph.all_reduce()
             with stage("dense_update", self._device):
-                self._optimizer.step()
-            self._updated = self._streams.mark()
+                (self._graphed_update or self._optimizer).step()
+            self._updated = self._streams.mark("dense_update")
 
     def _update(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
         """Stage 5 beside stage 4, but behind it where the optimizer waits for table gradients."""
@@ -284,7 +298,7 @@ class FiveStagePipeline(Generic[In, Out]):
                 if features.device().type == "cpu":
                     features.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
-            self._in_flight.append(_InFlight(on_device, self._streams.mark(), self._input_dists.new()))
+            self._in_flight.append(_InFlight(on_device, self._streams.mark("copy"), self._input_dists.new()))
 
     def _find_features(self, first: _InFlight[In]) -> None:
         self._streams.wait(first.copied)
@@ -297,13 +311,14 @@ class FiveStagePipeline(Generic[In, Out]):
         return follow(of.batch, self._features)
 
     def _release(self) -> None:
-        """Lets go of the last batch; see the class's docstring."""
-        if self._held:
-            behind = self._streams.mark()
-            for name in ("copy", "input_dist"):
-                with self._streams.on(name, after=behind):
-                    pass
-            self._held.clear()
+        """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring."""
+        if not self._held and not self._spent:
+            return
+        self._streams.hold("input_dist", self._spent_at)
+        self._spent_at = self._streams.mark()
+        self._streams.hold("copy", self._spent_at)
+        self._spent = [of.distribution for of in self._held]
+        self._held.clear()
 
     # What is off
 

@@ -73,6 +73,11 @@ class InputDist:
         self._collection, self._group = collection, group
         self._exchange = SplitsExchange(device) if pinned else None
 
+    @property
+    def waits(self) -> bool:
+        """Whether steps wait on the host for those before them: TorchRec's do, a trimmed input dist may not."""
+        return getattr(self._collection, "input_dist_waits", True)
+
     def new(self) -> Distribution:
         """Of the next batch; nothing is launched yet."""
         return Distribution(self._start)

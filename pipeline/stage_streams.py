@@ -1,7 +1,7 @@
 """CUDA streams of the five stages, and the ranges by which profilers know them. On the CPU everything is in order."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -16,36 +16,67 @@ class StageStreams:
         priorities = {"copy": -1, "input_dist": -1, "dense_update": 0}
         self._side = {name: torch.cuda.Stream(device, priority=p) for name, p in priorities.items() if self.cuda}
 
-    @contextmanager
-    def on(self, name: str, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    def on(self, name: str, after: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
         """What is launched within runs on side stream `name`, behind `after`."""
-        if not self.cuda:
-            yield
-            return
-        with torch.cuda.stream(self._side[name]):
-            self.wait(after)
-            yield
+        return _On(self._side[name], after) if self.cuda else nullcontext()
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event behind all that the current stream has been given."""
-        return torch.cuda.current_stream(self._device).record_event() if self.cuda else None
+    def mark(self, name: str | None = None) -> torch.cuda.Event | None:
+        """An event behind all that side stream `name` has been given, or without a name the current stream."""
+        if not self.cuda:
+            return None
+        return (self.current() if name is None else self._side[name]).record_event()
+
+    def hold(self, name: str, behind: torch.cuda.Event | None) -> None:
+        """Side stream `name` goes on behind an event."""
+        if behind is not None:
+            self._side[name].wait_event(behind)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """The current stream goes on behind `event`."""
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            self.current().wait_event(event)
 
     def current(self) -> torch.cuda.Stream:
-        """The current stream, for record_stream."""
+        """The current stream."""
         return torch.cuda.current_stream(self._device)
 
 
-@contextmanager
-def stage(name: str, device: torch.device) -> Iterator[None]:
+class _On:
+    """A class, because a generator would take the host longer than the switch of the stream."""
+
+    __slots__ = ("_after", "_context", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None) -> None:
+        self._stream, self._after, self._context = stream, after, torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        if self._after is not None:
+            self._stream.wait_event(self._after)
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+class stage:  # noqa: N801 - a context manager, named as contextlib's
     """A range of torch.profiler and, on a GPU, of NVTX."""
-    with record_function(name):
-        if device.type != "cuda":
-            yield
-            return
-        with torch.cuda.nvtx.range(name):
-            yield
+
+    __slots__ = ("_cuda", "_name", "_recorded")
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._cuda = name, device.type == "cuda"
+        self._recorded: record_function | None = None
+
+    def __enter__(self) -> None:
+        # record_function takes the host 10 us even where nobody listens. The flag is of all threads, as profilers are.
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._recorded = record_function(self._name)
+            self._recorded.__enter__()
+        if self._cuda:
+            torch.cuda.nvtx.range_push(self._name)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._cuda:
+            torch.cuda.nvtx.range_pop()
+        if self._recorded is not None:
+            self._recorded.__exit__(*error)

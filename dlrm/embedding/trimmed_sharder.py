@@ -16,6 +16,8 @@ stay. What a batch takes, a rank, for each sharding type alone or all together:
 So one undeclared feature makes its whole sharding type dynamic: to split the type would cost another collective and
 save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and 7,
 5 and 12 for a mixed plan; later versions read more often.
+
+Where TW is the only type with an exchange, the pooled vectors' way back is trimmed too: see trimmed_output_dist.
 """
 
 import logging
@@ -47,6 +49,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from dlrm.embedding.trimmed_dist import FirstWait, Group, InFlight, Peers, StaticDist
 from dlrm.embedding.trimmed_dynamic_dist import DynamicDist
+from dlrm.embedding.trimmed_output_dist import TrimmedOutputDist
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         stock = {name for index in others for name in self._embedding_shardings[index].feature_names()}
         return {**names, "torchrec": sorted(stock)}
 
+    @property
+    def input_dist_waits(self) -> bool:
+        """Whether the host waits for the device between the steps of an input dist, as far as the first one told."""
+        return self._static is None or self._dynamic is not None or bool(self._stock)
+
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
@@ -129,6 +137,13 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
                     awaitables.append(stock_dist(features.permute(order, order_tensor)))
                 ctx.sharding_contexts.append(context)
         return KJTListSplitsAwaitable(awaitables, ctx, self._module_fqn, self._sharding_types)
+
+    def _create_output_dist(self) -> None:
+        """TorchRec's, but trimmed where there is one sharding type whose tables are exchanged."""
+        super()._create_output_dist()
+        exchanged = [index for index, kind in enumerate(self._sharding_types) if kind != _LOCAL]
+        if len(exchanged) == 1 and TrimmedOutputDist.can_replace(stock := self._output_dists[exchanged[0]]):
+            self._output_dists[exchanged[0]] = TrimmedOutputDist(stock)
 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         """Called with the first batch, and with the first one after a change of shards."""

@@ -338,6 +338,7 @@ class Result:
     """Of stock, then trimmed."""
     evaluated: list[Tensor]
     """By stock, then trimmed."""
+    waits: bool
 
 
 def run_cases(ranks: Ranks, names: list[str]) -> dict[str, Result]:
@@ -352,7 +353,8 @@ def run_cases(ranks: Ranks, names: list[str]) -> dict[str, Result]:
             evaluated = [torch.cat([what.model(batch)[1][1].cpu() for batch in fresh(made)]) for what in pair]
         piped = [train(what, made, ranks, in_pipeline=True) for what in pair]
         by_sharder = map(list, zip(directly, piped, strict=True))
-        results[name] = Result(*by_sharder, pair[1].ebc.trimmed_features(), counted, evaluated)
+        ebc = pair[1].ebc
+        results[name] = Result(*by_sharder, ebc.trimmed_features(), counted, evaluated, ebc.input_dist_waits)
     return results
 
 
@@ -394,6 +396,7 @@ def test_asks_as_little_as_it_says(results, name):
         assert rank.features == {kind: sorted(names) for kind, names in features.items()}
         stock, (host, ops) = rank.counts
         assert host["reads"] == case.reads
+        assert rank.waits == bool(case.reads)
         assert host["lists"] == 0
         assert ops["aten::_local_scalar_dense"] == 0
         assert ops["c10d::alltoall_base_"] == case.all_to_alls
