@@ -65,7 +65,14 @@ def _five_stage(*switches: str) -> tuple[Rung, ...]:
     return tuple(rungs)
 
 
-_IN_ORDER = _five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist")
+_IN_ORDER = (
+    *_five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist"),
+    Rung(
+        "one-launch-thread",
+        (*_FIVE_STAGE, *(flag for s in _SWITCHES if s.name != "launch-threads" for flag in s.flags), *_TF32),
+        "The second launching thread: once nothing waits, two threads only want the same interpreter lock.",
+    ),
+)
 _FULL = (
     Rung("stock", _TF32, _STOCK),
     _TUNED,

@@ -211,7 +211,8 @@ class RunConfig:
     five-stage)."""
     trim_input_dist: bool = False
     """Leave out of the input dist what fixed multi-hot sizes make constant: exchanges of splits and lengths, and their
-    reads by the host (ebc torchrec, pipeline five-stage)."""
+    reads by the host; and, where tables are sharded table-wise alone, out of the output dist its copies and second
+    autograd function (ebc torchrec, pipeline five-stage)."""
     inplace_copy: bool = False
     """TorchRec's enable_inplace_copy_batch: batches are copied into GPU memory that the main stream allocated (ebc
     torchrec, but for pipeline five-stage)."""
