@@ -8,7 +8,7 @@ mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection
 from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import (
     CommOp,
@@ -32,14 +30,14 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
-from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm.config import ModelConfig, OptimizerConfig, RunConfig
 from dlrm.data.batch import Batch
-from dlrm.embedding.capacity import HEADROOM, check_tables_fit, device_memory_bytes
+from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes
 from dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
 from dlrm.model import DenseNetwork, torchrec_names
 from dlrm.ranks import Ranks
 from pipeline.state import TABLE_PREFIX, ModelState, Part, Parts, gather, scatter, table_key
@@ -233,23 +231,15 @@ def _build_model(
     memory = device_memory_bytes(ranks)
     check_tables_fit(model, config.optimizer, memory, device)
     train_model = DLRMTrain(_build_unsharded(model, config.seed, device))
-    optimizer, arguments = _table_optimizer(config.optimizer)
+    optimizer, arguments = table_optimizer(config.optimizer)
     apply_optimizer_in_backward(optimizer, train_model.model.sparse_arch.parameters(), arguments)
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
-            compute_device=device.type,
-            hbm_cap=memory if device.type == "cuda" else None,
-            ddr_cap=memory if device.type == "cpu" else None,
-        ),
-        batch_size=config.local_batch_size,
-        constraints={
-            TABLE_PREFIX + name: ParameterConstraints(pooling_factors=[float(size)])
-            for name, size in zip(model.feature_names, model.multi_hot_sizes, strict=True)
-        },
-        storage_reservation=HeuristicalStorageReservation(percentage=1 - HEADROOM),
-    )
+    constraints = {
+        TABLE_PREFIX + name: ParameterConstraints(pooling_factors=[float(size)])
+        for name, size in zip(model.feature_names, model.multi_hot_sizes, strict=True)
+    }
+    kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
+    machine = (ranks.world_size, ranks.local_world_size, kind, memory)
+    planner = sharding_planner(constraints, config.local_batch_size, *machine)
     planned = _PlanningSharder(sharder, {*left_out, *(() if config.row_wise else _BY_ROWS)})
     try:
         plan = planner.collective_plan(train_model, [planned], dist.GroupMember.WORLD)
@@ -265,12 +255,7 @@ def _build_model(
 
 def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLRM_DCN:
     """TorchRec's DLRM_DCN, its tables on the meta device, with the initial dense weights of our DenseNetwork."""
-    tables = [
-        EmbeddingBagConfig(
-            name=TABLE_PREFIX + name, embedding_dim=model.embedding_dim, num_embeddings=rows, feature_names=[name]
-        )
-        for name, rows in zip(model.feature_names, model.rows, strict=True)
-    ]
+    tables = table_configs(model, TABLE_PREFIX)
     dlrm = DLRM_DCN(
         embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         dense_in_features=model.dense_in_features,
@@ -333,14 +318,6 @@ def _fill_tables(sharded: DistributedModelParallel, model: ModelConfig, seed: in
                 )
 
 
-def _table_optimizer(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and arguments of the tables' optimizer."""
-    if config.embedding == "sgd":
-        return torch.optim.SGD, {"lr": config.learning_rate}
-    kind = torch.optim.Adagrad if config.embedding == "adagrad" else RowWiseAdagrad
-    return kind, {"lr": config.learning_rate, "eps": config.eps}
-
-
 def _build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> CombinedOptimizer:
     not_fused = dict(in_backward_optimizer_filter(model.named_parameters()))
     # TorchRec leaves data-parallel tables to the dense optimizer.
@@ -348,7 +325,7 @@ def _build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -
     optimizers = [model.fused_optimizer]
     if tables and config.embedding != "adagrad":
         not_fused = {name: value for name, value in not_fused.items() if name not in tables}
-        kind, arguments = _table_optimizer(config)
+        kind, arguments = table_optimizer(config)
         optimizers.append(KeyedOptimizerWrapper(tables, lambda params: kind(params, **arguments)))
     optimizers.append(
         KeyedOptimizerWrapper(

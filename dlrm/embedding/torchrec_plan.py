@@ -13,18 +13,16 @@ import torch.distributed as dist
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import get_default_sharders
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
-from torchrec.optim import RowWiseAdagrad
 
 from dlrm.config import ModelConfig, RunConfig, TableOptimizer
-from dlrm.embedding.capacity import HEADROOM, device_memory_bytes
+from dlrm.embedding.capacity import device_memory_bytes
 from dlrm.embedding.plan import NARROWEST, Plan, Shard, can_replicate
+from dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
 from dlrm.ranks import Ranks
 
 # Data-parallel tables of TorchRec's may have any size; replicated.py sums the gradients of all rows in every iteration.
@@ -33,8 +31,6 @@ DATA_PARALLEL_ROWS = 10_000
 _COLUMN_SHARDS = 4
 # All others leave tables in host memory.
 _KERNELS = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value]
-
-_OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad, "sgd": torch.optim.SGD}
 
 
 def torchrec_plan(config: RunConfig, ranks: Ranks) -> Plan:
@@ -141,18 +137,14 @@ def _shardings(
     memory_bytes: int,
     data_parallel: bool,
 ) -> Mapping[str, ParameterSharding]:
-    """Of each table, by its feature's name: the planner set up as pipeline/torchrec_stock.py does."""
-    model, optimizer = config.model, config.optimizer.embedding
-    names = model.feature_names
-    tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=model.embedding_dim, num_embeddings=rows, feature_names=[name])
-        for name, rows in zip(names, model.rows, strict=True)
-    ]
-    module = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables, device=torch.device("meta"))})
-    # The planner counts the memory of the optimizer's state.
-    apply_optimizer_in_backward(_OPTIMIZERS[optimizer], module.parameters(), {"lr": config.optimizer.learning_rate})
+    """Of each table, by its feature's name: the planner set up as it is for TorchRec's own model."""
+    model = config.model
+    collection = EmbeddingBagCollection(tables=table_configs(model), device=torch.device("meta"))
+    module = torch.nn.ModuleDict({"ebc": collection})
+    optimizer, arguments = table_optimizer(config.optimizer)
+    apply_optimizer_in_backward(optimizer, module.parameters(), arguments)
     width = model.embedding_dim // _COLUMN_SHARDS
-    splits = optimizer != "rowwise_adagrad" and width % NARROWEST == 0
+    splits = config.optimizer.embedding != "rowwise_adagrad" and width % NARROWEST == 0
 
     def constraints(rows: int, pooling_factor: int) -> ParameterConstraints:
         types = [ShardingType.TABLE_WISE.value]
@@ -167,21 +159,12 @@ def _shardings(
             min_partition=width if splits else None,
         )
 
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=world_size,
-            local_world_size=local_world_size,
-            compute_device=device,
-            hbm_cap=memory_bytes if device == "cuda" else None,
-            ddr_cap=memory_bytes if device == "cpu" else None,
-        ),
-        batch_size=config.local_batch_size,
-        constraints={
-            name: constraints(rows, size)
-            for name, rows, size in zip(names, model.rows, model.multi_hot_sizes, strict=True)
-        },
-        storage_reservation=HeuristicalStorageReservation(percentage=1 - HEADROOM),
-    )
+    by_table = {
+        name: constraints(rows, size)
+        for name, rows, size in zip(model.feature_names, model.rows, model.multi_hot_sizes, strict=True)
+    }
+    machine = (world_size, local_world_size, device, memory_bytes)
+    planner = sharding_planner(by_table, config.local_batch_size, *machine)
     try:
         plan = planner.plan(module, get_default_sharders())
     except PlannerError as error:
