@@ -6,7 +6,6 @@ and backward eagerly while all ranks make the same collective call. A graph with
 by some ranks there and not by others, which NCCL does not promise to survive.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import get_module
 from torchrec.distributed.types import LazyNoWait
 
+from pipeline import graphs
 from pipeline.batch_fields import forward_replaced, leaves, map_fields
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,7 @@ class DenseGraph:
         self._reduce: torch.cuda.CUDAGraph | None = None
         self._mean()  # sets the communicator up, which a capture cannot
         if device.type == "cuda" and len(ranks) > 1:
-            self._reduce = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._reduce, capture_error_mode="thread_local"):
-                self._mean()
+            self._reduce = graphs.record(self._mean)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -138,11 +136,9 @@ class DenseGraph:
 
     def close(self) -> None:
         """Destroys the graphs: NCCL does not let go of a communicator before the last graph that has captured it."""
-        self._captured = None
-        if self._reduce is not None:
-            torch.cuda.synchronize(self._device)
-            self._reduce.reset()
-            self._reduce = None
+        own = self._captured.graph if self._captured is not None else None
+        graphs.destroy([graph for graph in (own, self._reduce) if graph is not None])
+        self._captured = self._reduce = None
 
     def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
         # Autograd waits for the stream on which a leaf was first used. That of the parameters is not the capturing one:
@@ -182,7 +178,7 @@ class DenseGraph:
     def _capture(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> bool:
         captured = _Captured(batch, features, pooled)
         try:
-            captured.capture(self._forward_backward, self._device)
+            captured.capture(self._forward_backward)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             return False
@@ -209,30 +205,17 @@ class _Captured:
         self._values = torch.empty_like(pooled.values()).requires_grad_()
         self._tensors = _tensors(leaves(self._batch, self._features), self._values.detach())
         self._pooled = with_values(pooled, self._values)
-        self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, run: Callable[[Any, Any, KeyedTensor], tuple[Any, Tensor | None]], device: torch.device) -> None:
+    def capture(self, run: Callable[[Any, Any, KeyedTensor], tuple[Any, Tensor | None]]) -> None:
         """Runs nothing on the GPU. Whatever `run` raises leaves the device as it was."""
-        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-        before, pool = generator.clone_state(), torch.cuda.graph_pool_handle()
+        returned: list[tuple[Any, Tensor | None]] = []
         # A weight that autocast has cast before would be read as it is now, for ever.
         torch.clear_autocast_cache()
         try:
-            # If the capture ends badly, torch.cuda.graph leaves its stream current: the outer context does not.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(device)),
-                torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
-            ):
-                output, self._grad = run(self._batch, self._features, self._pooled)
-        except Exception:
-            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
-            torch.cuda.synchronize(device)
-            with contextlib.suppress(RuntimeError):  # it did not fail: `run` itself did, in a sane capture
-                torch._C._cuda_endAllocateToPool(generator.device.index, pool)
-                generator.graphsafe_set_state(before)
-            raise
+            self.graph = graphs.record(lambda: returned.append(run(self._batch, self._features, self._pooled)))
         finally:
             torch.clear_autocast_cache()
+        ((output, self._grad),) = returned
         flat, self._structure = pytree.tree_flatten(output)
         self._output = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
 
@@ -243,7 +226,7 @@ class _Captured:
         """
         with torch.no_grad():
             torch._foreach_copy_(self._tensors, _tensors(fields, values))
-            self._graph.replay()
+            self.graph.replay()
             output = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._output]
         return pytree.tree_unflatten(output, self._structure), self._grad
 

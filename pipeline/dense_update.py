@@ -8,9 +8,8 @@ the host still; whoever reads or loads the optimizer's state sees no difference.
 
 import logging
 from collections.abc import Iterable
-from contextlib import nullcontext
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ class DenseUpdate:
         for part in _parts(optimizer) if captures(device) else ():
             of_part = [p for group in part.param_groups for p in group["params"]] if type(part) is Adagrad else []
             if of_part and all(id(p) in own and not p.is_complex() for p in of_part):
-                self._graphs[id(part)] = _AdagradGraph(part, device)
+                self._graphs[id(part)] = _AdagradGraph(part)
 
     def step(self) -> None:
         """On the current stream."""
@@ -79,8 +78,8 @@ class DenseUpdate:
 class _AdagradGraph:
     """The step of one Adagrad."""
 
-    def __init__(self, optimizer: Adagrad, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
+    def __init__(self, optimizer: Adagrad) -> None:
+        self._optimizer = optimizer
         self._frozen: list[Any] = []
         self._memory: list[Tensor | None] = []
         self._unchanged = 0
@@ -101,9 +100,7 @@ class _AdagradGraph:
 
     def forget(self) -> None:
         if self._graph is not None:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # a replay may still use the memory that goes back
-            self._graph.reset()
+            graphs.destroy([self._graph])
             self._graph = None
 
     def _look_for_changes(self) -> None:
@@ -147,10 +144,9 @@ class _AdagradGraph:
             for parameters, grads, sums, counts, frozen in groups:
                 adagrad(parameters, grads, sums, [count.clone() for count in counts], **frozen)
 
-        pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         try:
             with torch.no_grad():
-                self._graph = graphs.record(work, cast(Any, nullcontext()), pool, None)
+                self._graph = graphs.record(work)
         except Exception as error:
             self._failed = True
             logger.warning("the dense update runs eagerly: its capture failed: %s: %s", type(error).__name__, error)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -54,19 +54,14 @@ class Graphs:
         """Captures anew at the next run, where the functions were captured; rank 0 says so."""
         if not self._graphs:
             return
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize()  # a replay may still use the memory that goes back
-        self._graphs.clear()
+        self.close()
         if self._ranks.rank == 0:
             print(f"{why}: the {self._name} is captured anew", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Destroys the graphs."""
-        if self._graphs:
-            torch.cuda.synchronize()
-            for graph in self._graphs:
-                graph.reset()
-            self._graphs.clear()
+        destroy(self._graphs)
+        self._graphs.clear()
 
     def describe(self) -> dict[str, Any]:
         """For the record."""
@@ -108,21 +103,38 @@ def require_gpu(device: torch.device) -> None:
 
 
 def record(
-    work: Callable[[], None], watch: TorchDispatchMode, pool: Any, stream: "torch.cuda.Stream | None"
+    work: Callable[[], None],
+    watch: AbstractContextManager[Any] | None = None,
+    pool: Any = None,
+    stream: "torch.cuda.Stream | None" = None,
 ) -> torch.cuda.CUDAGraph:
-    """The graph of what `work` launches on `stream`, under `watch`. Raises what torch does where it cannot be captured;
-    the device and the current stream are then as before."""
-    graph = torch.cuda.CUDAGraph()
-    # torch.cuda.graph leaves its stream current and its pool in use where the end of the capture raises.
+    """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. Raises what torch does
+    where it cannot be captured; the device, the current stream and the random numbers are then as before."""
+    graph, pool, device = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    before = generator.clone_state()
+    # torch.cuda.graph leaves its stream current where the end of the capture raises.
     with torch.cuda.stream(torch.cuda.current_stream()):
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), watch:
+            capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with capturing, watch or nullcontext():
                 work()
         except Exception:
-            with suppress(RuntimeError):  # where torch has done so itself
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
+            torch.cuda.synchronize()
+            with suppress(RuntimeError):  # it did not fail: `work` itself did, in a sane capture
+                torch._C._cuda_endAllocateToPool(device, pool)
+                generator.graphsafe_set_state(before)
             raise
     return graph
+
+
+def destroy(graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+    """Frees graphs once no replay uses their memory any more."""
+    if graphs and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for graph in graphs:
+        graph.reset()
 
 
 class _Watch(TorchDispatchMode):

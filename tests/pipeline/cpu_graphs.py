@@ -12,6 +12,9 @@ class Replayed:
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
 
+    def reset(self) -> None:
+        """There is nothing to free."""
+
 
 def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
     """In this process. Capturing runs nothing, or, where `fails`, runs until something raises."""

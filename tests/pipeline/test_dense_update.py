@@ -38,9 +38,6 @@ class Recorded(Replayed):
         super().__init__(replay)
         Recorded.captures += 1
 
-    def reset(self) -> None:
-        pass
-
 
 def graphs_on_cpu(patch: pytest.MonkeyPatch) -> None:
     Recorded.captures = Recorded.replays = 0
