@@ -93,7 +93,6 @@ class StaticPipeline:
         )
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts)
         self._rate = config.optimizer.learning_rate
-        self._learning_rate = torch.tensor([config.optimizer.learning_rate], device=device)
         self._loss = torch.zeros(parts, device=device)
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, config.overlap)
@@ -144,7 +143,6 @@ class StaticPipeline:
         if value == self._rate:
             return
         self._rate = value
-        self._learning_rate.fill_(value)
         self.ebc.set_learning_rate(value)
         if self._graphs is not None and not self._config.presort_ids:
             self._graphs.forget(f"learning rate {value}")
@@ -300,7 +298,7 @@ class StaticPipeline:
         return names
 
     def _update(self, bucket: Bucket) -> None:
-        bucket.update(self._learning_rate, self._config.optimizer.eps)
+        bucket.update(self.ebc.learning_rate, self._config.optimizer.eps)
 
     def _local_forward(self, slot: _Slot) -> None:
         """What needs no other rank: the replicated tables and the bottom MLP."""

@@ -89,6 +89,7 @@ class StaticEBC:
         self.model, self.plan, self.batch_size, self.parts = model, plan, batch_size, parts
         self.device, self.wire_dtype, self.presort = ranks.device, wire_dtype, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
+        """On the device, fp32 [1]; `set_learning_rate` changes it."""
         self.eps = optimizer.eps
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
@@ -212,7 +213,7 @@ class StaticEBC:
     def set_learning_rate(self, value: float) -> None:
         """From the next update on; an update of FBGEMM's that a graph holds keeps the one it was captured with."""
         self.learning_rate.fill_(value)
-        self._tbe._tbe.set_learning_rate(value)
+        self._tbe.set_learning_rate(value)
 
     def tables(self) -> Iterator[TableShard]:
         """Every shard of this rank, replicated tables included, with its weights and optimizer state, as views."""

@@ -96,6 +96,10 @@ class FixedTBE:
         first_row = torch.tensor(starts).repeat_interleave(samples).repeat_interleave(sizes)
         self._first_rows = first_row.repeat(parts).to(device=device, dtype=torch.int32)
 
+    def set_learning_rate(self, value: float) -> None:
+        """Of FBGEMM's backward, from the next one on; a captured one keeps what it was captured with."""
+        self._tbe.set_learning_rate(value)
+
     def shift(self, ids: Tensor) -> None:
         """In place: ids as a batch has them, -1 for padding, to those that `lookup` and `sort` take."""
         if self._padding:
