@@ -47,6 +47,8 @@ class Trained:
     """What each `progress` gave: loss, logits, labels."""
     state: dict[str, Tensor] = field(default_factory=dict)
     """Local weights and optimizer state."""
+    captured: bool = False
+    """Whether the dense part was replayed as a CUDA graph at the end."""
 
 
 def build(
