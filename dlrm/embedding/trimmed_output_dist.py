@@ -5,6 +5,7 @@ dummy tensor, copies what it sends into a buffer of its own, and calls record_st
 sharding type alone are exchanged there is nothing to join.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class TrimmedOutputDist(nn.Module):
         super().__init__()
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
         self._rank = dist.get_rank(self._group)
+        self._exchanges: dict[tuple[int, ...], _Exchange] = {}
 
     @staticmethod
     def can_replace(stock: nn.Module) -> bool:
@@ -42,23 +44,50 @@ class TrimmedOutputDist(nn.Module):
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
-        sizes = sharding_ctx.batch_size_per_rank
-        return _PooledOnTheirWay(local_embs, _Exchange(self._group, self._dims, sizes, self._rank))
+        sizes = tuple(sharding_ctx.batch_size_per_rank)
+        exchange = self._exchanges.get(sizes)
+        if exchange is None:
+            exchange = _Exchange(self._group, self._dims, sizes, self._rank, local_embs.device)
+            self._exchanges = {sizes: exchange}  # of the last sizes alone: they hardly ever change
+        return _PooledOnTheirWay(local_embs, exchange)
 
 
 class _Exchange:
-    """Who gets how much, and the all-to-alls of one batch."""
+    """Who gets how much, in which order, and the all-to-alls, for batches of one size."""
 
-    def __init__(self, group: dist.ProcessGroup, dims: list[int], batch_sizes: list[int], rank: int) -> None:
-        self._group, self.dims, self.local_batch_size = group, dims, batch_sizes[rank]
+    def __init__(
+        self, group: dist.ProcessGroup, dims: list[int], batch_sizes: tuple[int, ...], rank: int, device: torch.device
+    ) -> None:
+        self._group, self.ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
         self._by_table = [size * dims[rank] for size in batch_sizes]
-        self.by_sample = [self.local_batch_size * dim for dim in dims]
+        self._by_sample = [self.local_batch_size * dim for dim in dims]
+        # What comes from the ranks is [rank, sample, columns of the rank]; all columns are multiples of one width.
+        self._width = math.gcd(*dims)
+        order, first = [], 0
+        for dim in dims:
+            blocks = dim // self._width
+            order.append(first + torch.arange(self.local_batch_size * blocks).view(self.local_batch_size, blocks))
+            first += self.local_batch_size * blocks
+        self._to_samples = torch.cat(order, dim=1).view(-1).to(device)
+        self._to_ranks = torch.argsort(self._to_samples)
 
     def start(self, sent: Tensor, forward: bool) -> tuple[Tensor, Any]:
         """What is received, and the work to wait for. sent: flat."""
-        splits = (self.by_sample, self._by_table) if forward else (self._by_table, self.by_sample)
+        splits = (self._by_sample, self._by_table) if forward else (self._by_table, self._by_sample)
         received = torch.empty(sum(splits[0]), dtype=sent.dtype, device=sent.device)
         return received, dist.all_to_all_single(received, sent, *splits, group=self._group, async_op=True)
+
+    def by_sample(self, received: Tensor) -> Tensor:
+        """[local batch, columns of all ranks] from what all ranks sent."""
+        return self._reordered(received, self._to_samples).view(self.local_batch_size, -1)
+
+    def by_rank(self, grad: Tensor) -> Tensor:
+        """What to send to each rank, flat: the other way round."""
+        return self._reordered(grad, self._to_ranks).view(-1)
+
+    def _reordered(self, values: Tensor, order: Tensor) -> Tensor:
+        """One kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of views."""
+        return values.reshape(-1, self._width).index_select(0, order)
 
 
 class _PooledOnTheirWay(Awaitable[Tensor]):
@@ -79,19 +108,14 @@ class _Pooled(Function):
     @staticmethod
     def forward(ctx: Any, local_embs: Tensor, received: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange, ctx.shape = exchange, local_embs.shape
-        of_ranks = zip(received.split(exchange.by_sample), exchange.dims, strict=True)
-        return torch.cat([of_rank.view(exchange.local_batch_size, dim) for of_rank, dim in of_ranks], dim=1)
+        return exchange.by_sample(received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: _Exchange = ctx.exchange
-        sent = torch.empty(grad.numel(), dtype=grad.dtype, device=grad.device)
-        of_ranks = zip(sent.split(exchange.by_sample), exchange.dims, strict=True)
-        views = [of_rank.view(exchange.local_batch_size, dim) for of_rank, dim in of_ranks]
-        torch._foreach_copy_(views, list(grad.split(exchange.dims, dim=1)))
-        received, work = exchange.start(sent, forward=False)
+        received, work = exchange.start(exchange.by_rank(grad), forward=False)
         work.wait()
         if get_gradient_division():
-            received.div_(len(exchange.dims))
+            received.div_(exchange.ranks)
         return received.view(ctx.shape), None, None

@@ -30,6 +30,7 @@ def train(
     change: Callable[[DLRMTrain], None] = lambda model: None,
     kind: Kind = "dcn",
     plan: str = "mixed",
+    around: Callable[[Any], Any] = lambda progress: progress,
 ) -> tuple[Trained, Any]:
     """By the five-stage pipeline, or by TorchRec's without options; and the pipeline."""
     model, optimizer = build(ranks, plan, kind, change)
@@ -38,6 +39,7 @@ def train(
         trainer: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
     else:
         trainer = FiveStagePipeline(model, optimizer, ranks.device, options)
+    trainer.progress = around(trainer.progress)
     trained = drain(trainer, iter(data))
     trained.state = state(model, optimizer)
     if options is not None:
@@ -262,10 +264,10 @@ def test_what_cannot_be_captured_runs_eagerly(run_ranks, world_size, gpu):
 def autocast(ranks: Ranks) -> None:
     signal.alarm(TIMEOUT)
     data = batches(ranks, 20)
-    with torch.autocast("cuda", torch.bfloat16):
-        eager, _ = train(ranks, FiveStageOptions(), data)
-    with torch.autocast("cuda", torch.bfloat16):
-        graphed, _ = train(ranks, DENSE, data)
+    # Around each call: autocast around several keeps weights as it cast them first.
+    each = torch.autocast("cuda", torch.bfloat16)
+    eager, _ = train(ranks, FiveStageOptions(), data, around=each)
+    graphed, _ = train(ranks, DENSE, data, around=each)
     assert graphed.captured
     # A weight cast before the capture and never again would let the loss stand still.
     torch.testing.assert_close(graphed.outputs, eager.outputs, rtol=2e-2, atol=2e-2)

@@ -56,6 +56,7 @@ def evaluate(ranks: Ranks) -> None:
         assert equal_states(states[0], states[2])
         captures = {name: graphs["captures"] for name, graphs in graph.describe()["cuda_graphs"].items()}
         assert captures == {"iteration": 1, "evaluation": 1}
+        graph.close()
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)

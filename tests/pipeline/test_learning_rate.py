@@ -37,8 +37,9 @@ def train(ranks: Ranks, config: RunConfig, changes: dict[int, float] = CHANGES) 
         if step in changes:
             trained.set_learning_rate(changes[step])
         losses.append(trained.train_step(batches).item())
-    graphs = trained.describe()["cuda_graphs"]
-    return Trained(losses, trained.state_dict(), graphs["iteration"]["captures"] if graphs else None)
+    graphs, state = trained.describe()["cuda_graphs"], trained.state_dict()
+    trained.close()
+    return Trained(losses, state, graphs["iteration"]["captures"] if graphs else None)
 
 
 def train_all(ranks: Ranks) -> dict[str, Trained]:

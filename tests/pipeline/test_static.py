@@ -133,6 +133,7 @@ def train(ranks: Ranks, config: RunConfig, steps: int, evaluates: bool = False) 
         trained.weights = {name: value.cpu() for name, value in pipeline.dense.state_dict("master").items()}
         trained.states = {name: value.cpu() for name, value in pipeline.dense.state_dict("state").items()}
         trained.num_replicated = len(pipeline.ebc.plan.replicated)
+    pipeline.close()
     return trained
 
 

@@ -71,9 +71,11 @@ def trained(request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]])
 
 
 @pytest.mark.parametrize("embedding", OPTIMIZERS)
-def test_static_equals_stock(trained, embedding):
+def test_static_equals_stock(trained, embedding, request):
+    on_gpu = request.node.callspec.params["trained"]
     losses = {name: torch.tensor([rank[embedding][name].losses for rank in trained]) for name in ("stock", "static")}
-    torch.testing.assert_close(losses["static"], losses["stock"], rtol=1e-5, atol=0)
+    # On GPUs the two sum in other orders, and Adagrad's steps of this size amplify it (seen: 1.4e-5).
+    torch.testing.assert_close(losses["static"], losses["stock"], rtol=5e-5 if on_gpu else 1e-5, atol=0)
     stock, static = (trained[0][embedding][name].state for name in ("stock", "static"))
     assert stock.weights.keys() == static.weights.keys()
     assert stock.optimizer.keys() == static.optimizer.keys()
