@@ -65,12 +65,18 @@ def _five_stage(*switches: str) -> tuple[Rung, ...]:
     return tuple(rungs)
 
 
+_ONE_THREAD = (*_FIVE_STAGE, *(flag for s in _SWITCHES if s.name != "launch-threads" for flag in s.flags))
 _IN_ORDER = (
     *_five_stage("avoid-record-streams", "pinned-d2h", "dense-graph", "launch-threads", "trim-input-dist"),
     Rung(
         "one-launch-thread",
-        (*_FIVE_STAGE, *(flag for s in _SWITCHES if s.name != "launch-threads" for flag in s.flags), *_TF32),
+        (*_ONE_THREAD, *_TF32),
         "The second launching thread: once nothing waits, two threads only want the same interpreter lock.",
+    ),
+    Rung(
+        "graph-dists",
+        (*_ONE_THREAD, "--graph-dists", *_TF32),
+        "Nearly all launches of the three all-to-alls and what is around them: three graphs replay them.",
     ),
 )
 _FULL = (

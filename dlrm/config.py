@@ -213,6 +213,9 @@ class RunConfig:
     """Leave out of the input dist what fixed multi-hot sizes make constant: exchanges of splits and lengths, and their
     reads by the host; and, where tables are sharded table-wise alone, out of the output dist its copies and second
     autograd function (ebc torchrec, pipeline five-stage)."""
+    graph_dists: bool = False
+    """With trim_input_dist: replay each all-to-all of ids and pooled vectors, with what is around it, as a CUDA graph
+    (ebc torchrec, pipeline five-stage)."""
     inplace_copy: bool = False
     """TorchRec's enable_inplace_copy_batch: batches are copied into GPU memory that the main stream allocated (ebc
     torchrec, but for pipeline five-stage)."""
@@ -299,6 +302,10 @@ class RunConfig:
 
     def _check_switches(self) -> None:
         """Every switch of a schedule is off where another one runs."""
+        _require(
+            self.trim_input_dist or not self.graph_dists,
+            "--graph-dists needs --trim-input-dist: only what has fixed sizes can be replayed",
+        )
         theirs, ours = self.ebc == "torchrec", self.pipeline == "five-stage"
         _require(
             theirs or self.pipeline in (None, "five-stage"),
@@ -310,7 +317,7 @@ class RunConfig:
             (("row_wise", "quantized_comms"), theirs, "--ebc torchrec"),
             (("inplace_copy",), theirs and not ours, "--ebc torchrec and another --pipeline than five-stage"),
             (
-                ("avoid_record_streams", "pinned_d2h", "launch_threads", "trim_input_dist"),
+                ("avoid_record_streams", "pinned_d2h", "launch_threads", "trim_input_dist", "graph_dists"),
                 theirs and ours,
                 "--pipeline five-stage and --ebc torchrec",
             ),

@@ -21,7 +21,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import get_module
 from torchrec.distributed.types import LazyNoWait
 
-from pipeline import graphs
+from dlrm.cuda_graph import destroy, record
 from pipeline.batch_fields import forward_replaced, leaves, map_fields
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class DenseGraph:
         self._reduce: torch.cuda.CUDAGraph | None = None
         self._mean()  # sets the communicator up, which a capture cannot
         if device.type == "cuda" and len(ranks) > 1:
-            self._reduce = graphs.record(self._mean)
+            self._reduce = record(self._mean)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -137,7 +137,7 @@ class DenseGraph:
     def close(self) -> None:
         """Destroys the graphs: NCCL does not let go of a communicator before the last graph that has captured it."""
         own = self._captured.graph if self._captured is not None else None
-        graphs.destroy([graph for graph in (own, self._reduce) if graph is not None])
+        destroy([graph for graph in (own, self._reduce) if graph is not None])
         self._captured = self._reduce = None
 
     def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
@@ -212,7 +212,7 @@ class _Captured:
         # A weight that autocast has cast before would be read as it is now, for ever.
         torch.clear_autocast_cache()
         try:
-            self.graph = graphs.record(lambda: returned.append(run(self._batch, self._features, self._pooled)))
+            self.graph = record(lambda: returned.append(run(self._batch, self._features, self._pooled)))
         finally:
             torch.clear_autocast_cache()
         ((output, self._grad),) = returned

@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.adagrad import adagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from pipeline import graphs
+from dlrm.cuda_graph import destroy, record
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _AdagradGraph:
 
     def forget(self) -> None:
         if self._graph is not None:
-            graphs.destroy([self._graph])
+            destroy([self._graph])
             self._graph = None
 
     def _look_for_changes(self) -> None:
@@ -146,7 +146,7 @@ class _AdagradGraph:
 
         try:
             with torch.no_grad():
-                self._graph = graphs.record(work)
+                self._graph = record(work)
         except Exception as error:
             self._failed = True
             logger.warning("the dense update runs eagerly: its capture failed: %s: %s", type(error).__name__, error)

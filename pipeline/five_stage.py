@@ -27,6 +27,7 @@ from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dlrm.embedding.trimmed_sharder import TrimmedEBC
 from pipeline.batch_fields import Path, find_features, follow
 from pipeline.dense_graph import DenseGraph, call_dense, why_not_graphed, with_values
 from pipeline.dense_update import DenseUpdate
@@ -172,7 +173,8 @@ class FiveStagePipeline(Generic[In, Out]):
         self._in_flight.clear()
         self._release()
         self._release()
-        for graphed in (self._graph, self._graphed_update):
+        trimmed = self._collection if isinstance(self._collection, TrimmedEBC) else None
+        for graphed in (self._graph, self._graphed_update, trimmed):
             if graphed is not None and not self._failed:
                 graphed.close()
         self._closed = True

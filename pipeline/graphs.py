@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlrm.cuda_graph import destroy, record
 from dlrm.ranks import Ranks
 
 
@@ -100,41 +100,6 @@ def require_gpu(device: torch.device) -> None:
     """ValueError where there is nothing to capture on."""
     if device.type != "cuda":
         raise ValueError("--cuda-graph iteration needs a GPU: on this machine choose --cuda-graph none")
-
-
-def record(
-    work: Callable[[], None],
-    watch: AbstractContextManager[Any] | None = None,
-    pool: Any = None,
-    stream: "torch.cuda.Stream | None" = None,
-) -> torch.cuda.CUDAGraph:
-    """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. Raises what torch does
-    where it cannot be captured; the device, the current stream and the random numbers are then as before."""
-    graph, pool, device = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle(), torch.cuda.current_device()
-    generator = torch.cuda.default_generators[device]
-    before = generator.clone_state()
-    # torch.cuda.graph leaves its stream current where the end of the capture raises.
-    with torch.cuda.stream(torch.cuda.current_stream()):
-        try:
-            capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-            with capturing, watch or nullcontext():
-                work()
-        except Exception:
-            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
-            torch.cuda.synchronize()
-            with suppress(RuntimeError):  # it did not fail: `work` itself did, in a sane capture
-                torch._C._cuda_endAllocateToPool(device, pool)
-                generator.graphsafe_set_state(before)
-            raise
-    return graph
-
-
-def destroy(graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
-    """Frees graphs once no replay uses their memory any more."""
-    if graphs and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    for graph in graphs:
-        graph.reset()
 
 
 class _Watch(TorchDispatchMode):

@@ -5,6 +5,7 @@ from typing import Any
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from dlrm.config import RunConfig
+from dlrm.cuda_graph import captures
 from dlrm.embedding.trimmed_sharder import TrimmedEBC, TrimmedEBCSharder
 from dlrm.ranks import Ranks
 from pipeline.five_stage import FiveStageOptions, FiveStagePipeline
@@ -19,7 +20,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         codecs, model = quantized_codecs(config, ranks.device), config.model
         if config.trim_input_dist:
             sizes = dict(zip(model.feature_names, model.multi_hot_sizes, strict=True))
-            sharder = TrimmedEBCSharder(sizes, qcomm_codecs_registry=codecs)
+            sharder = TrimmedEBCSharder(sizes, qcomm_codecs_registry=codecs, cuda_graph=config.graph_dists)
         else:
             sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
         super().__init__(config, ranks, sharder)
@@ -31,10 +32,15 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
 
     def describe(self) -> dict[str, Any]:
         """What the model's says; switches that were off although asked for, and why; features by their input dist."""
-        described = {**super().describe(), "switched_off": self._train.switched_off}
+        off = dict(self._train.switched_off)
+        if self._config.graph_dists and not captures(self._device):
+            off["graph_dists"] = f"there are no CUDA graphs on {self._device}"
+        described = {**super().describe(), "switched_off": off}
         for module in self._model.modules():
             if isinstance(module, TrimmedEBC):
                 described["input_dist"] = module.trimmed_features()
+                if self._config.graph_dists:
+                    described["graphed_dists"] = [graphed.describe() for graphed in module.graphed()]
         return described
 
     def _schedule(self, training: bool) -> Any:

@@ -11,6 +11,7 @@ recorded after the second wait, and keeps the KJTs until an event of its own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import Awaitable
+
+from dlrm.cuda_graph import GraphedFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ class Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Layout:
     """What batches of one stride have in common. An index of None: the order is right as it is."""
 
@@ -141,6 +144,8 @@ class _Layout:
     receive_index: Tensor | None
     exchanged: list[Part]
     local: list[Part]
+    graphed: GraphedFunction | None = None
+    """StaticDist.exchange of such batches, where it is to be replayed."""
 
 
 class StaticDist:
@@ -152,9 +157,20 @@ class StaticDist:
     lengths in the first gather's place, which is a few launches.
     """
 
-    def __init__(self, groups: Sequence[Group], keys: Sequence[str], sizes: Mapping[str, int], peers: Peers) -> None:
-        """keys: of the input, in its order. sizes: ids in each bag, of the groups' features and maybe of other keys."""
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        keys: Sequence[str],
+        sizes: Mapping[str, int],
+        peers: Peers,
+        cuda_graph: bool = False,
+    ) -> None:
+        """keys: of the input, in its order. sizes: ids in each bag, of the groups' features and maybe of other keys.
+
+        cuda_graph: replay the gathers and the all-to-all, where something is exchanged and all keys are declared.
+        """
         self.groups = groups
+        self._cuda_graph = cuda_graph and peers.world_size > 1 and any(group.exchanged for group in groups)
         self._exchanged = [group for group in groups if group.exchanged]
         self._local = [group for group in groups if not group.exchanged]
         self._sizes, self._peers, self._num_keys = sizes, peers, len(keys)
@@ -177,7 +193,21 @@ class StaticDist:
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._lay_out(*key)
+            if self._cuda_graph and self._starts is not None:
+                layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
         return _StaticInFlight(self, layout, features)
+
+    def graphed(self) -> list[GraphedFunction]:
+        """Those there are, one for each stride and dtype seen."""
+        return [layout.graphed for layout in self._layouts.values() if layout.graphed is not None]
+
+    def exchange(self, layout: _Layout, values: Tensor) -> tuple[Tensor, ...]:
+        """From an input's values those that this rank looks up for all ranks; `kept` too, if it needs its own batch."""
+        kept = gather(values, layout.kept_index)
+        all_to_all = self.all_to_all(kept, layout)
+        assert all_to_all is not None
+        received = gather(all_to_all.wait(), layout.receive_index)
+        return (received, kept) if layout.local else (received,)
 
     def kept(self, features: KeyedJaggedTensor, layout: _Layout) -> Tensor:
         """Values to send, by rank, then those looked up here."""
@@ -241,11 +271,17 @@ class _StaticInFlight:
         self._result: dict[int, KeyedJaggedTensor] = {}
 
     def launch(self) -> None:
-        if self._features is not None:
-            kept = self._static.kept(self._features, self._layout)
-            self._all_to_all = self._static.all_to_all(kept, self._layout)
-            self._result = {part.group.index: part.kjt(kept) for part in self._layout.local}
-            self._features = None
+        if self._features is None:
+            return
+        layout = self._layout
+        if layout.graphed is not None:
+            values, *kept = layout.graphed(self._features.values())
+            self._result = {part.group.index: part.kjt(values) for part in layout.exchanged}
+        else:
+            kept = [self._static.kept(self._features, layout)]
+            self._all_to_all = self._static.all_to_all(kept[0], layout)
+        self._result |= {part.group.index: part.kjt(kept[0]) for part in layout.local}
+        self._features = None
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
         self.launch()

@@ -6,6 +6,7 @@ sharding type alone are exchanged there is nothing to join.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
+from dlrm.cuda_graph import GraphedFunction
+
 
 class TrimmedOutputDist(nn.Module):
     """In the place of a TwPooledEmbeddingDist: the same results and gradients, bit by bit.
@@ -25,12 +28,17 @@ class TrimmedOutputDist(nn.Module):
     `forward` launches the all-to-all, the wait of what it returns belongs on the same stream.
     """
 
-    def __init__(self, stock: TwPooledEmbeddingDist) -> None:
-        """stock: one that `can_replace` allows."""
+    def __init__(self, stock: TwPooledEmbeddingDist, cuda_graph: bool = False) -> None:
+        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls and what is around them."""
         super().__init__()
+        self._cuda_graph = cuda_graph
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
         self._rank = dist.get_rank(self._group)
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
+
+    def graphed(self) -> list[GraphedFunction]:
+        """Those there are, two for each batch size seen."""
+        return [graphed for exchange in self._exchanges.values() for graphed in exchange.graphed]
 
     @staticmethod
     def can_replace(stock: nn.Module) -> bool:
@@ -48,7 +56,9 @@ class TrimmedOutputDist(nn.Module):
         exchange = self._exchanges.get(sizes)
         if exchange is None:
             exchange = _Exchange(self._group, self._dims, sizes, self._rank, local_embs.device)
-            self._exchanges = {sizes: exchange}  # of the last sizes alone: they hardly ever change
+            if self._cuda_graph:
+                exchange.replay()
+            self._exchanges[sizes] = exchange
         return _PooledOnTheirWay(local_embs, exchange)
 
 
@@ -58,32 +68,59 @@ class _Exchange:
     def __init__(
         self, group: dist.ProcessGroup, dims: list[int], batch_sizes: tuple[int, ...], rank: int, device: torch.device
     ) -> None:
-        self._group, self.ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
+        self._group, self._ranks, self._local_batch_size = group, len(dims), batch_sizes[rank]
         self._by_table = [size * dims[rank] for size in batch_sizes]
-        self._by_sample = [self.local_batch_size * dim for dim in dims]
+        self._by_sample = [self._local_batch_size * dim for dim in dims]
         # What comes from the ranks is [rank, sample, columns of the rank]; all columns are multiples of one width.
         self._width = math.gcd(*dims)
         order, first = [], 0
         for dim in dims:
             blocks = dim // self._width
-            order.append(first + torch.arange(self.local_batch_size * blocks).view(self.local_batch_size, blocks))
-            first += self.local_batch_size * blocks
+            order.append(first + torch.arange(self._local_batch_size * blocks).view(self._local_batch_size, blocks))
+            first += self._local_batch_size * blocks
         self._to_samples = torch.cat(order, dim=1).view(-1).to(device)
         self._to_ranks = torch.argsort(self._to_samples)
+        self.graphed: list[GraphedFunction] = []
 
-    def start(self, sent: Tensor, forward: bool) -> tuple[Tensor, Any]:
-        """What is received, and the work to wait for. sent: flat."""
-        splits = (self._by_sample, self._by_table) if forward else (self._by_table, self._by_sample)
-        received = torch.empty(sum(splits[0]), dtype=sent.dtype, device=sent.device)
-        return received, dist.all_to_all_single(received, sent, *splits, group=self._group, async_op=True)
+    def replay(self) -> None:
+        """Both ways are replayed as CUDA graphs from now on."""
+        self.graphed = [
+            GraphedFunction(lambda local_embs: (self._start_forward(local_embs)(),), "the pooled vectors' all-to-all"),
+            GraphedFunction(lambda grad: (self._backward(grad),), "the all-to-all of their gradient"),
+        ]
 
-    def by_sample(self, received: Tensor) -> Tensor:
-        """[local batch, columns of all ranks] from what all ranks sent."""
-        return self._reordered(received, self._to_samples).view(self.local_batch_size, -1)
+    def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        """What waits for, and gives, [local batch, columns of all ranks] from [global batch, columns of this rank]."""
+        if not self.graphed:
+            return self._start_forward(local_embs)
+        (pooled,) = self.graphed[0](local_embs)
+        return lambda: pooled
 
-    def by_rank(self, grad: Tensor) -> Tensor:
-        """What to send to each rank, flat: the other way round."""
-        return self._reordered(grad, self._to_ranks).view(-1)
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient by what was sent, flat, from that by what came of it."""
+        return self.graphed[1](grad)[0] if self.graphed else self._backward(grad)
+
+    def _start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        received, work = self._exchange(local_embs.view(-1), self._by_sample, self._by_table)
+
+        def finish() -> Tensor:
+            work.wait()
+            return self._reordered(received, self._to_samples).view(self._local_batch_size, -1)
+
+        return finish
+
+    def _backward(self, grad: Tensor) -> Tensor:
+        sent = self._reordered(grad, self._to_ranks).view(-1)
+        received, work = self._exchange(sent, self._by_table, self._by_sample)
+        work.wait()
+        return received.div_(self._ranks) if get_gradient_division() else received
+
+    def _exchange(self, sent: Tensor, receive_splits: list[int], send_splits: list[int]) -> tuple[Tensor, Any]:
+        """What is received, and the work to wait for."""
+        received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
+        return received, dist.all_to_all_single(
+            received, sent, receive_splits, send_splits, group=self._group, async_op=True
+        )
 
     def _reordered(self, values: Tensor, order: Tensor) -> Tensor:
         """One kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of views."""
@@ -94,28 +131,23 @@ class _PooledOnTheirWay(Awaitable[Tensor]):
     def __init__(self, local_embs: Tensor, exchange: _Exchange) -> None:
         super().__init__()
         self._local_embs, self._exchange = local_embs, exchange
-        self._received, self._work = exchange.start(local_embs.detach().view(-1), forward=True)
+        self._finish = exchange.start_forward(local_embs.detach())
 
     def _wait_impl(self) -> Tensor:
-        self._work.wait()
-        result: Tensor = _Pooled.apply(self._local_embs, self._received, self._exchange)
+        result: Tensor = _Pooled.apply(self._local_embs, self._finish(), self._exchange)
         return result
 
 
 class _Pooled(Function):
-    """From what was received to [local batch, columns of all ranks], as a function of what was sent."""
+    """The pooled vectors as a function of what was sent for them."""
 
     @staticmethod
-    def forward(ctx: Any, local_embs: Tensor, received: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, local_embs: Tensor, pooled: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange, ctx.shape = exchange, local_embs.shape
-        return exchange.by_sample(received)
+        return pooled
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: _Exchange = ctx.exchange
-        received, work = exchange.start(exchange.by_rank(grad), forward=False)
-        work.wait()
-        if get_gradient_division():
-            received.div_(exchange.ranks)
-        return received.view(ctx.shape), None, None
+        return exchange.backward(grad).view(ctx.shape), None, None

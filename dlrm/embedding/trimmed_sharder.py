@@ -47,6 +47,7 @@ from torchrec.distributed.types import (
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from dlrm.cuda_graph import GraphedFunction
 from dlrm.embedding.trimmed_dist import FirstWait, Group, InFlight, Peers, StaticDist
 from dlrm.embedding.trimmed_dynamic_dist import DynamicDist
 from dlrm.embedding.trimmed_output_dist import TrimmedOutputDist
@@ -65,8 +66,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
     launches the values' all-to-all, the second makes that stream wait. Batches in flight share nothing that is written.
     """
 
-    def __init__(self, *args: Any, multi_hot_sizes: Mapping[str, int], validate: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, multi_hot_sizes: Mapping[str, int], validate: bool, cuda_graph: bool, **kwargs: Any
+    ) -> None:
         """args, kwargs: those of ShardedEmbeddingBagCollection. Collective: makes a process group of its own."""
+        self._cuda_graph = cuda_graph  # for the output dist, which TorchRec's constructor makes
         super().__init__(*args, **kwargs)
         env, device = self._env, self._device
         if self._has_mean_pooling_callback:
@@ -94,6 +98,20 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         names = {"static": _names(static), "dynamic": _names(dynamic)}
         stock = {name for index in others for name in self._embedding_shardings[index].feature_names()}
         return {**names, "torchrec": sorted(stock)}
+
+    def graphed(self) -> list[GraphedFunction]:
+        """What is replayed as CUDA graphs, or is to be, of the batch sizes seen so far."""
+        graphed = [] if self._static is None else self._static.graphed()
+        for output_dist in self._output_dists:
+            if isinstance(output_dist, TrimmedOutputDist):
+                graphed += output_dist.graphed()
+        return graphed
+
+    def close(self) -> None:
+        """Destroys the CUDA graphs; later batches capture new ones. NCCL waits for the last graph with its
+        collectives before it lets go of a communicator."""
+        for graphed in self.graphed():
+            graphed.close()
 
     @property
     def input_dist_waits(self) -> bool:
@@ -143,7 +161,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         super()._create_output_dist()
         exchanged = [index for index, kind in enumerate(self._sharding_types) if kind != _LOCAL]
         if len(exchanged) == 1 and TrimmedOutputDist.can_replace(stock := self._output_dists[exchanged[0]]):
-            self._output_dists[exchanged[0]] = TrimmedOutputDist(stock)
+            self._output_dists[exchanged[0]] = TrimmedOutputDist(stock, self._cuda_graph)
 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         """Called with the first batch, and with the first one after a change of shards."""
@@ -151,7 +169,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         static, dynamic, others = self._groups()
         self._input_keys = keys
         self._ids_per_sample = self._declared(keys)
-        self._static = StaticDist(static, keys, sizes, self._peers) if static else None
+        self._static = StaticDist(static, keys, sizes, self._peers, self._cuda_graph) if static else None
         self._dynamic = DynamicDist(dynamic, keys, self._peers) if dynamic else None
         self._stock = {}
         for index in others:
@@ -259,18 +277,21 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         validate: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         """multi_hot_sizes: ids in every bag of a feature; leave out features whose bags vary.
 
         validate: look at every length of every batch before anything is exchanged, and at the ranks' batch sizes. Costs
-        reads of the device and a collective of its own: to find what breaks a promise, not for timing. ValueError where
-        a size is not a positive integer.
+        reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on
+        GPUs replay each all-to-all, and what is around it, as a CUDA graph, where sizes are declared; all of it is then
+        on the caller's stream, and `close` of what this makes belongs before the end of the process group. ValueError
+        where a size is not a positive integer.
         """
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         wrong = {name: size for name, size in multi_hot_sizes.items() if not isinstance(size, int) or size < 1}
         if wrong:
             raise ValueError(f"multi_hot_sizes must be positive integers, not {wrong}")
-        self._multi_hot_sizes, self._validate = dict(multi_hot_sizes), validate
+        self._multi_hot_sizes, self._validate, self._cuda_graph = dict(multi_hot_sizes), validate, cuda_graph
 
     def shard(
         self,
@@ -295,6 +316,7 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
             module_fqn=module_fqn,
             multi_hot_sizes=self._multi_hot_sizes,
             validate=self._validate,
+            cuda_graph=self._cuda_graph,
         )
 
     @property

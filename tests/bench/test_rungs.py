@@ -28,6 +28,10 @@ def pairs(rung: Rung) -> set[tuple[str, ...]]:
     return set(found)
 
 
+AFTER_ALL = ("one-launch-thread", "graph-dists")
+"""Rungs of the five stages on which more changes than one of the five switches."""
+
+
 @pytest.mark.parametrize("name", LADDERS)
 def test_every_rung_is_a_valid_configuration(name: str) -> None:
     rungs = ladder_called(name)
@@ -52,7 +56,7 @@ def test_every_rung_is_a_valid_configuration(name: str) -> None:
     ],
 )
 def test_the_five_stages_gain_one_switch_a_rung(name: str, order: list[str]) -> None:
-    rungs = [r for r in ladder_called(name) if "--pipeline" in r.flags and r.name != "one-launch-thread"]
+    rungs = [r for r in ladder_called(name) if "--pipeline" in r.flags and r.name not in AFTER_ALL]
     assert pairs(rungs[0]) == {("--pipeline", "five-stage"), ("--no-row-wise",), ("--precision", "tf32")}
     added = [pairs(b) - pairs(a) for a, b in pairwise(rungs)]
     assert [[pair[0] for pair in more] for more in added] == [[flag] for flag in order]
@@ -68,10 +72,12 @@ def test_every_rung_says_what_it_takes_away() -> None:
 
 def test_the_full_ladder_ends_in_everything() -> None:
     assert LADDERS["full"][: len(LADDERS["five-stage"])] == LADDERS["five-stage"]
-    *_, all_switches, one_thread = LADDERS["five-stage"]
+    *_, all_switches, one_thread, graph_dists = LADDERS["five-stage"]
     assert pairs(all_switches) == pairs(LADDERS["five-stage-trim-first"][-1])
     assert pairs(all_switches) - pairs(one_thread) == {("--launch-threads", "2")}
     assert pairs(one_thread) < pairs(all_switches)
+    assert pairs(graph_dists) - pairs(one_thread) == {("--graph-dists",)}
+    assert pairs(one_thread) < pairs(graph_dists)
     last = {
         ("--ebc", "static"),
         ("--cuda-graph", "iteration"),

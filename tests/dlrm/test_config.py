@@ -49,9 +49,11 @@ FIVE_STAGE: list[tuple[str, dict[str, Any]]] = [
     ("--pinned-d2h", {"pinned_d2h": True}),
     ("--launch-threads", {"launch_threads": 2}),
     ("--trim-input-dist", {"trim_input_dist": True}),
+    ("--(trim-input-dist|graph-dists)", {"trim_input_dist": True, "graph_dists": True}),
 ]
 BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--overlap", {"overlap": True}),
+    ("--graph-dists needs --trim-input-dist", {"pipeline": "five-stage", "graph_dists": True}),
     ("--presort-ids", {"presort_ids": True}),
     ("--presort-ids", {"presort_ids": True, "ebc": "static", "optimizer": OptimizerConfig(embedding="sgd")}),
     ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration"}),

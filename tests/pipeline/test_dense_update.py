@@ -42,7 +42,7 @@ class Recorded(Replayed):
 def graphs_on_cpu(patch: pytest.MonkeyPatch) -> None:
     Recorded.captures = Recorded.replays = 0
     patch.setattr(pipeline.dense_update, "captures", lambda device: True)
-    patch.setattr(pipeline.dense_update.graphs, "record", Recorded)
+    patch.setattr(pipeline.dense_update, "record", Recorded)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_capture_that_fails_leaves_steps_eager(monkeypatch):
     def record(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(pipeline.dense_update.graphs, "record", record)
+    monkeypatch.setattr(pipeline.dense_update, "record", record)
     twins = Twins()
     assert twins.run(10) == (0, 0)
 

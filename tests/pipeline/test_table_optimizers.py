@@ -80,7 +80,8 @@ def test_static_equals_stock(trained, embedding, request):
     assert stock.weights.keys() == static.weights.keys()
     assert stock.optimizer.keys() == static.optimizer.keys()
     for key in stock.optimizer:
-        torch.testing.assert_close(static.optimizer[key], stock.optimizer[key], rtol=1e-2, atol=1e-8)
+        close = torch.isclose(static.optimizer[key], stock.optimizer[key], rtol=1e-2, atol=1e-8)
+        assert (~close).float().mean() < (1e-3 if on_gpu else 1e-9)
     before = trained[0][embedding]["stock"].before.weights
     for key in stock.weights:
         error, change = (static.weights[key] - stock.weights[key]).abs(), (stock.weights[key] - before[key]).abs()

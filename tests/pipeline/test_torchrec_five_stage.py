@@ -27,6 +27,7 @@ ALL_ON: dict[str, Any] = {
     "cuda_graph": "dense",
     "launch_threads": 2,
     "trim_input_dist": True,
+    "graph_dists": True,
     "row_wise": False,
 }
 VARIANTS: dict[str, dict[str, Any]] = {"stock": {}, "all off": {"pipeline": "five-stage"}, "all on": ALL_ON}
@@ -55,6 +56,12 @@ class Training:
             self.pipeline.load_state_dict(state)
         self._run, self._ranks = run, ranks
         self._batches = self._prepared()
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pipeline.close()
 
     def train(self) -> list[float]:
         return [self.pipeline.train_step(self._batches).item() for _ in range(STEPS)]
@@ -89,18 +96,22 @@ class Trained:
 def train_all(ranks: Ranks) -> dict[str, Trained]:
     results = {}
     for name, changes in VARIANTS.items():
-        training = Training(ranks, config(**changes))
-        losses, state = training.train(), training.pipeline.state_dict()
-        evaluated, logits = Training(ranks, config(**changes)).train_and_evaluate()
-        other = config() if changes else config(**ALL_ON)
+        with Training(ranks, config(**changes)) as training:
+            losses, state, described = training.train(), training.pipeline.state_dict(), training.pipeline.describe()
+        with Training(ranks, config(**changes)) as training:
+            evaluated, logits = training.train_and_evaluate()
+        with Training(ranks, config() if changes else config(**ALL_ON), state) as training:
+            resumed = training.train()
+        with Training(ranks, config("bf16", **changes)) as training:
+            bf16 = training.train()
         results[name] = Trained(
             losses=losses,
             evaluated=evaluated,
             logits=logits,
             state=state,
-            resumed=Training(ranks, other, state).train(),
-            bf16=Training(ranks, config("bf16", **changes)).train(),
-            described=training.pipeline.describe(),
+            resumed=resumed,
+            bf16=bf16,
+            described=described,
         )
     return results
 
@@ -152,3 +163,6 @@ def test_what_was_off_and_what_was_trimmed_is_described(trained, world_size, gpu
     kinds = described["input_dist"].values()
     assert sorted(name for names in kinds for name in names) == sorted(SMALL_MODEL.feature_names)
     assert described["input_dist"]["static"]
+    replayed = [graphed["replayed"] for graphed in described["graphed_dists"]]
+    assert replayed == [gpu] * len(replayed)
+    assert (len(replayed) == 0) == (world_size == 1)

@@ -39,8 +39,15 @@ def compare(ranks: Ranks) -> None:
                 stock = stock_dist(ranks, dims)
                 assert TrimmedOutputDist.can_replace(stock)
                 expected = both_ways(stock, ranks, dims, sizes)
-                for ours, theirs in zip(both_ways(TrimmedOutputDist(stock), ranks, dims, sizes), expected, strict=True):
-                    assert torch.equal(ours, theirs)
+                for cuda_graph in (False, True):
+                    trimmed = TrimmedOutputDist(stock, cuda_graph)
+                    for _ in range(4 if cuda_graph else 1):
+                        for ours, theirs in zip(both_ways(trimmed, ranks, dims, sizes), expected, strict=True):
+                            assert torch.equal(ours, theirs)
+                    replayed = [graphed.describe()["replayed"] for graphed in trimmed.graphed()]
+                    assert replayed == [ranks.device.type == "cuda"] * (2 if cuda_graph else 0)
+                    for graphed in trimmed.graphed():
+                        graphed.close()
     comm_ops.set_gradient_division(True)
 
 

@@ -299,7 +299,16 @@ def trace(ranks: Ranks, names: list[str], folder: Path) -> dict[str, dict[str, f
 GPU_CASES = [
     pytest.param(1, ["1 rank", "1 rank, lengths vary"], marks=pytest.mark.gpu),
     pytest.param(
-        2, ["tw", "tw cw twcw dp", "tw cw twcw dp, int32", "tw cw dp rw, some vary"], marks=pytest.mark.multi_gpu
+        2,
+        [
+            "tw",
+            "tw, graphs",
+            "tw cw twcw dp",
+            "tw cw twcw dp, graphs",
+            "tw cw twcw dp, int32",
+            "tw cw dp rw, some vary",
+        ],
+        marks=pytest.mark.multi_gpu,
     ),
 ]
 

@@ -71,6 +71,7 @@ class Case:
     pooling: PoolingType = PoolingType.SUM
     codecs: bool = False
     """Pooled vectors and their gradients go between ranks in fp16."""
+    cuda_graph: bool = False
 
 
 def plan_of(*shardings: Any) -> Callable[[], dict[str, Callable[..., Any]]]:
@@ -92,9 +93,11 @@ int32 = {"embedding_table_index_type": torch.int32, "embedding_table_offset_type
 CASES = {
     "tw": Case(TW, static=ALL),
     "tw, rank 0 alone has tables": Case(plan_of(table_wise(0), table_wise(0)), static=("f0", "f1")),
+    "tw, graphs": Case(TW, static=ALL, cuda_graph=True),
     "cw": Case(CW, static=ALL),
     "dp": Case(DP, static=ALL, all_to_alls=0),
     "tw cw twcw dp": Case(TW_CW_DP, static=ALL),
+    "tw cw twcw dp, graphs": Case(TW_CW_DP, static=ALL, cuda_graph=True),
     "tw cw twcw dp, lengths on the host": Case(TW_CW_DP, static=ALL, host_knows_lengths=True),
     "tw cw twcw dp, int32": Case(TW_CW_DP, static=ALL, ids=torch.int32, fused_params=int32),
     "tw cw twcw dp, mean": Case(TW_CW_DP, static=ALL, pooling=PoolingType.MEAN),
@@ -190,6 +193,7 @@ def stock(case: Case, ranks: Ranks) -> Sharded:
 
 def trimmed(case: Case, ranks: Ranks, **options: Any) -> Sharded:
     sizes = {key: size for key, size in SIZES.items() if key not in case.undeclared}
+    options = {"cuda_graph": case.cuda_graph} | options
     sharder = TrimmedEBCSharder(sizes, dict(case.fused_params), codecs(case, ranks), **options)
     return sharded(case, ranks, sharder)
 

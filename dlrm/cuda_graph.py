@@ -1,0 +1,119 @@
+"""CUDA graphs: capture, destruction, and functions of one tensor that are replayed as one."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_EAGER_CALLS = 1
+"""Before the capture: NCCL sets itself up in them, which a capture cannot."""
+
+
+def record(
+    work: Callable[[], None],
+    watch: AbstractContextManager[Any] | None = None,
+    pool: Any = None,
+    stream: "torch.cuda.Stream | None" = None,
+) -> torch.cuda.CUDAGraph:
+    """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. Raises what torch does
+    where it cannot be captured; the device, the current stream and the random numbers are then as before."""
+    graph, pool, device = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    before = generator.clone_state()
+    # torch.cuda.graph leaves its stream current where the end of the capture raises.
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        try:
+            capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with capturing, watch or nullcontext():
+                work()
+        except Exception:
+            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
+            torch.cuda.synchronize()
+            with suppress(RuntimeError):  # it did not fail: `work` itself did, in a sane capture
+                torch._C._cuda_endAllocateToPool(device, pool)
+                generator.graphsafe_set_state(before)
+            raise
+    return graph
+
+
+def destroy(graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+    """Frees graphs once no replay uses their memory any more."""
+    if graphs and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for graph in graphs:
+        graph.reset()
+
+
+def captures(device: torch.device) -> bool:
+    """Whether there is anything to capture on."""
+    return device.type == "cuda"
+
+
+class GraphedFunction:
+    """A function of one tensor that is replayed as a CUDA graph, collectives in it included.
+
+    The argument is copied into the graph's memory and the results are copied out, so callers have what a plain call
+    gives: tensors of their own, of the current stream, whichever that is. An argument of another shape or dtype than
+    the captured one runs plainly, and so does everything on the CPU. One call at a time.
+    """
+
+    def __init__(self, function: Callable[[Tensor], tuple[Tensor, ...]], name: str) -> None:
+        """function: its results depend on nothing but the argument and memory that stays. name: for messages."""
+        self._function, self._name = function, name
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._argument: Tensor | None = None
+        self._results: tuple[Tensor, ...] = ()
+        self._stream: torch.cuda.Stream | None = None
+        self.failure: str | None = None
+        """Why the function could not be captured, if so; it runs plainly then."""
+
+    def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
+        """The function's results."""
+        if self._graph is None and self.failure is None and captures(argument.device):
+            self._capture(argument)
+        if self._graph is None or self._argument is None or not _alike(argument, self._argument):
+            return self._function(argument)
+        stream = torch.cuda.current_stream(argument.device)
+        if self._stream is not None and stream != self._stream:  # which may still be at the graph's memory
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        with torch.no_grad():
+            self._argument.copy_(argument)
+            self._graph.replay()
+            return tuple(result.clone() for result in self._results)
+
+    def describe(self) -> dict[str, Any]:
+        """For the record: what it is, whether it is replayed, and why not."""
+        return {"name": self._name, "replayed": self._graph is not None, "failure": self.failure}
+
+    def close(self) -> None:
+        """Destroys the graph; a later call captures anew."""
+        if self._graph is not None:
+            destroy([self._graph])
+        self._graph, self._argument, self._results, self._calls = None, None, (), 0
+
+    def _capture(self, argument: Tensor) -> None:
+        self._calls += 1
+        if self._calls <= _EAGER_CALLS:
+            return
+        # Of fixed memory from here on: also what autograd hands over in any layout comes as a plain block.
+        of_graph = torch.empty(argument.shape, dtype=argument.dtype, device=argument.device)
+        results: list[tuple[Tensor, ...]] = []
+        try:
+            with torch.no_grad():
+                self._graph = record(lambda: results.append(self._function(of_graph)))
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            logger.warning("%s cannot be captured and runs eagerly: %s", self._name, self.failure)
+            return
+        self._argument, (self._results,) = of_graph, results
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
