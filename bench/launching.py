@@ -8,11 +8,11 @@ the next.
 """
 
 import contextlib
-import importlib
 import io
 import logging
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -101,11 +101,11 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through=True)  # torchrun's -u: a rank that is killed has said what it said
     sys.argv = [str(launcher), *flags]
-    from launch.dlrm import guarded
-
-    status = guarded(importlib.import_module(f"launch.{launcher.stem}").main)
-    if status:
-        os._exit(status)  # as the launchers do: other ranks may wait in a collective that this one's teardown joins
+    try:
+        runpy.run_path(str(launcher), run_name="__main__")
+    except SystemExit as leave:
+        if leave.code:
+            raise  # and not otherwise: the agent would wait for what this function returns
 
 
 @contextlib.contextmanager
