@@ -21,7 +21,8 @@ from tyro.conf import Positional
 
 from bench.compare import compare_sides, read_side, result_as_json, result_table, verdict_in_words
 from bench.host_cost import host_table, kernel_table, timeline_table, twin_flags
-from bench.ladder import MEASURE, ladder_host_table, ladder_table, read_ladder, run_ladder, torchrun, twin_id
+from bench.ladder import ladder_host_table, ladder_table, read_ladder, run_ladder, twin_id
+from bench.launching import MEASURE, torchrun
 from bench.limits import distance_table, limits_table, read_limits, work_table
 from bench.machine import gpus_of_node, short_name_of_node
 from bench.mlperf_log import LOG_COLUMNS, log_row

@@ -2,19 +2,14 @@
 
 dlrm-bench ladder --preset launch-bound [--field value ...]
 
-Every run is a torchrun of its own, so no rung inherits another's memory, graphs or communicators. Each round runs every
-rung once, in an order drawn from the seed, on the same batches (equal --seed). A rung is compared with another round by
-round. With --host an instrumented twin of each rung follows the last round. ladder.json and the members' records and
-output stay together in one folder.
+Every run has fresh processes of its own (bench/launching.py), so no rung inherits another's memory, graphs or
+communicators. Each round runs every rung once, in an order drawn from the seed, on the same batches (equal --seed). A
+rung is compared with another round by round. With --host an instrumented twin of each rung follows the last round.
+ladder.json and the members' records and output stay together in one folder.
 """
 
 import json
 import math
-import os
-import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,15 +21,13 @@ from rich.table import Table
 
 from bench.compare import Side, side_of_records
 from bench.json_file import read_json
+from bench.launching import MEASURE, run_forked
 from bench.record import Record, read_record
 from bench.rungs import Rung
 from bench.statistics import Ratio, compare
 
 LADDER_JSON = "ladder.json"
 LADDER_SCHEMA = 1
-ROOT = Path(__file__).resolve().parents[1]
-LAUNCHER = ROOT / "launch" / "dlrm.py"
-MEASURE = ROOT / "launch" / "measure.py"
 HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "D2H copies", "GPU idle")
 
 # At full size and MLPerf's learning rate, Adagrad's first steps amplify what rounding makes of them: from the eighth
@@ -126,7 +119,7 @@ def run_ladder(
     for round_number, rung in draw_order(rungs, rounds, seed):
         run_id = f"{round_number:02d}-{rung.name}"
         place = ["--results-dir", str(folder), "--run-id", run_id]
-        torchrun([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
+        run_forked([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
         members[rung.name].append(read_record(folder / run_id))
         order.append(run_id)
         yield run_id
@@ -150,7 +143,7 @@ def run_ladder(
         run_id = twin_id(rung.name)
         place = ["--results-dir", str(folder), "--run-id", run_id]
         try:
-            torchrun(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
+            run_forked(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
             twins[rung.name] = host_cost(read_record(folder / run_id))
         except ValueError:  # hours of timed rounds must not be lost for it
             twins[rung.name] = None
@@ -174,28 +167,6 @@ def host_cost(twin: Record) -> HostCost:
         gpu_idle_fraction=gpu["idle_fraction"] if gpu else None,
         **{name: host[name] for name in counted},  # type: ignore[typeddict-item]
     )
-
-
-def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
-    """One run of `launcher` in `processes` fresh processes on this node, whose output goes to a file.
-
-    ValueError with what a rank said if it fails.
-    """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # what torchrun chooses too, with a warning
-    with output.open("w", encoding="utf-8") as file:
-        command = [*torchrun, str(launcher), *flags]
-        status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
-    if status:
-        raise ValueError(f"`{launcher.name} {shlex.join(flags)}` failed with status {status}:\n{_what_failed(output)}")
-
-
-def _what_failed(output: Path) -> str:
-    """What the ranks said; torchrun's own account of a failure comes after it and says less."""
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
-    last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
-    return "\n".join([*lines[max(first, last - 30) : last], f"(all of it: {output})"])
 
 
 def read_ladder(path: Path) -> tuple[Ladder, dict[str, Side]]:

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-LAUNCHER = str(ROOT / "launch" / "dlrm.py")
+from bench import launching
+from bench.launching import ROOT, start_server
+
+LAUNCHER = str(launching.LAUNCHER)
 PATIENCE_S = 60
 
 
@@ -67,8 +69,8 @@ def _rank_main(
 
 def fork(world_size: int, folder: Path, function: Callable[..., int], *args: Any) -> list[Any]:
     """Processes that run function(*args), whose result is the exit status; rank r writes to folder/output_r.txt."""
+    start_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["launch.dlrm"])
     port = free_port()
     processes = []
     for rank in range(world_size):

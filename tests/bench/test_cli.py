@@ -11,7 +11,7 @@ import torch
 
 from bench import cli
 from bench.cli import main
-from bench.ladder import ROOT
+from bench.launching import ROOT
 from bench.rungs import LADDERS
 from tests.bench.records import conditions, recorded_runs, write
 from tests.bench.test_mlperf_log import LOGS

@@ -10,16 +10,14 @@ import pytest
 from bench import ladder as module
 from bench.ladder import LADDER_JSON as FILE
 from bench.ladder import (
-    LAUNCHER,
-    MEASURE,
     Ladder,
     draw_order,
     ladder_host_table,
     ladder_table,
     read_ladder,
     run_ladder,
-    torchrun,
 )
+from bench.launching import LAUNCHER, MEASURE
 from bench.rungs import Rung
 from tests.bench.records import instruments, recorded_runs, write
 
@@ -28,7 +26,7 @@ SPEED = {"a": 1.0, "b": 0.5, "c": 0.5}
 
 
 def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_twins: str = "") -> list[str]:
-    """Instead of torchrun: records of recorded runs, and of twins; the list of ids of what ran, in order."""
+    """Instead of real runs: records of recorded runs, and of twins; the list of ids of what ran, in order."""
     runs = iter(recorded_runs())
     ended: list[str] = []
 
@@ -47,7 +45,7 @@ def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_twins: str = "") -> li
         write(folder / run_id, next(runs) * SPEED[run_id[-1]], minute=len(ended))
         ended.append(run_id)
 
-    monkeypatch.setattr(module, "torchrun", pretend)
+    monkeypatch.setattr(module, "run_forked", pretend)
     return ended
 
 
@@ -158,11 +156,6 @@ def test_a_ladder_from_before_twins_is_read(made: Path) -> None:
     read, _ = read_ladder(made)
     assert [rung["p99_ms"] for rung in read["rungs"]] == p99
     assert ladder_host_table(read) is None
-
-
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"failed with status \d+:\n(.|\n)*--local-batch-size"):
-        torchrun(["--preset", "smoke", "--local-batch-size", "0"], 1, tmp_path / "log")
 
 
 @pytest.mark.parametrize(

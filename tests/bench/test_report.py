@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import ladder as ladder_module
-from bench.ladder import LAUNCHER, run_ladder
+from bench.ladder import run_ladder
+from bench.launching import LAUNCHER
 from bench.limits import LIMITS_JSON
 from bench.material import collect
 from bench.mllog import MLPerfLog
@@ -40,7 +41,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         known = {"instruments": instruments()} if run_id.startswith("host-") else {}
         write(results / "ladder" / run_id, next(runs) * (0.5 if run_id.endswith("fast") else 1.0), **known)
 
-    monkeypatch.setattr(ladder_module, "torchrun", pretend)
+    monkeypatch.setattr(ladder_module, "run_forked", pretend)
     (results / "ladder").mkdir(parents=True)
     rungs = (Rung("stock", ()), Rung("fast", (), "Half of the work."), Rung("same", ()))
     folder, command = results / "ladder", "dlrm-bench ladder"

@@ -1,0 +1,147 @@
+"""Starts the launchers: as ranks forked from a server that has imported everything once, or under torchrun.
+
+What a run costs besides itself is imports: torchrun's own, then torch, torchrec and fbgemm on every rank. The fork
+server (multiprocessing's) has run nothing and holds no CUDA context: a fork of it is a fresh process, and no run
+inherits another's memory, graphs or communicators. What forks do share is what a process draws when it starts: the
+addresses of its libraries and the seed of str's hash are the server's for all runs of one dlrm-bench, and others for
+the next.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER = ROOT / "launch" / "dlrm.py"
+MEASURE = ROOT / "launch" / "measure.py"
+
+# launch.dlrm first: it sets what must hold before the others are imported. bench.cli because a forked rank imports what
+# the process that asked for it started with; this module comes with it.
+_PRELOADED = ["launch.dlrm", "launch.measure", "bench.cli"]
+
+
+def start_server() -> None:
+    """Starts the fork server, unless this process has one: it imports the launchers, in the environment of now."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's choice too; torch reads it when it is imported
+    # Imports ask whether there is a GPU: of NVML, because no fork of a process that has initialised CUDA can use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    forkserver.set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
+
+
+def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
+    """One run of `launcher` on `processes` ranks forked from the server, whose output goes to a file.
+
+    Each rank gets the environment (that of the server's start), sys.argv and standard streams that torchrun would give
+    it, and torchrun's agent watches over it, from this process. ValueError with what a rank said if one fails. A signal
+    to this process ends the ranks, and then this process.
+    """
+    start_server()
+    output.write_bytes(b"")
+    with TemporaryDirectory() as agents, _agent_logs_to(output), _signal_handlers_kept():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=agents),
+        )
+        try:
+            elastic_launch(config, _rank_main)(launcher, list(flags), output)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            status = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
+            raise ValueError(_failed(launcher, flags, f"rank {rank} ended with {status}", output)) from None
+        except SignalException as stop:
+            interrupted = stop.sigval == signal.SIGINT
+            raise KeyboardInterrupt if interrupted else SystemExit(128 + stop.sigval) from None
+
+
+def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
+    """The same under torchrun, for a run that comes alone: `nsys profile` does not follow forks into the ranks.
+
+    ValueError with what a rank said if it fails.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # what torchrun chooses too, with a warning
+    with output.open("w", encoding="utf-8") as file:
+        command = [*torchrun, str(launcher), *flags]
+        status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    if status:
+        raise ValueError(_failed(launcher, flags, f"torchrun ended with status {status}", output))
+
+
+def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
+    """A forked rank, from its start to its end, as `python launcher flags` would be."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch takes a KeyboardInterrupt for a success
+    sink = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(sink, stream.fileno())
+    os.close(sink)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(write_through=True)  # torchrun's -u: a rank that is killed has said what it said
+    sys.argv = [str(launcher), *flags]
+    try:
+        runpy.run_path(str(launcher), run_name="__main__")
+    except SystemExit as leave:
+        if leave.code:
+            raise  # and not otherwise: the agent would wait for what this function returns
+
+
+@contextlib.contextmanager
+def _agent_logs_to(output: Path) -> Iterator[None]:
+    """What the agent logs goes to the file too, as torchrun's does, and not to the terminal."""
+    handler = logging.FileHandler(output, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"))
+    logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    for log in logs:
+        log.addHandler(handler)
+        log.propagate = False
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+            log.propagate = True
+        handler.close()
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """torch's agent sets handlers for these, and leaves them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str:
+    """What the ranks said; the agent's own account of a failure comes after it and says less."""
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
+    last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
+    said = "\n".join([*lines[max(first, last - 30) : last], f"(all of it: {output})"])
+    return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{said}"

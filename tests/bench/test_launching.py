@@ -1,0 +1,122 @@
+"""Runs on forked ranks: that they are what torchrun would start, and how they fail and are stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.launching import MEASURE, ROOT, run_forked, torchrun
+from bench.record import read_record
+from bench.run import LOG_NAME
+from tests.launched import wait_until
+
+SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
+UNTIL = ["--target-auc", "None", "--iterations"]
+SHORT = [*SMOKE, *UNTIL, "20", "--warmup-iterations", "5"]
+LONG = [*SMOKE, *UNTIL, "1000000"]
+
+
+def ranks_of(run_id: str) -> list[int]:
+    """Process ids of forked ranks: their command line is the fork server's, their output is the run's."""
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "fd" / "1").readlink().name == f"{run_id}.log":
+                pids.append(int(process.name))
+        except OSError:  # not ours, or ended
+            continue
+    return sorted(pids)
+
+
+def while_training(folder: Path, what: Callable[[], None]) -> threading.Thread:
+    """Calls `what` from a thread once the run x in `folder` has begun to train."""
+
+    def wait() -> None:
+        log = folder / "x" / LOG_NAME
+        wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has started")
+        time.sleep(0.2)
+        what()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_forked_run_is_as_one_under_torchrun(tmp_path: Path) -> None:
+    place = ["--results-dir", str(tmp_path), "--run-id"]
+    for start, run_id in ((run_forked, "forked"), (torchrun, "torchrun"), (run_forked, "again")):
+        start([*SHORT, *place, run_id], 2, tmp_path / f"{run_id}.log")
+    forked, other, again = (read_record(tmp_path / run_id) for run_id in ("forked", "torchrun", "again"))
+    assert forked.losses.tolist() == other.losses.tolist() == again.losses.tolist()
+    assert forked.iterations_ms.shape == other.iterations_ms.shape == (2, 20)
+    assert forked.run["command"].replace("--run-id forked", "--run-id torchrun") == other.run["command"]
+    output = (tmp_path / "forked.log").read_text()
+    assert output.startswith("forked: torchrec, sparse-dist; latency")
+    assert f"record       {tmp_path / 'forked'}" in output
+
+
+def test_the_twin_starts_so_too(tmp_path: Path) -> None:
+    run_forked(["host", *SMOKE, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log", MEASURE)
+    run = read_record(tmp_path / "x").run
+    assert run["host"] is not None
+    assert run["command"].startswith("torchrun --nproc_per_node=2 launch/measure.py host --preset smoke")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--local-batch-size", "0"], r"--local-batch-size is 0"),
+        (["--precision", "tf32"], r"rank 0: error: --precision tf32 needs a GPU"),
+    ],
+)
+def test_a_run_that_fails_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    message = rf"`dlrm\.py --preset smoke .*` failed: rank 0 ended with status 2:\n(.|\n)*{why}"
+    with pytest.raises(ValueError, match=message):
+        run_forked([*SHORT, *arguments, "--results-dir", str(tmp_path)], 1, tmp_path / "x.log")
+    assert capfd.readouterr() == ("", "")  # the agent's account is in the file
+    assert "failed (exitcode: 2)" in (tmp_path / "x.log").read_text()
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    kill = while_training(tmp_path, lambda: os.kill(ranks_of("x")[-1], signal.SIGKILL))
+    # The agent names one of those that it finds ended: the one that was killed, or one that missed it by then.
+    with pytest.raises(ValueError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
+        run_forked([*LONG, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log")
+    kill.join()
+    assert not ranks_of("x")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    flags = [*LONG, "--results-dir", str(tmp_path), "--run-id", "x"]
+    call = f"from pathlib import Path; from bench.launching import run_forked as run; run({flags}, 2, Path('x.log'))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", call], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    while_training(tmp_path, lambda: process.send_signal(number)).join()
+    assert process.wait(15) == status
+    assert not ranks_of("x")
+    log = (tmp_path / "x" / LOG_NAME).read_text()
+    assert '"status": "aborted"' in log
+    assert f"stopped by {number.name}" in (tmp_path / "x.log").read_text()
+
+
+@pytest.mark.gpu
+def test_forked_ranks_have_a_gpu(tmp_path: Path) -> None:
+    """From a shell, as a process that has not asked CUDA for anything; the fork server must not have either."""
+    place = ["--nproc", "1", "--results-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.cli", "ladder", "--rungs", "same", "--rounds", "1", "--host", *place]
+    subprocess.run([*command, *SHORT], cwd=ROOT, check=True, timeout=300)
+    (ladder,) = tmp_path.iterdir()
+    for run_id in ("00-stock-a", "00-stock-b", "host-stock-a", "host-stock-b"):
+        run = read_record(ladder / run_id).run
+        assert run["machine"]["gpus"] == 1
+        assert (run["gpu"] is not None) == run_id.startswith("host")
