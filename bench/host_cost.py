@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.kernel_names import OTHER, STAGES
+from bench.kernel_names import OTHER, STAGES, short_kernel_name
 from bench.record import Instruments, Record, RunRecord
 from bench.trace import ITERATION, Kernel, Span, read_trace, summarize_trace
 from dlrm.config import RunConfig
@@ -237,7 +237,9 @@ def kernel_table(run: RunRecord) -> Table | None:
         table.add_column(column, justify="left" if column in ("kernel", "stage") else "right", overflow="fold")
     for kernel in shown:
         times = (f"{kernel[us]:.1f}" for us in ("us", "least_us", "most_us"))
-        table.add_row(kernel["name"], kernel["stage"].replace("_", " "), f"{kernel['calls']:g}", *times)
+        table.add_row(
+            short_kernel_name(kernel["name"]), kernel["stage"].replace("_", " "), f"{kernel['calls']:g}", *times
+        )
     if rest:
         calls, us = (sum(kernel[field] for kernel in rest) for field in ("calls", "us"))
         table.add_row(f"{len(rest)} others", "", f"{calls:g}", f"{us:.1f}", "", "")

@@ -38,6 +38,10 @@ _TABLE_UPDATE = re.compile(r"^_update_chunks$|embedding\w*_(backward|grad)")
 _TABLE_LOOKUP = re.compile(r"embedding\w*_forward")
 
 
+# What _functor and the families below make; a demangled C++ name has no blank before its parameters.
+_SHORT = re.compile(r"[\w, ]+ \([\w, ]+\)")
+
+
 class _Family(NamedTuple):
     pattern: re.Pattern[str]
     name: str | Callable[[str], str]
@@ -46,8 +50,10 @@ class _Family(NamedTuple):
 
 
 def _identifier(name: str) -> str:
-    """Of `void a::b<c>(d)`: b."""
-    return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1] or name
+    """Of `void a::(anonymous namespace)::b<c>(d)`: b."""
+    return (
+        re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""))[0].split("::")[-1] or name
+    )
 
 
 def _functor(name: str) -> str:
@@ -91,8 +97,13 @@ _FAMILIES = (
 )
 
 
-def short_name(name: str) -> str:
-    """`name` without templates, parameters and namespaces; kernels of one library's matrix products share one name."""
+def short_kernel_name(name: str) -> str:
+    """`name` without templates, parameters and namespaces; kernels of one library's matrix products share one name.
+
+    A short name stays as it is: records hold names that were shortened when they were made, by the rules of then.
+    """
+    if _SHORT.fullmatch(name):
+        return name
     if name in OWN_KERNELS:
         return f"{OWN_KERNELS[name][0]}: {name}"
     family = _family(name)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from bench.ceilings import (
     ADAGRAD,
+    ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALLS,
     BATCH_COPY,
@@ -33,7 +34,7 @@ from bench.ceilings import (
     measure,
 )
 from bench.json_file import read_json
-from bench.kernel_names import GEMM, STAGES
+from bench.kernel_names import GEMM, STAGES, short_kernel_name
 from bench.machine import Git, Machine, describe_machine, git_state, short_name
 from bench.record import RunRecord, create_run_folder, new_run_id
 from bench.trace import Kernel
@@ -52,6 +53,7 @@ _WORK = (
     ("all-to-all of their gradients", re.compile("^NCCL SendRecv"), "embedding_backward", GRADIENTS),
     ("reduce-scatter", re.compile("^NCCL ReduceScatter"), "dense_forward_backward", REDUCE_SCATTER),
     ("all-reduce", re.compile("^NCCL AllReduce"), "dense_forward_backward", ALL_REDUCE),
+    ("all-gather", re.compile("^NCCL AllGather"), "dense_update", ALL_GATHER),
     ("table lookup", re.compile(r"embedding\w*_forward"), "embedding_forward", LOOKUP),
     ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", UPDATE),
     ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", ADAGRAD),
@@ -190,6 +192,7 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
     check_same_work(limits, run)
     groups: dict[tuple[str, str | None, str], list[Kernel]] = {}
     for kernel in run.get("kernels") or ():
+        kernel = Kernel(**{**kernel, "name": short_kernel_name(kernel["name"])})
         for name, pattern, stage, ceiling in _WORK:
             if pattern.search(kernel["name"]) and stage in (None, kernel["stage"]):
                 groups.setdefault((name, stage, ceiling), []).append(kernel)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import Side, doubts, read_side, side_of_records
+from bench.kernel_names import short_kernel_name
 from bench.ladder import LADDER_JSON, Ladder, read_ladder
 from bench.limits import LIMITS_JSON, Limits, Work, check_same_work, read_limits, work_of_kernels
 from bench.record import RUN_JSON, Record, read_record
@@ -22,6 +23,7 @@ class Material:
     ladder_twins: list[tuple[Ladder, str, Record]] = field(default_factory=list)
     """With their rung."""
     ladders: list[tuple[Ladder, dict[str, Side], dict[str, list[Record]]]] = field(default_factory=list)
+    """The newest first."""
     limits: list[Limits] = field(default_factory=list)
     logs: list[Side] = field(default_factory=list)
 
@@ -35,6 +37,7 @@ def collect(paths: Sequence[Path]) -> Material:
         _collect(path, material)
     if not any((material.records, material.twins, material.ladders, material.limits, material.logs)):
         raise ValueError(f"nothing to report in {', '.join(map(str, paths))}: no record, ladder, limits or MLPerf log")
+    material.ladders.sort(key=lambda ladder: ladder[0]["created"], reverse=True)
     return material
 
 
@@ -63,14 +66,38 @@ def _collect(path: Path, material: Material) -> None:
             _collect(folder, material)
 
 
-def groups(material: Material) -> dict[str, tuple[Side, list[Record]]]:
-    """Timed runs of the same thing: the rungs of each ladder, and other records by configuration and commit."""
-    found: dict[str, tuple[Side, list[Record]]] = {}
+OTHERS = "records of no ladder"
+
+Groups = dict[str, tuple[Side, list[Record]]]
+"""Timed runs of the same thing, by a label."""
+
+
+def groups(material: Material) -> Groups:
+    """All there are: the rungs of each ladder, and other records by configuration and commit."""
+    found: Groups = {}
     for ladder, sides, members in material.ladders:
-        preset = str(next(iter(members.values()))[0].run["config"]["preset"])
-        for name, side in sides.items():
-            key = f"{preset}: {name}" if len(material.ladders) == 1 else f"{ladder['id']}: {name}"
-            found[key] = (side, members[name])
+        ladder_label = preset_of(members) if len(material.ladders) == 1 else ladder["id"]
+        found |= {f"{ladder_label}: {name}": (side, members[name]) for name, side in sides.items()}
+    return found | _others(material)
+
+
+def families(material: Material) -> dict[str, Groups]:
+    """The groups of each ladder, by its id and their rung; then all others, if there are any."""
+    found: dict[str, Groups] = {
+        ladder["id"]: {name: (side, members[name]) for name, side in sides.items()}
+        for ladder, sides, members in material.ladders
+    }
+    others = _others(material)
+    return found | ({OTHERS: others} if others else {})
+
+
+def preset_of(members: dict[str, list[Record]]) -> str:
+    """The preset of a ladder's members."""
+    return str(next(iter(members.values()))[0].run["config"]["preset"])
+
+
+def _others(material: Material) -> Groups:
+    found: Groups = {}
     alike: dict[str, list[Record]] = {}
     for record in material.records:
         config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
@@ -81,8 +108,8 @@ def groups(material: Material) -> dict[str, tuple[Side, list[Record]]]:
 
 
 def twins(material: Material) -> dict[str, Record]:
-    """By rung or id; those of ladders first."""
-    several = len(material.ladders) > 1
+    """By rung or id; those of ladders first, by the ladder too where several have twins."""
+    several = len({ladder["id"] for ladder, _, _ in material.ladder_twins}) > 1
     of_ladders = {f"{ladder['id']}: {rung}" if several else rung: twin for ladder, rung, twin in material.ladder_twins}
     return of_ladders | {twin.run["id"]: twin for twin in material.twins}
 
@@ -98,7 +125,11 @@ def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:
         if limits is not None and kernels:
             found[label] = (limits["id"], work_of_kernels(limits, twin.run))
         elif kernels:
-            alone = [Work(k["name"], [k["name"]], k["stage"], k["calls"], k["us"], None) for k in kernels]
+            names = [short_kernel_name(k["name"]) for k in kernels]
+            alone = [
+                Work(name, [name], k["stage"], k["calls"], k["us"], None)
+                for name, k in zip(names, kernels, strict=True)
+            ]
             found[label] = (None, alone)
     return found
 

@@ -22,7 +22,19 @@ from bench import plots
 from bench.kernel_names import OTHER, STAGES
 from bench.ladder import HOST_COLUMNS, host_cells
 from bench.limits import WORK_SHOWN, best_cells
-from bench.material import Material, all_doubts, collect, groups, machines, same_work, twins, works
+from bench.material import (
+    OTHERS,
+    Material,
+    all_doubts,
+    collect,
+    families,
+    groups,
+    machines,
+    preset_of,
+    same_work,
+    twins,
+    works,
+)
 from bench.mlperf_log import LOG_COLUMNS, log_row, read_mlperf_log
 from bench.record import Record
 
@@ -106,14 +118,13 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _distributions(material: Material) -> Iterator[Picture]:
-    sides = groups(material)
-    if sides:
+    for i, (family, sides) in enumerate(families(material).items()):
         series = {label: np.concatenate(side.series) for label, (side, _) in sides.items()}
         yield Picture(
-            name="distributions",
+            name=f"distributions_{i}",
             alt="Range, percentiles and median of the latency of an iteration, for each configuration",
-            caption="Every iteration after the warm-up, slowest rank, all runs of a configuration together; no outlier "
-            "is left out.",
+            caption=f"{family}: every iteration after the warm-up, slowest rank, all runs of a configuration together; "
+            "no outlier is left out.",
             figure=plots.distributions(series),
         )
 
@@ -200,9 +211,9 @@ def _kernels(material: Material) -> Iterator[Picture]:
 
 
 def _waterfalls(material: Material) -> Iterator[Picture]:
-    for i, (ladder, _, _) in enumerate(material.ladders):
+    for ladder, _, _ in material.ladders:
         yield Picture(
-            name=f"ladder_{i}",
+            name=ladder["id"],
             alt="Median latency of each rung and what it saves of the one before it",
             caption=f"{ladder['id']}: {ladder['rounds']} rounds, rungs interleaved.",
             figure=plots.waterfall(ladder),
@@ -212,15 +223,15 @@ def _waterfalls(material: Material) -> Iterator[Picture]:
 def _floors(material: Material) -> Iterator[Picture]:
     for i, limits in enumerate(material.limits):
         least = limits["floor_ms"]
-        sides = groups(material).items()
-        same = [(label, side.metrics()["p50"]) for label, (side, records) in sides if same_work(limits, records)]
-        if same:
-            yield Picture(
-                name=f"floor_{i}",
-                alt="Median latency of each configuration beside the floor of an iteration",
-                caption=f"Median latency beside the floor of {limits['id']}.",
-                figure=plots.above_floor([(label, least["iteration"], ms) for label, ms in same]),
-            )
+        for j, (family, sides) in enumerate(families(material).items()):
+            same = [(k, side.metrics()["p50"]) for k, (side, records) in sides.items() if same_work(limits, records)]
+            if same:
+                yield Picture(
+                    name=f"floor_{i}_{j}",
+                    alt="Median latency of each configuration beside the floor of an iteration",
+                    caption=f"{family}: median latency beside the floor of {limits['id']}.",
+                    figure=plots.above_floor([(label, least["iteration"], ms) for label, ms in same]),
+                )
         stages = {label: t.run["stages_ms"] for label, t in twins(material).items() if same_work(limits, [t])}
         known = [(label, times) for label, times in stages.items() if times]
         for j, (label, times) in enumerate(known[-_FLOORS_DRAWN:]):
@@ -236,14 +247,23 @@ def _published(material: Material) -> Iterator[Picture]:
     rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
     for log in material.logs:
         rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
-    for label, (side, records) in groups(material).items():
+    ours = [(label, *group) for label, group in families(material).get(OTHERS, {}).items()]
+    presets: set[str] = set()
+    for _, sides, members in material.ladders:
+        if (preset := preset_of(members)) not in presets:
+            presets.add(preset)
+            first, fastest = next(iter(sides)), min(sides, key=lambda name: sides[name].metrics()["mean"])
+            ours += [(f"{preset}: {name}", sides[name], members[name]) for name in dict.fromkeys((first, fastest))]
+    for label, side, records in ours:
         machine = records[0].run["machine"]
         if machine["gpus"] and records[0].run["config"]["model"]["table_scale"] == 1.0:
-            rows.append((f"{label}, {side.global_batch_size}", side.metrics()["mean"], True))
+            gpus = f"{machine['gpus']} x {str(machine['gpu']).removeprefix('NVIDIA ')}"
+            rows.append((f"{gpus}, {label}, {side.global_batch_size}", side.metrics()["mean"], True))
     yield Picture(
         name="published",
         alt="Milliseconds per iteration of published MLPerf results and of ours",
-        caption="Name, software and round, global batch. Ours appear where they ran on GPUs with full-size tables.",
+        caption="Name, software and round, global batch. Ours appear where they ran on GPUs with full-size tables: of "
+        "each preset's newest ladder the first rung and the fastest.",
         figure=plots.published(rows),
     )
 

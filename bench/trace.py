@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypedDict
 
-from bench.kernel_names import OTHER, STAGES, short_name, stage_of_name, stages_of_replay
+from bench.kernel_names import OTHER, STAGES, short_kernel_name, stage_of_name, stages_of_replay
 
 ITERATION = "iteration"
 
@@ -273,7 +273,7 @@ def _gpu_stages(gpu: Sequence[_Work], n: int) -> dict[str, float]:
 def _kernels(gpu: Sequence[_Work], n: int) -> list[Kernel]:
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for work in gpu:
-        times[short_name(work.name), work.stage].append(work.end - work.start)
+        times[short_kernel_name(work.name), work.stage].append(work.end - work.start)
     kernels = []
     for (name, stage), durations in times.items():
         us = sum(durations) / n

@@ -129,6 +129,10 @@ def test_ladder_host_limits_and_report_for_real(
     out = capsys.readouterr().out
     assert "all-to-all: pooled vectors" in out
     assert "above the floor" in out
+    (limits,) = (tmp_path / "results").glob("*-cpu-smoke-limits/limits.json")
+    rates = {c["name"]: c["amount"] / c["ms"] for c in json.loads(limits.read_text())["ceilings"]}
+    fastest = max(rates["memory: copy"], rates["memory: add in place"])
+    assert rates["memory traffic: table update"] == pytest.approx(fastest)
     assert main(["report", str(tmp_path / "results"), "--out", str(tmp_path / "report")]) == 0
     page = (tmp_path / "report" / "index.html").read_text()
     assert "Distance to the floor" in page

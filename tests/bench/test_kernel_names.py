@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernel_names import OTHER, OWN_KERNELS, short_name, stage_of_name, stages_of_replay
+from bench.kernel_names import OTHER, OWN_KERNELS, short_kernel_name, stage_of_name, stages_of_replay
 from tests.bench.gpu_traces import (
     ADD,
     ALL_REDUCE,
@@ -47,11 +47,18 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
         ("Memset (Device)", "Memset (Device)", OTHER),
         ("_merge_runs", "sorted_adagrad: _merge_runs", "embedding_backward"),
         ("_copy_runs", "regroup: _copy_runs", OTHER),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+            "TensorListMetadata<2>, at::native::(anonymous namespace)::BinaryOpScalarFunctor<float, 2>>(float)",
+            "multi_tensor_apply_kernel (BinaryOpScalarFunctor)",
+            "dense_update",
+        ),
         ("", "", OTHER),
     ],
 )
 def test_names(name: str, short: str, stage: str) -> None:
-    assert (short_name(name), stage_of_name(name)) == (short, stage)
+    assert (short_kernel_name(name), stage_of_name(name)) == (short, stage)
+    assert short_kernel_name(short) == short
 
 
 def test_every_kernel_of_ours_is_known() -> None:

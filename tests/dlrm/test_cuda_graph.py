@@ -108,7 +108,7 @@ def test_what_cannot_be_captured_runs_plainly(device: torch.device, caplog: pyte
     for step in range(4):
         x = torch.full((3,), float(step), device=device)
         torch.testing.assert_close(graphed(x), (x * 3 * step,))
-    assert "RuntimeError" in (graphed.describe()["failure"] or "")
+    assert "capturing" in graphed.describe()["failure"] or "capture" in graphed.describe()["failure"]
     (said,) = caplog.messages
     assert "what reads the device cannot be captured" in said
 
