@@ -142,10 +142,16 @@ class InstrumentedPipeline:
             self._on.enter_context(torch.autograd.profiler.emit_nvtx())
 
     def _clocks(self, sign: int) -> None:
-        """Adds (1) or takes away (-1) the times so far of the process, this thread, and the wall."""
-        self._synchronize()
+        """Adds (1) or takes away (-1) the times so far of the process, this thread, and the wall.
+
+        The host waits for the GPU, polling, before the first iteration that counts; after the last one its own time is
+        over before it does.
+        """
+        if sign < 0:
+            self._synchronize()
         self._cpu_ms += sign * time.process_time() * 1000
         self._thread_ms += sign * time.thread_time() * 1000
+        self._synchronize()
         self._wall_ms += sign * time.perf_counter() * 1000
 
     def _synchronize(self) -> None:

@@ -167,7 +167,8 @@ class StaticDist:
     ) -> None:
         """keys: of the input, in its order. sizes: ids in each bag, of the groups' features and maybe of other keys.
 
-        cuda_graph: replay the gathers and the all-to-all, where something is exchanged and all keys are declared.
+        cuda_graph: replay the gathers and the all-to-all, where something is exchanged and all keys are declared, for
+        batches like the first one.
         """
         self.groups = groups
         self._cuda_graph = cuda_graph and peers.world_size > 1 and any(group.exchanged for group in groups)
@@ -192,13 +193,14 @@ class StaticDist:
         key = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = self._lay_out(*key)
-            if self._cuda_graph and self._starts is not None:
+            layout = self._lay_out(*key)
+            if self._cuda_graph and self._starts is not None and not self._layouts:
                 layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
+            self._layouts[key] = layout
         return _StaticInFlight(self, layout, features)
 
     def graphed(self) -> list[GraphedFunction]:
-        """Those there are, one for each stride and dtype seen."""
+        """That of batches like the first one, if any."""
         return [layout.graphed for layout in self._layouts.values() if layout.graphed is not None]
 
     def exchange(self, layout: _Layout, values: Tensor) -> tuple[Tensor, ...]:

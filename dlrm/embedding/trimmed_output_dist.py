@@ -29,7 +29,8 @@ class TrimmedOutputDist(nn.Module):
     """
 
     def __init__(self, stock: TwPooledEmbeddingDist, cuda_graph: bool = False) -> None:
-        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls and what is around them."""
+        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls, and what is around them, of batches
+        of the first one's size."""
         super().__init__()
         self._cuda_graph = cuda_graph
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
@@ -37,7 +38,7 @@ class TrimmedOutputDist(nn.Module):
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
 
     def graphed(self) -> list[GraphedFunction]:
-        """Those there are, two for each batch size seen."""
+        """Both ways of batches of the first one's size, if any."""
         return [graphed for exchange in self._exchanges.values() for graphed in exchange.graphed]
 
     @staticmethod
@@ -56,7 +57,7 @@ class TrimmedOutputDist(nn.Module):
         exchange = self._exchanges.get(sizes)
         if exchange is None:
             exchange = _Exchange(self._group, self._dims, sizes, self._rank, local_embs.device)
-            if self._cuda_graph:
+            if self._cuda_graph and not self._exchanges:
                 exchange.replay()
             self._exchanges[sizes] = exchange
         return _PooledOnTheirWay(local_embs, exchange)

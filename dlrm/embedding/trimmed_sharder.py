@@ -100,7 +100,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return {**names, "torchrec": sorted(stock)}
 
     def graphed(self) -> list[GraphedFunction]:
-        """What is replayed as CUDA graphs, or is to be, of the batch sizes seen so far."""
+        """What is replayed as CUDA graphs, or is to be."""
         graphed = [] if self._static is None else self._static.graphed()
         for output_dist in self._output_dists:
             if isinstance(output_dist, TrimmedOutputDist):
@@ -283,9 +283,9 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
 
         validate: look at every length of every batch before anything is exchanged, and at the ranks' batch sizes. Costs
         reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on
-        GPUs replay each all-to-all, and what is around it, as a CUDA graph, where sizes are declared; all of it is then
-        on the caller's stream, and `close` of what this makes belongs before the end of the process group. ValueError
-        where a size is not a positive integer.
+        GPUs replay each all-to-all, and what is around it, as a CUDA graph, where sizes are declared, for batches of
+        the first one's size; all of it is then on the caller's stream, and `close` of what this makes belongs before
+        the end of the process group. ValueError where a size is not a positive integer.
         """
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         wrong = {name: size for name, size in multi_hot_sizes.items() if not isinstance(size, int) or size < 1}

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from bench.clock import IterationClock
-from bench.ladder import ROOT
+from bench.launching import ROOT
 from bench.losses import LossHistory
 from bench.mllog import MLPerfLog
 from bench.progress import StillBar

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.ladder import ROOT
+from bench.launching import ROOT
 from bench.statistics import METRICS, compare, summary_statistics
 from tests.bench.records import recorded_runs, write
 
