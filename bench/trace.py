@@ -19,7 +19,8 @@ from bench.kernel_names import OTHER, STAGES, short_kernel_name, stage_of_name, 
 
 ITERATION = "iteration"
 
-# Ranges that TorchRec 1.6 to 1.8 and torch's autograd open; the innermost one that matches decides.
+# Ranges that TorchRec 1.6 to 1.8 and torch's autograd open; the innermost one that matches decides. A range of ours,
+# named as a stage, decides for all within it: what it calls opens ranges of theirs, which mean other stages elsewhere.
 _RANGES = [
     (re.compile(rf"^({'|'.join(STAGES)})$"), None),
     (
@@ -176,12 +177,14 @@ def _launches(event: dict[str, Any]) -> bool:
 
 def _thread(events: list[dict[str, Any]], host: _Host) -> None:
     """Exclusive time of each stage on one thread, whose events nest; a range without a stage has its parent's."""
-    stack: list[tuple[float, str]] = []  # (end, stage) of the open ranges
+    stack: list[tuple[float, str, bool]] = []  # (end, stage, whether within a range of ours) of the open ranges
     for event in events:
         while stack and stack[-1][0] <= event["ts"]:
             stack.pop()
-        parent = stack[-1][1] if stack else None
-        stage = _stage_of_range(event["name"]) or parent or OTHER
+        _, parent, in_ours = stack[-1] if stack else (0.0, None, False)
+        ours = event["name"] in STAGES
+        named = None if in_ours and not ours else _stage_of_range(event["name"])
+        stage = named or parent or OTHER
         if event["cat"] in _API:
             _count(event, stage, host)
         if stage != parent:
@@ -189,7 +192,7 @@ def _thread(events: list[dict[str, Any]], host: _Host) -> None:
             host.stages_us[stage] += event["dur"]
             if parent is not None:
                 host.stages_us[parent] -= event["dur"]
-        stack.append((event["ts"] + event["dur"], stage))
+        stack.append((event["ts"] + event["dur"], stage, in_ours or ours))
 
 
 def _count(event: dict[str, Any], stage: str, host: _Host) -> None:

@@ -10,7 +10,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.kernel_names import OTHER, STAGES
 from bench.trace import ITERATION, read_trace, summarize_trace
-from tests.bench.gpu_traces import GRAPH, event, graph_trace, stock_trace, two_thread_trace
+from tests.bench.gpu_traces import (
+    GRAPH,
+    SEND_RECV,
+    call,
+    event,
+    graph_trace,
+    on_gpu,
+    stock_trace,
+    two_thread_trace,
+)
 
 
 def test_counts_are_per_iteration_and_leave_out_what_came_before() -> None:
@@ -100,6 +109,29 @@ def test_a_second_launching_thread_counts_and_a_graph_in_a_stage_belongs_to_it()
         "input_dist": 0.03,
         "dense_forward_backward": 0.062,
     }
+
+
+def test_a_range_of_ours_decides_for_what_others_open_within_it() -> None:
+    """TorchRec awaits the ids' all-to-all under the name of the pooled vectors', and autograd runs on this thread."""
+    summary = summarize_trace(
+        [
+            event("user_annotation", ITERATION, 0, 200),
+            event("user_annotation", "input_dist", 10, 60),
+            event("user_annotation", "[output_dist_wait]_[ebc]_[table_wise]", 20, 40),
+            call("cudaGraphLaunch", 30, 20, 1),
+            event("user_annotation", "embedding_backward", 80, 100),
+            event("cpu_op", "autograd::engine::evaluate_function: _PooledBackward", 90, 50),
+            call("cudaGraphLaunch", 100, 20, 2),
+            on_gpu(SEND_RECV, 60, 30, 1),
+            on_gpu(SEND_RECV, 130, 10, 2),
+        ]
+    )
+    assert summary.host_stages_ms == pytest.approx(
+        dict.fromkeys((*STAGES, OTHER), 0) | {"input_dist": 0.06, "embedding_backward": 0.1, OTHER: 0.04}
+    )
+    assert summary.gpu_stages_ms == pytest.approx(
+        dict.fromkeys((*STAGES, OTHER), 0) | {"input_dist": 0.03, "embedding_backward": 0.01}
+    )
 
 
 def test_a_real_trace_of_the_cpu(tmp_path: Path) -> None:
