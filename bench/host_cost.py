@@ -129,7 +129,11 @@ class InstrumentedPipeline:
             own["stages_ms"] = trace.gpu_stages_ms or trace.host_stages_ms
             own["host_stages_ms"], own["timeline"], own["kernels"] = trace.host_stages_ms, trace.timeline, trace.kernels
             if trace.gpu_busy_ms is not None:
-                own["gpu"] = {"busy_ms": trace.gpu_busy_ms, "idle_fraction": max(0.0, 1 - trace.gpu_busy_ms / wall_ms)}
+                own["gpu"] = {
+                    "busy_ms": trace.gpu_busy_ms,
+                    "computing_ms": trace.gpu_computing_ms or 0.0,
+                    "idle_fraction": trace.gpu_idle_fraction or 0.0,
+                }
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, own)
         return mean_of_ranks(everyone)
@@ -177,7 +181,8 @@ def twin_flags(record: Record) -> tuple[list[str], int]:
 
 def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
     """One for all: means, of kernels also the extremes. What a rank did not have, such as a kernel, counts as zero;
-    stages' times are those of the ranks that had the stage."""
+    stages' times are those of the ranks that had the stage. The idle fraction is that of the rank with the largest:
+    the others wait for it, in collectives that count as busy."""
     spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
     for rank in ranks:
@@ -187,9 +192,14 @@ def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
             kernels[kernel["name"], kernel["stage"]].append(kernel)
     timeline = {stage: Span(**_mean(spans[stage])) for stage in STAGES if stage in spans}  # type: ignore[typeddict-item]
     merged = [_merged(same, len(ranks)) for same in kernels.values()]
-    blocks = ("host", "gpu", "stages_ms", "host_stages_ms")
+    gpus = [rank["gpu"] for rank in ranks if rank["gpu"] is not None]
+    gpu = _mean(gpus)
+    if gpu is not None:
+        gpu["idle_fraction"] = max(of_rank["idle_fraction"] for of_rank in gpus)
+    blocks = ("host", "stages_ms", "host_stages_ms")
     return Instruments(
         **{block: _mean([rank[block] for rank in ranks]) for block in blocks},  # type: ignore[typeddict-item,literal-required]
+        gpu=gpu,
         timeline=timeline or None,
         kernels=sorted(merged, key=lambda kernel: -kernel["us"]) or None,
     )
@@ -205,6 +215,8 @@ def host_table(run: RunRecord) -> Table:
     for column in ("", "host", "GPU"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     table.add_row("busy, ms", f"{host['cpu_ms']:.3f} CPU time", f"{gpu['busy_ms']:.3f}" if gpu else "")
+    if gpu and "computing_ms" in gpu:
+        table.add_row("but for collectives, ms", "", f"{gpu['computing_ms']:.3f}")
     table.add_row("of, ms", f"{host['wall_ms']:.3f}", f"{gpu['idle_fraction']:.0%} idle" if gpu else "")
     for name in COUNTS:
         table.add_row(name.replace("_", " "), f"{host[name]:g}" if name in host else "not counted", "")

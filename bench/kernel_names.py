@@ -112,6 +112,11 @@ def short_kernel_name(name: str) -> str:
     return family.name if isinstance(family.name, str) else family.name(name)
 
 
+def is_collective(name: str) -> bool:
+    """Whether a kernel of this name is NCCL's: it runs for as long as its rank waits for others."""
+    return name.startswith("nccl")
+
+
 def stage_of_name(name: str) -> str:
     """The stage that all kernels of this name belong to; OTHER if there is none."""
     if name in OWN_KERNELS:

@@ -42,13 +42,13 @@ class HostCost(TypedDict):
     """The twin's."""
     cpu_ms: float
     wall_ms: float
-    """Of an iteration without the profiler; gpu_idle_fraction is of this."""
+    """Of an iteration without the profiler."""
     kernel_launches: float
     graph_launches: float
     stream_syncs: float
     d2h_copies: float
     gpu_idle_fraction: float | None
-    """None without a GPU."""
+    """Of the traced iterations: see bench.trace. None without a GPU."""
 
 
 class RungResult(TypedDict):

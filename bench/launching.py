@@ -10,6 +10,7 @@ the next.
 import contextlib
 import io
 import logging
+import multiprocessing
 import os
 import re
 import runpy
@@ -17,6 +18,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
@@ -34,6 +37,8 @@ MEASURE = ROOT / "launch" / "measure.py"
 # launch.dlrm first: it sets what must hold before the others are imported. bench.cli because a forked rank imports what
 # the process that asked for it started with; this module comes with it.
 _PRELOADED = ["launch.dlrm", "launch.measure", "bench.cli"]
+_PATIENCE_S = 5
+"""For a rank whose parent is gone to close its log, before it is killed."""
 
 
 def start_server() -> None:
@@ -72,6 +77,8 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
             rank, failure = error.get_first_failure()
             status = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
             raise ValueError(_failed(launcher, flags, f"rank {rank} ended with {status}", output)) from None
+        except (RuntimeError, OSError) as error:  # of torch's agent, or of a server that is gone
+            raise ValueError(_failed(launcher, flags, f"it could not be run: {error}", output)) from error
         except SignalException as stop:
             interrupted = stop.sigval == signal.SIGINT
             raise KeyboardInterrupt if interrupted else SystemExit(128 + stop.sigval) from None
@@ -94,6 +101,7 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
 def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     """A forked rank, from its start to its end, as `python launcher flags` would be."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch takes a KeyboardInterrupt for a success
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sink = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(sink, stream.fileno())
@@ -106,6 +114,16 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     except SystemExit as leave:
         if leave.code:
             raise  # and not otherwise: the agent would wait for what this function returns
+
+
+def _end_with_parent() -> None:
+    """Ends this rank once the process that asked for it is gone: the server lives on while its forks do."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager

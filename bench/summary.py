@@ -1,5 +1,10 @@
 """What a run says at its end, and the exit status that goes with it."""
 
+import multiprocessing
+import os
+import sys
+from typing import NoReturn
+
 import torch.distributed as dist
 from rich import box
 from rich.console import Console
@@ -25,6 +30,19 @@ def print_summary(outcome: Outcome, ranks: Ranks) -> int:
     status = [_print(outcome) if ranks.rank == 0 else 0]
     dist.broadcast_object_list(status, src=0)
     return status[0]
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this rank without the interpreter's shutdown, where there is no process that waits for more than its end.
+
+    After a failure other ranks may wait in a collective that this rank's teardown joins; after a success threads of
+    torch's abort it now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status or multiprocessing.parent_process() is None:
+        os._exit(status)
+    sys.exit()
 
 
 def _print(outcome: Outcome) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypedDict
 
-from bench.kernel_names import OTHER, STAGES, short_kernel_name, stage_of_name, stages_of_replay
+from bench.kernel_names import OTHER, STAGES, is_collective, short_kernel_name, stage_of_name, stages_of_replay
 
 ITERATION = "iteration"
 
@@ -91,6 +91,11 @@ class TraceSummary:
     """Time that launching threads spent within each stage, waiting included; 'other' is the rest of the iteration."""
     gpu_busy_ms: float | None
     """Time in which at least one kernel or copy ran. A collective that waits for other ranks counts as running."""
+    gpu_computing_ms: float | None
+    """The same without collectives: what the GPU has to do, however long ranks wait for one another."""
+    gpu_idle_fraction: float | None
+    """Time without any kernel or copy, of that from the first to the end of the last. The profiler slows the host, and
+    so makes more of it where the GPU waits for the host."""
     gpu_stages_ms: dict[str, float] | None
     """Sum of the durations of each stage's kernels and copies; overlapping ones add up to more than busy."""
     kernels: list[Kernel] | None
@@ -122,10 +127,16 @@ def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
     calls = {name: host.calls[name] for name in _CALLS}
     calls["d2h_copies"] = sum("DtoH" in work.name for work in gpu)
     has_gpu = any(event.get("cat") in _ON_GPU for event in events)
+    busy_us = _busy_us([(work.start, work.end) for work in gpu])
+    span_us = max((work.end for work in gpu), default=0.0) - min((work.start for work in gpu), default=0.0)
     return TraceSummary(
         calls={name: count / n for name, count in calls.items()},
         host_stages_ms={name: us / n / 1000 for name, us in host.stages_us.items()},
-        gpu_busy_ms=_busy_us([(work.start, work.end) for work in gpu]) / n / 1000 if has_gpu else None,
+        gpu_busy_ms=busy_us / n / 1000 if has_gpu else None,
+        gpu_computing_ms=_busy_us([(w.start, w.end) for w in gpu if not is_collective(w.name)]) / n / 1000
+        if has_gpu
+        else None,
+        gpu_idle_fraction=1 - busy_us / span_us if gpu else None,
         gpu_stages_ms=_gpu_stages(gpu, n) if has_gpu else None,
         kernels=_kernels(gpu, n) if has_gpu else None,
         timeline=_gpu_timeline(gpu, starts) if has_gpu else _host_timeline(host, starts),

@@ -1,6 +1,7 @@
 """CUDA graphs: capture, destruction, and functions of one tensor that are replayed as one."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_CAPTURING = threading.Lock()
 _EAGER_CALLS = 1
 """Before the capture: NCCL sets itself up in them, which a capture cannot."""
 
@@ -21,12 +23,13 @@ def record(
     stream: "torch.cuda.Stream | None" = None,
 ) -> torch.cuda.CUDAGraph:
     """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. Raises what torch does
-    where it cannot be captured; the device, the current stream and the random numbers are then as before."""
+    where it cannot be captured; the device, the current stream and the random numbers are then as before. Threads
+    capture one after the other."""
     graph, pool, device = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle(), torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
     # torch.cuda.graph leaves its stream current where the end of the capture raises.
-    with torch.cuda.stream(torch.cuda.current_stream()):
+    with _CAPTURING, torch.cuda.stream(torch.cuda.current_stream()):
         try:
             capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with capturing, watch or nullcontext():
@@ -65,7 +68,7 @@ class GraphedFunction:
     def __init__(self, function: Callable[[Tensor], tuple[Tensor, ...]], name: str) -> None:
         """function: its results depend on nothing but the argument and memory that stays. name: for messages."""
         self._function, self._name = function, name
-        self._calls = 0
+        self._calls, self._closed = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._argument: Tensor | None = None
         self._results: tuple[Tensor, ...] = ()
@@ -75,7 +78,7 @@ class GraphedFunction:
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
         """The function's results."""
-        if self._graph is None and self.failure is None and captures(argument.device):
+        if self._graph is None and self.failure is None and not self._closed and captures(argument.device):
             self._capture(argument)
         if self._graph is None or self._argument is None or not _alike(argument, self._argument):
             return self._function(argument)
@@ -89,14 +92,14 @@ class GraphedFunction:
             return tuple(result.clone() for result in self._results)
 
     def describe(self) -> dict[str, Any]:
-        """For the record: what it is, whether it is replayed, and why not."""
+        """For the record: what it is, whether it is replayed, and why it could not be captured."""
         return {"name": self._name, "replayed": self._graph is not None, "failure": self.failure}
 
     def close(self) -> None:
-        """Destroys the graph; a later call captures anew."""
+        """Destroys the graph; later calls run plainly."""
         if self._graph is not None:
             destroy([self._graph])
-        self._graph, self._argument, self._results, self._calls = None, None, (), 0
+        self._graph, self._argument, self._results, self._closed = None, None, (), True
 
     def _capture(self, argument: Tensor) -> None:
         self._calls += 1

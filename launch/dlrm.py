@@ -36,7 +36,7 @@ import tyro
 
 from bench.plan_table import print_plan
 from bench.run import run
-from bench.summary import EXIT_BAD_INPUT, EXIT_FAILED, print_summary
+from bench.summary import EXIT_BAD_INPUT, EXIT_FAILED, leave, print_summary
 from dlrm.config import RunConfig
 from dlrm.presets import preset
 from dlrm.ranks import Ranks
@@ -92,7 +92,4 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 if __name__ == "__main__":
-    # No interpreter shutdown after a failure: other ranks may wait in a collective that this rank's teardown joins.
-    status = guarded(main)
-    sys.stdout.flush()
-    os._exit(status) if status else sys.exit()
+    leave(guarded(main))

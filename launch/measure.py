@@ -4,7 +4,6 @@ host: the instrumented twin of launch/dlrm.py. limits: the ceilings of this mach
 for another profiler: nsys profile torchrun ... launch/measure.py nvtx ... Never for timing.
 """
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from bench.host_cost import InstrumentedPipeline, twin_config
 from bench.limits import run_limits
 from bench.run import run
+from bench.summary import leave
 from dlrm.ranks import Ranks
 from launch.dlrm import guarded, parse
 
@@ -42,6 +42,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = guarded(main)
-    sys.stdout.flush()
-    os._exit(status) if status else sys.exit()
+    leave(guarded(main))

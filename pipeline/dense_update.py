@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.adagrad import adagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dlrm.cuda_graph import destroy, record
+from dlrm.cuda_graph import captures, destroy, record
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +150,6 @@ class _AdagradGraph:
         except Exception as error:
             self._failed = True
             logger.warning("the dense update runs eagerly: its capture failed: %s: %s", type(error).__name__, error)
-
-
-def captures(device: torch.device) -> bool:
-    """Whether there are graphs at all."""
-    return device.type == "cuda"
 
 
 def _parts(optimizer: Any) -> list[Any]:

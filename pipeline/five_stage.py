@@ -61,7 +61,8 @@ class FiveStageOptions:
 
     It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
     hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
-    waits, and handing work over takes the host longer (by 5 % on a CPU) than doing it.
+    waits, and handing work over takes the host longer than doing it: 2.05 ms an iteration where one thread takes 1.74
+    (results/20261121T073247Z-4xh200-launch-bound-ladder).
 
     optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
     tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
@@ -137,7 +138,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._spent_at: torch.cuda.Event | None = None
         self._updated: torch.cuda.Event | None = None
         self._batches: Iterator[In] | None = None
-        self._exhausted = self._failed = self._closed = False
+        self._exhausted = self._failed = self._closed = self._trained = False
 
     def progress(self, batches: Iterator[In]) -> Out:
         """Trains on the next batch, or in eval mode only runs the model on it; its output. Reads two batches ahead.
@@ -173,7 +174,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._in_flight.clear()
         self._release()
         self._release()
-        trimmed = self._collection if isinstance(self._collection, TrimmedEBC) else None
+        trimmed = self._collection if isinstance(self._collection, TrimmedEBC) and self._trained else None
         for graphed in (self._graph, self._graphed_update, trimmed):
             if graphed is not None and not self._failed:
                 graphed.close()
@@ -194,6 +195,7 @@ class FiveStagePipeline(Generic[In, Out]):
         now, train = self._in_flight[0], self._model.training
         ahead = self._in_flight[1] if len(self._in_flight) > 1 else None
         if train:
+            self._trained = True
             self._optimizer.zero_grad()  # and the tables' learning rate from the optimizer to the lookup
         self._input_dist(now, "features")
         distributing = self._launch_input_dist(ahead)

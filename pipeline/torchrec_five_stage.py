@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from dlrm.config import RunConfig
@@ -10,6 +11,9 @@ from dlrm.embedding.trimmed_sharder import TrimmedEBC, TrimmedEBCSharder
 from dlrm.ranks import Ranks
 from pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 from pipeline.torchrec_model import TorchRecPipeline, quantized_codecs
+
+ALL_TO_ALLS = 3
+"""Of an iteration: ids, pooled vectors, their gradients."""
 
 
 class TorchRecFiveStagePipeline(TorchRecPipeline):
@@ -32,16 +36,31 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
 
     def describe(self) -> dict[str, Any]:
         """What the model's says; switches that were off although asked for, and why; features by their input dist."""
-        off = dict(self._train.switched_off)
-        if self._config.graph_dists and not captures(self._device):
-            off["graph_dists"] = f"there are no CUDA graphs on {self._device}"
-        described = {**super().describe(), "switched_off": off}
+        described = {**super().describe(), "switched_off": dict(self._train.switched_off)}
         for module in self._model.modules():
             if isinstance(module, TrimmedEBC):
                 described["input_dist"] = module.trimmed_features()
                 if self._config.graph_dists:
-                    described["graphed_dists"] = [graphed.describe() for graphed in module.graphed()]
+                    described["graphed_dists"], why_not = self._graphed_dists(module)
+                    described["switched_off"] |= {"graph_dists": why_not} if why_not else {}
         return described
+
+    def _graphed_dists(self, collection: TrimmedEBC) -> tuple[list[str], str | None]:
+        """What every rank replays, and why that is not all. Collective."""
+        everyone: list[list[dict[str, Any]]] = [[]] * self._ranks.world_size
+        dist.all_gather_object(everyone, [graphed.describe() for graphed in collection.graphed()])
+        replayed = [of["name"] for of in everyone[0] if all(of["name"] in _replayed(rank) for rank in everyone)]
+        if len(replayed) == ALL_TO_ALLS:
+            return replayed, None
+        if not captures(self._device):
+            return replayed, f"there are no CUDA graphs on {self._device}"
+        failures = [
+            f"rank {r}, {of['name']}: {of['failure']}" for r, n in enumerate(everyone) for of in n if of["failure"]
+        ]
+        return replayed, "; ".join(failures) or (
+            f"{len(replayed)} of {ALL_TO_ALLS} all-to-alls are replayed: the others are not of fixed sizes and one "
+            "sharding type, are quantised, or have not run twice; a rank alone has none"
+        )
 
     def _schedule(self, training: bool) -> Any:
         config = self._config
@@ -52,3 +71,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             launch_threads=config.launch_threads if training else 1,
         )
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
+
+
+def _replayed(graphed: list[dict[str, Any]]) -> set[str]:
+    return {of["name"] for of in graphed if of["replayed"]}

@@ -37,7 +37,11 @@ def losses(script: Path) -> list[str]:
     """What the two ranks print."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    output = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=300)
+    for _ in range(3):
+        output = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=300)
+        # Threads of torch's abort the end of a plain script now and then, stock TorchRec's too.
+        if "terminate called without an active exception" not in output.stderr:
+            break
     assert output.returncode == 0, output.stderr
     return sorted(re.findall(r"rank \d: \d\.\d{6}", output.stdout))  # two ranks may write into one line
 

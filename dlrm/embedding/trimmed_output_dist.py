@@ -53,13 +53,13 @@ class TrimmedOutputDist(nn.Module):
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
-        sizes = tuple(sharding_ctx.batch_size_per_rank)
-        exchange = self._exchanges.get(sizes)
+        divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
+        exchange = self._exchanges.get((divides, *sizes))
         if exchange is None:
-            exchange = _Exchange(self._group, self._dims, sizes, self._rank, local_embs.device)
+            exchange = _Exchange(self._group, self._dims, sizes, self._rank, divides, local_embs.device)
             if self._cuda_graph and not self._exchanges:
                 exchange.replay()
-            self._exchanges[sizes] = exchange
+            self._exchanges[divides, *sizes] = exchange
         return _PooledOnTheirWay(local_embs, exchange)
 
 
@@ -67,18 +67,26 @@ class _Exchange:
     """Who gets how much, in which order, and the all-to-alls, for batches of one size."""
 
     def __init__(
-        self, group: dist.ProcessGroup, dims: list[int], batch_sizes: tuple[int, ...], rank: int, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        dims: list[int],
+        batch_sizes: tuple[int, ...],
+        rank: int,
+        divides: bool,
+        device: torch.device,
     ) -> None:
-        self._group, self._ranks, self._local_batch_size = group, len(dims), batch_sizes[rank]
+        """divides: the gradient by the number of ranks."""
+        self._divides = divides
+        self._group, self._ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
         self._by_table = [size * dims[rank] for size in batch_sizes]
-        self._by_sample = [self._local_batch_size * dim for dim in dims]
+        self._by_sample = [self.local_batch_size * dim for dim in dims]
         # What comes from the ranks is [rank, sample, columns of the rank]; all columns are multiples of one width.
         self._width = math.gcd(*dims)
         order, first = [], 0
         for dim in dims:
             blocks = dim // self._width
-            order.append(first + torch.arange(self._local_batch_size * blocks).view(self._local_batch_size, blocks))
-            first += self._local_batch_size * blocks
+            order.append(first + torch.arange(self.local_batch_size * blocks).view(self.local_batch_size, blocks))
+            first += self.local_batch_size * blocks
         self._to_samples = torch.cat(order, dim=1).view(-1).to(device)
         self._to_ranks = torch.argsort(self._to_samples)
         self.graphed: list[GraphedFunction] = []
@@ -91,7 +99,7 @@ class _Exchange:
         ]
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
-        """What waits for, and gives, [local batch, columns of all ranks] from [global batch, columns of this rank]."""
+        """What waits for, and gives, the columns of all ranks, by sample, from [global batch, columns of this rank]."""
         if not self.graphed:
             return self._start_forward(local_embs)
         (pooled,) = self.graphed[0](local_embs)
@@ -106,7 +114,7 @@ class _Exchange:
 
         def finish() -> Tensor:
             work.wait()
-            return self._reordered(received, self._to_samples).view(self._local_batch_size, -1)
+            return self._reordered(received, self._to_samples)
 
         return finish
 
@@ -114,7 +122,7 @@ class _Exchange:
         sent = self._reordered(grad, self._to_ranks).view(-1)
         received, work = self._exchange(sent, self._by_table, self._by_sample)
         work.wait()
-        return received.div_(self._ranks) if get_gradient_division() else received
+        return received.div_(self._ranks) if self._divides else received
 
     def _exchange(self, sent: Tensor, receive_splits: list[int], send_splits: list[int]) -> tuple[Tensor, Any]:
         """What is received, and the work to wait for."""
@@ -135,17 +143,20 @@ class _PooledOnTheirWay(Awaitable[Tensor]):
         self._finish = exchange.start_forward(local_embs.detach())
 
     def _wait_impl(self) -> Tensor:
-        result: Tensor = _Pooled.apply(self._local_embs, self._finish(), self._exchange)
-        return result
+        pooled: Tensor = _Pooled.apply(self._local_embs, self._finish, self._exchange)
+        return pooled.view(self._exchange.local_batch_size, -1)
 
 
 class _Pooled(Function):
-    """The pooled vectors as a function of what was sent for them."""
+    """The pooled vectors as a function of what was sent for them.
+
+    The tensor that it returns is made within, and no view: autograd refuses in-place changes of anything else.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local_embs: Tensor, pooled: Tensor, exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: _Exchange) -> Tensor:
         ctx.exchange, ctx.shape = exchange, local_embs.shape
-        return pooled
+        return finish()
 
     @staticmethod
     @once_differentiable

@@ -63,7 +63,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
     """See the module. Made by TrimmedEBCSharder.
 
     `input_dist` and both waits of what it returns belong on one stream, as in TorchRec's pipelines: the first wait
-    launches the values' all-to-all, the second makes that stream wait. Batches in flight share nothing that is written.
+    launches the values' all-to-all, the second makes that stream wait. Batches in flight share nothing that is written,
+    but for the memory of CUDA graphs, which that stream orders; there the first wait does everything.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return graphed
 
     def close(self) -> None:
-        """Destroys the CUDA graphs; later batches capture new ones. NCCL waits for the last graph with its
-        collectives before it lets go of a communicator."""
+        """Destroys the CUDA graphs; later batches go without. NCCL waits for the last graph with its collectives before
+        it lets go of a communicator. FiveStagePipeline closes what it trained."""
         for graphed in self.graphed():
             graphed.close()
 

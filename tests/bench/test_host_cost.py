@@ -277,7 +277,9 @@ def test_the_mean_of_ranks() -> None:
     other["kernels"] = [kernel("a", "other", 30, calls=4)]
     other["timeline"] = {"dense_update": Span(start_ms=2, end_ms=3, busy_ms=0)}
     other["host"] = dict.fromkeys(other["host"], 14.0)
+    other["gpu"] = {"busy_ms": 2.5, "idle_fraction": 0.5}
     mean = mean_of_ranks([one, other])
+    assert mean["gpu"] == {"busy_ms": 2.0, "idle_fraction": 0.875}  # of the rank that the other waits for
     assert mean["kernels"] == [
         kernel("a", "other", 20, calls=3, least=10, most=30),
         {**kernel("b", "other", 2, calls=0.5, most=4), "least_us": 0},

@@ -95,18 +95,30 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    flags = [*LONG, "--results-dir", str(tmp_path), "--run-id", "x"]
+def start_ladder(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process that runs one long member, called x, in `folder`."""
+    flags = [*LONG, "--results-dir", str(folder), "--run-id", "x"]
     call = f"from pathlib import Path; from bench.launching import run_forked as run; run({flags}, 2, Path('x.log'))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", call], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-c", call], cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    process = start_ladder(tmp_path)
     while_training(tmp_path, lambda: process.send_signal(number)).join()
     assert process.wait(15) == status
     assert not ranks_of("x")
     log = (tmp_path / "x" / LOG_NAME).read_text()
     assert '"status": "aborted"' in log
     assert f"stopped by {number.name}" in (tmp_path / "x.log").read_text()
+
+
+def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:
+    process = start_ladder(tmp_path)
+    while_training(tmp_path, process.kill).join()
+    assert process.wait(15) == -signal.SIGKILL
+    wait_until(lambda: not ranks_of("x"), "the ranks have ended", 15)
 
 
 @pytest.mark.gpu

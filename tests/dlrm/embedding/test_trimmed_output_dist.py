@@ -25,6 +25,7 @@ def both_ways(output_dist: Any, ranks: Ranks, dims: list[int], sizes: list[int])
     torch.manual_seed(ranks.rank)
     embs = torch.randn(sum(sizes), dims[ranks.rank], device=ranks.device, requires_grad=True)
     result = output_dist(embs, EmbeddingShardingContext(batch_size_per_rank=sizes)).wait()
+    result.mul_(1)  # as TorchRec's own, it can be changed in place
     result.backward(torch.randn(result.shape[::-1], device=ranks.device).t())
     assert embs.grad is not None
     return result.detach(), embs.grad
