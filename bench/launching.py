@@ -54,12 +54,12 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
     """One run of `launcher` on `processes` ranks forked from the server, whose output goes to a file.
 
     Each rank gets the environment (that of the server's start), sys.argv and standard streams that torchrun would give
-    it, and torchrun's agent watches over it, from this process. ValueError with what a rank said if one fails. A signal
-    to this process ends the ranks, and then this process.
+    it, and torch elastic watches over it, as under torchrun, from this process. ValueError with what a rank said if one
+    fails. A signal to this process ends the ranks, and then this process.
     """
     start_server()
     output.write_bytes(b"")
-    with TemporaryDirectory() as agents, _agent_logs_to(output), _signal_handlers_kept():
+    with TemporaryDirectory() as logs, _elastic_logs_to(output), _signal_handlers_kept():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -69,7 +69,7 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=agents),
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         try:
             elastic_launch(config, _rank_main)(launcher, list(flags), output)
@@ -77,7 +77,7 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
             rank, failure = error.get_first_failure()
             status = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
             raise ValueError(_failed(launcher, flags, f"rank {rank} ended with {status}", output)) from None
-        except (RuntimeError, OSError) as error:  # of torch's agent, or of a server that is gone
+        except (RuntimeError, OSError) as error:  # of torch elastic, or of a server that is gone
             raise ValueError(_failed(launcher, flags, f"it could not be run: {error}", output)) from error
         except SignalException as stop:
             interrupted = stop.sigval == signal.SIGINT
@@ -113,7 +113,7 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
         runpy.run_path(str(launcher), run_name="__main__")
     except SystemExit as leave:
         if leave.code:
-            raise  # and not otherwise: the agent would wait for what this function returns
+            raise  # and not otherwise: torch elastic would wait for what this function returns
 
 
 def _end_with_parent() -> None:
@@ -127,8 +127,8 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _agent_logs_to(output: Path) -> Iterator[None]:
-    """What the agent logs goes to the file too, as torchrun's does, and not to the terminal."""
+def _elastic_logs_to(output: Path) -> Iterator[None]:
+    """What torch elastic logs goes to the file too, as torchrun's does, and not to the terminal."""
     handler = logging.FileHandler(output, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"))
     logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
@@ -146,7 +146,7 @@ def _agent_logs_to(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """torch's agent sets handlers for these, and leaves them."""
+    """torch elastic sets handlers for these, and leaves them."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -157,7 +157,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str:
-    """What the ranks said; the agent's own account of a failure comes after it and says less."""
+    """What the ranks said; torch elastic's own account of a failure comes after it and says less."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))

@@ -49,7 +49,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         """What every rank replays, and why that is not all. Collective."""
         everyone: list[list[dict[str, Any]]] = [[]] * self._ranks.world_size
         dist.all_gather_object(everyone, [graphed.describe() for graphed in collection.graphed()])
-        replayed = [of["name"] for of in everyone[0] if all(of["name"] in _replayed(rank) for rank in everyone)]
+        replayed = sorted(set.intersection(*({of["name"] for of in rank if of["replayed"]} for rank in everyone)))
         if len(replayed) == ALL_TO_ALLS:
             return replayed, None
         if not captures(self._device):
@@ -71,7 +71,3 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             launch_threads=config.launch_threads if training else 1,
         )
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
-
-
-def _replayed(graphed: list[dict[str, Any]]) -> set[str]:
-    return {of["name"] for of in graphed if of["replayed"]}

@@ -1,6 +1,6 @@
 """Starts launch/dlrm.py for a test: under torchrun, or as ranks forked from a process that has imported everything.
 
-Forked ranks have no agent that ends them when one fails: a rank that does not end by itself is a failed test. They
+Nothing ends forked ranks when one of them fails: a rank that does not end by itself is a failed test. They
 start in a tenth of a second, torchrun in four.
 """
 

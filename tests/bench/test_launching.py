@@ -81,13 +81,13 @@ def test_a_run_that_fails_says_why(
     message = rf"`dlrm\.py --preset smoke .*` failed: rank 0 ended with status 2:\n(.|\n)*{why}"
     with pytest.raises(ValueError, match=message):
         run_forked([*SHORT, *arguments, "--results-dir", str(tmp_path)], 1, tmp_path / "x.log")
-    assert capfd.readouterr() == ("", "")  # the agent's account is in the file
+    assert capfd.readouterr() == ("", "")  # torch elastic's account is in the file
     assert "failed (exitcode: 2)" in (tmp_path / "x.log").read_text()
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     kill = while_training(tmp_path, lambda: os.kill(ranks_of("x")[-1], signal.SIGKILL))
-    # The agent names one of those that it finds ended: the one that was killed, or one that missed it by then.
+    # torch elastic names one of those that it finds ended: the one that was killed, or one that missed it by then.
     with pytest.raises(ValueError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
         run_forked([*LONG, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log")
     kill.join()
