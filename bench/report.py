@@ -7,6 +7,7 @@ Folders are searched. Nothing is measured here, and every number on the page com
 
 import base64
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -118,10 +119,10 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _distributions(material: Material) -> Iterator[Picture]:
-    for i, (family, sides) in enumerate(families(material).items()):
+    for family, sides in families(material).items():
         series = {label: np.concatenate(side.series) for label, (side, _) in sides.items()}
         yield Picture(
-            name=f"distributions_{i}",
+            name=_file_name("distributions", family),
             alt="Range, percentiles and median of the latency of an iteration, for each configuration",
             caption=f"{family}: every iteration after the warm-up, slowest rank, all runs of a configuration together; "
             "no outlier is left out.",
@@ -200,9 +201,9 @@ def _timelines(material: Material) -> Iterator[Picture]:
 
 
 def _kernels(material: Material) -> Iterator[Picture]:
-    for i, (label, (limits, work)) in enumerate(list(works(material).items())[-_KERNELS_DRAWN:]):
+    for label, (limits, work) in list(works(material).items())[-_KERNELS_DRAWN:]:
         yield Picture(
-            name=f"kernels_{i}",
+            name=_file_name("kernels", label),
             alt=f"The longest kernels of an iteration of {label}, beside what they could take",
             caption=f"{label}: longest kernels of an iteration"
             + (f" beside the ceilings of {limits}." if limits else "; no limits record of this work to set beside."),
@@ -221,26 +222,31 @@ def _waterfalls(material: Material) -> Iterator[Picture]:
 
 
 def _floors(material: Material) -> Iterator[Picture]:
-    for i, limits in enumerate(material.limits):
+    for limits in material.limits:
         least = limits["floor_ms"]
-        for j, (family, sides) in enumerate(families(material).items()):
+        for family, sides in families(material).items():
             same = [(k, side.metrics()["p50"]) for k, (side, records) in sides.items() if same_work(limits, records)]
             if same:
                 yield Picture(
-                    name=f"floor_{i}_{j}",
+                    name=_file_name("floor", limits["id"], family),
                     alt="Median latency of each configuration beside the floor of an iteration",
                     caption=f"{family}: median latency beside the floor of {limits['id']}.",
                     figure=plots.above_floor([(label, least["iteration"], ms) for label, ms in same]),
                 )
         stages = {label: t.run["stages_ms"] for label, t in twins(material).items() if same_work(limits, [t])}
         known = [(label, times) for label, times in stages.items() if times]
-        for j, (label, times) in enumerate(known[-_FLOORS_DRAWN:]):
+        for label, times in known[-_FLOORS_DRAWN:]:
             yield Picture(
-                name=f"floor_{i}_stages_{j}",
+                name=_file_name("stages", limits["id"], label),
                 alt=f"Stages of {label} beside their floor",
                 caption=f"Stages of {label} beside the floor of {limits['id']}.",
                 figure=plots.above_floor([(stage, least[stage], times[stage]) for stage in STAGES]),
             )
+
+
+def _file_name(*parts: str) -> str:
+    """Of a picture: the same whatever else is reported, so that others can link to it."""
+    return "_".join(re.sub(r"[^\w.-]+", "-", part) for part in parts)
 
 
 def _published(material: Material) -> Iterator[Picture]:
