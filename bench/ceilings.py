@@ -163,8 +163,8 @@ def _copied_bytes(device: torch.device) -> int:
 
 
 def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Ways to read and write so many bytes, by name: which is fastest is the machine's. The driver's own copy took 2.8
-    TB/s on an H200 whose table updates moved more."""
+    """Ways to read and write so many bytes, by name: the fastest is a ceiling for kernels, which the driver's own copy
+    (2.8 TB/s on an H200) need not be."""
     source = torch.zeros(_copied_bytes(device) // 4, device=device)
     target = torch.empty_like(source)
     return {"memory: copy": lambda: target.copy_(source), "memory: add in place": lambda: target.add_(1)}

@@ -66,8 +66,6 @@ def _collect(path: Path, material: Material) -> None:
             _collect(folder, material)
 
 
-OTHERS = "records of no ladder"
-
 Groups = dict[str, tuple[Side, list[Record]]]
 """Timed runs of the same thing, by a label."""
 
@@ -78,7 +76,7 @@ def groups(material: Material) -> Groups:
     for ladder, sides, members in material.ladders:
         ladder_label = preset_of(members) if len(material.ladders) == 1 else ladder["id"]
         found |= {f"{ladder_label}: {name}": (side, members[name]) for name, side in sides.items()}
-    return found | _others(material)
+    return found | others(material)
 
 
 def families(material: Material) -> dict[str, Groups]:
@@ -87,8 +85,8 @@ def families(material: Material) -> dict[str, Groups]:
         ladder["id"]: {name: (side, members[name]) for name, side in sides.items()}
         for ladder, sides, members in material.ladders
     }
-    others = _others(material)
-    return found | ({OTHERS: others} if others else {})
+    of_no_ladder = others(material)
+    return found | ({"records of no ladder": of_no_ladder} if of_no_ladder else {})
 
 
 def preset_of(members: dict[str, list[Record]]) -> str:
@@ -96,7 +94,8 @@ def preset_of(members: dict[str, list[Record]]) -> str:
     return str(next(iter(members.values()))[0].run["config"]["preset"])
 
 
-def _others(material: Material) -> Groups:
+def others(material: Material) -> Groups:
+    """Those of records that belong to no ladder."""
     found: Groups = {}
     alike: dict[str, list[Record]] = {}
     for record in material.records:
@@ -125,10 +124,9 @@ def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:
         if limits is not None and kernels:
             found[label] = (limits["id"], work_of_kernels(limits, twin.run))
         elif kernels:
-            names = [short_kernel_name(k["name"]) for k in kernels]
             alone = [
-                Work(name, [name], k["stage"], k["calls"], k["us"], None)
-                for name, k in zip(names, kernels, strict=True)
+                Work(name := short_kernel_name(k["name"]), [name], k["stage"], k["calls"], k["us"], None)
+                for k in kernels
             ]
             found[label] = (None, alone)
     return found

@@ -24,13 +24,13 @@ from bench.kernel_names import OTHER, STAGES
 from bench.ladder import HOST_COLUMNS, host_cells
 from bench.limits import WORK_SHOWN, best_cells
 from bench.material import (
-    OTHERS,
     Material,
     all_doubts,
     collect,
     families,
     groups,
     machines,
+    others,
     preset_of,
     same_work,
     twins,
@@ -253,7 +253,7 @@ def _published(material: Material) -> Iterator[Picture]:
     rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
     for log in material.logs:
         rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
-    ours = [(label, *group) for label, group in families(material).get(OTHERS, {}).items()]
+    ours = [(label, *group) for label, group in others(material).items()]
     presets: set[str] = set()
     for _, sides, members in material.ladders:
         if (preset := preset_of(members)) not in presets:

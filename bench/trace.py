@@ -22,7 +22,6 @@ ITERATION = "iteration"
 # Ranges that TorchRec 1.6 to 1.8 and torch's autograd open; the innermost one that matches decides. A range of ours,
 # named as a stage, decides for all within it: what it calls opens ranges of theirs, which mean other stages elsewhere.
 _RANGES = [
-    (re.compile(rf"^({'|'.join(STAGES)})$"), None),
     (
         re.compile(
             r"## (wait_for_batch|load_batch|(start|wait)_sparse_data_dist|(inplace_)?copy_(batch_)?to_gpu"
@@ -194,7 +193,7 @@ def _thread(events: list[dict[str, Any]], host: _Host) -> None:
             stack.pop()
         _, parent, in_ours = stack[-1] if stack else (0.0, None, False)
         ours = event["name"] in STAGES
-        named = None if in_ours and not ours else _stage_of_range(event["name"])
+        named = event["name"] if ours else None if in_ours else _stage_of_range(event["name"])
         stage = named or parent or OTHER
         if event["cat"] in _API:
             _count(event, stage, host)
@@ -220,10 +219,7 @@ def _correlation(event: dict[str, Any]) -> int | None:
 
 
 def _stage_of_range(name: str) -> str | None:
-    for pattern, stage in _RANGES:
-        if pattern.search(name):
-            return stage or name
-    return None
+    return next((stage for pattern, stage in _RANGES if pattern.search(name)), None)
 
 
 def _host_timeline(host: _Host, starts: Sequence[float]) -> dict[str, Span]:
