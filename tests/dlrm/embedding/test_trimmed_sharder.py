@@ -101,6 +101,7 @@ def run_cases(ranks: Ranks, names: list[str]) -> dict[str, Result]:
         by_sharder = map(list, zip(directly, piped, strict=True))
         ebc = pair[1].ebc
         results[name] = Result(*by_sharder, ebc.trimmed_features(), counted, evaluated, ebc.input_dist_waits)
+        ebc.close()
     return results
 
 
@@ -293,6 +294,7 @@ def trace(ranks: Ranks, names: list[str], folder: Path) -> dict[str, dict[str, f
         path = folder / f"{ranks.rank}.json.gz"
         profiled.export_chrome_trace(str(path))
         calls[name] = summarize_trace(read_trace(path)).calls
+        what.ebc.close()
     return calls
 
 

@@ -1,0 +1,32 @@
+"""A tensor that every rank has, seen from one rank: what kernels need that read and write the other GPUs' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PeerTensors:
+    """One tensor of each rank, alike in shape, strides and dtype; this rank may read and write all of them.
+
+    Kernels find them through `addresses`, int64 [ranks], on the device. Whoever uses them sees to it that nobody writes
+    what another still reads.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """tensors: of all ranks, in their order; `rank`'s is this rank's own."""
+        first = tensors[0]
+        assert all(t.shape == first.shape and t.stride() == first.stride() for t in tensors), "alike on all ranks"
+        assert all(t.dtype == first.dtype for t in tensors), "one dtype"
+        self.tensors, self.rank = tuple(tensors), rank
+        self.addresses = torch.tensor([t.data_ptr() for t in tensors], device=tensors[rank].device)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's."""
+        return self.tensors[self.rank]
