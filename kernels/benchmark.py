@@ -19,12 +19,16 @@ from kernels.flat_adagrad import flat_adagrad
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
 from kernels.loss import bce_with_logits
 from kernels.mlp import bias_relu_backward
+from kernels.peer_tensors import PeerTensors
+from kernels.push_columns import PushTable, push_columns
 from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from kernels.sharded_adagrad import sharded_adagrad
 from kernels.sorted_adagrad import adagrad_update, sort_ids
 
 COPY_BYTES_PER_SECOND = 4.3e12  # of an H200, read plus write
 HOT_ROWS = 40_000_000
 ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
+PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
 BF16 = torch.bfloat16
 
 
@@ -184,6 +188,41 @@ def flat_adagrad_cases() -> Iterator[Case]:
     yield Case("flat_adagrad", f"[{count}], fp32", 20 * count, partial(flat_adagrad, master, state, state, rate, 1e-8))
 
 
+def local_peers(count: int, dtype: torch.dtype) -> PeerTensors:
+    """Buffers of this GPU in place of its peers': what the kernel costs without NVLink's limit."""
+    return PeerTensors([torch.zeros(count, device="cuda", dtype=dtype) for _ in range(PEERS)], 0)
+
+
+def sharded_adagrad_cases() -> Iterator[Case]:
+    count = 16_044_544
+    size = count // PEERS
+    master, state = torch.rand(2, size, device="cuda").unbind()
+    rate = torch.tensor([0.004], device="cuda")
+    for dtype in (BF16, torch.float32):
+        grads, workings = local_peers(count, dtype), local_peers(count, dtype)
+        yield Case(
+            "sharded_adagrad",
+            f"[{size}] x {PEERS} local buffers, {dtype}",
+            size * (16 + 2 * PEERS * dtype.itemsize),
+            partial(sharded_adagrad, master, state, grads, workings, size, rate, 1e-8),
+        )
+
+
+def push_columns_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        columns = 3328 // PEERS
+        runs = [Run(rank, 0, 128 + rank * columns, columns) for rank in range(PEERS)]
+        table = PushTable(batch, [columns] * PEERS, [0] * PEERS, runs, torch.device("cuda"))
+        for dtype in (BF16, torch.float32):
+            matrix = torch.zeros(batch, 3456, dtype=dtype, device="cuda")
+            yield Case(
+                "push_columns",
+                f"[{batch}, 3456] to {PEERS} local buffers, {dtype}",
+                2 * batch * 3328 * dtype.itemsize,
+                partial(push_columns, matrix, table, local_peers(table.end, dtype)),
+            )
+
+
 CASES = {
     "sorted_adagrad": sorted_adagrad_cases,
     "gather_segments": gather_segments_cases,
@@ -192,6 +231,8 @@ CASES = {
     "mlp": mlp_cases,
     "loss": loss_cases,
     "flat_adagrad": flat_adagrad_cases,
+    "sharded_adagrad": sharded_adagrad_cases,
+    "push_columns": push_columns_cases,
 }
 
 

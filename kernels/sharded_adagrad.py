@@ -1,0 +1,123 @@
+"""Adagrad over one rank's slice of flat dense weights: reduce-scatter, update and all-gather in one kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels._triton import cdiv, jit, tl
+from kernels.peer_tensors import PeerTensors
+
+_BLOCK = 2048
+_WARPS = 8
+
+
+def sharded_adagrad(
+    master: Tensor,
+    state: Tensor,
+    grads: PeerTensors,
+    workings: PeerTensors,
+    first: int,
+    learning_rate: Tensor,
+    eps: float,
+) -> None:
+    """Update elements [first, first + n) with the sum of all ranks' gradients, and write them to all ranks.
+
+    g = sum of grads[first + i], in fp32 and rank order; state[i] += g^2; master[i] -= lr * g / (sqrt(state[i]) + eps);
+    workings[first + i] = master[i], rounded, on every rank. In place.
+
+    master, state: fp32 [n]. grads, workings: bf16 or fp32 [N], 16-byte aligned, N >= first + n. learning_rate: fp32,
+    one element, on the device. All contiguous; best `first` and n multiples of 16. Where workings are fp32, master may
+    be the slice itself of this rank's own. The caller puts a barrier of all ranks before this, so that all gradients
+    are written and nobody reads weights any more, and one after it, before anybody reads weights or writes gradients.
+    """
+    assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
+    assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
+    assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
+    assert len(grads) == len(workings), "gradients and weights of the same ranks"
+    for flat in (grads.own, workings.own):
+        assert flat.dim() == 1 and flat.is_contiguous(), "flat buffers: [N]"
+        assert 0 <= first <= flat.numel() - master.numel(), "a slice of the flat buffers"
+    assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
+    update = triton_sharded_adagrad if master.is_cuda else plain_sharded_adagrad
+    update(master, state, grads, workings, first, learning_rate, eps)
+
+
+def plain_sharded_adagrad(
+    master: Tensor,
+    state: Tensor,
+    grads: PeerTensors,
+    workings: PeerTensors,
+    first: int,
+    learning_rate: Tensor,
+    eps: float,
+) -> None:
+    """What `sharded_adagrad` does, in PyTorch."""
+    g = torch.zeros_like(master)
+    for grad in grads.tensors:
+        g += grad.narrow(0, first, len(g)).to(g)
+    state += g * g
+    master -= learning_rate * g / (state.sqrt() + eps)
+    for working in workings.tensors:
+        working.narrow(0, first, len(g)).copy_(master)
+
+
+def triton_sharded_adagrad(
+    master: Tensor,
+    state: Tensor,
+    grads: PeerTensors,
+    workings: PeerTensors,
+    first: int,
+    learning_rate: Tensor,
+    eps: float,
+) -> None:
+    """What `sharded_adagrad` does, in one kernel."""
+    assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
+    if master.numel():
+        _update[(cdiv(master.numel(), _BLOCK),)](
+            master,
+            state,
+            grads.own,
+            grads.addresses,
+            workings.own,
+            workings.addresses,
+            first,
+            learning_rate,
+            eps,
+            master.numel(),
+            len(grads),
+            _BLOCK,
+            num_warps=_WARPS,
+        )
+
+
+@jit
+def _update(
+    master,
+    state,
+    own_grad,
+    grads,
+    own_working,
+    workings,
+    first,
+    learning_rate,
+    eps,
+    count,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses the
+    # integer's.
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < count
+    g = tl.zeros([block], tl.float32)
+    for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
+        grad = tl.multiple_of(tl.load(grads + rank).to(own_grad.dtype), 16)
+        g += tl.load(grad + first + at, mask).to(tl.float32)
+    s = tl.load(state + at, mask) + g * g
+    w = tl.load(master + at, mask) - tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)
+    tl.store(state + at, s, mask)
+    tl.store(master + at, w, mask)
+    for rank in tl.static_range(ranks):
+        working = tl.multiple_of(tl.load(workings + rank).to(own_working.dtype), 16)
+        tl.store(working + first + at, w, mask)
