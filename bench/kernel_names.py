@@ -27,6 +27,9 @@ OWN_KERNELS = {
     "_update_chunks": ("sorted_adagrad", _BACKWARD),
     "_merge_runs": ("sorted_adagrad", _BACKWARD),
     "_update": ("flat_adagrad", _UPDATE),
+    "_update_slice": ("sharded_adagrad", _UPDATE),
+    "_lookup": ("pooled_lookup", _LOOKUP),
+    "_push_runs": ("push_columns", _BACKWARD),
 }
 
 GEMM = "GEMM"

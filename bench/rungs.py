@@ -100,6 +100,11 @@ _FULL = (
         (*_OVERLAP, "--presort-ids", *_BF16),
         "The sort of ids from the embedding backward: it runs a batch ahead, in the input dist.",
     ),
+    Rung(
+        "peer-memory-bf16",
+        (*_OVERLAP, "--presort-ids", "--peer-memory", *_BF16),
+        "Most collectives and the copies around them: kernels write where the other GPUs read.",
+    ),
 )
 
 LADDERS: dict[str, tuple[Rung, ...]] = {

@@ -226,6 +226,9 @@ class RunConfig:
     """Run input dist, bottom MLP, weight gradients, all-reduce and dense update beside the rest (ebc static)."""
     presort_ids: bool = False
     """Sort ids in the input dist, a batch ahead, instead of in the embedding backward (ebc static)."""
+    peer_memory: bool = False
+    """With presort_ids, on one node: kernels write pooled vectors, their gradients and updated dense weights straight
+    into the other GPUs' memory, in the place of collectives and the copies around them (ebc static)."""
     local_batch_size: int
     """Samples per rank and iteration; the global batch is this times the world size."""
     precision: Precision = "tf32"
@@ -261,6 +264,10 @@ class RunConfig:
             not self.presort_ids or self.optimizer.embedding == "adagrad",
             f"--presort-ids updates tables by exact Adagrad alone: leave it out with --optimizer.embedding "
             f"{self.optimizer.embedding}",
+        )
+        _require(
+            not self.peer_memory or self.presort_ids,
+            "--peer-memory needs --presort-ids: FBGEMM's update takes no gradients from peer memory",
         )
         dim = self.model.embedding_dim
         _require(
@@ -313,7 +320,7 @@ class RunConfig:
         )
         off = {switch.name: switch.default for switch in fields(self)}
         for switches, applies, needed in (
-            (("overlap", "presort_ids", "plan", "cuda_graph_fallback"), not theirs, "--ebc static"),
+            (("overlap", "presort_ids", "peer_memory", "plan", "cuda_graph_fallback"), not theirs, "--ebc static"),
             (("row_wise", "quantized_comms"), theirs, "--ebc torchrec"),
             (("inplace_copy",), theirs and not ours, "--ebc torchrec and another --pipeline than five-stage"),
             (

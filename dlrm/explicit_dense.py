@@ -8,6 +8,9 @@ become ready. The update of the first two is sharded (the optimizer sharding of 
 reduce-scatter gives each rank the summed gradient of its slice of a bucket, it alone keeps the slice's master weights
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
+
+In peer memory one kernel is reduce-scatter, update and all-gather, of all three buckets: it reads the slice's gradients
+where the ranks have them, and writes the new weights to where the ranks read them.
 """
 
 from typing import Literal
@@ -18,12 +21,15 @@ from torch import Tensor
 
 from dlrm.config import ModelConfig
 from dlrm.model import DenseNetwork
+from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 from kernels.column_sums import column_sums
 from kernels.cross import cross_backward, cross_forward
 from kernels.flat_adagrad import flat_adagrad
 from kernels.loss import bce_with_logits
 from kernels.mlp import bias_relu_backward
+from kernels.peer_tensors import PeerTensors
+from kernels.sharded_adagrad import sharded_adagrad
 
 # Tensors in the flat buffers start at multiples of this many elements, and the bottom MLP's input is padded to one of
 # _PAD: cuBLAS falls to kernels several times slower where an operand is not 16-byte aligned.
@@ -37,33 +43,44 @@ DenseState = Literal["master", "state"]
 class Bucket:
     """Named tensors of one flat buffer, with its gradient and what this rank keeps of its optimizer.
 
-    sharded: each rank updates its slice, and `all_gather` brings the slices together; otherwise each updates all.
+    sharded: each rank updates its slice, and `all_gather` brings the slices together; otherwise each updates all. In
+    peer memory `update` writes to all ranks, and there is nothing to bring together.
     """
 
     def __init__(
         self,
+        name: str,
         weights: dict[str, Tensor],
         dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         sharded: bool,
+        memory: PeerMemory | None,
     ) -> None:
-        self._group, self._sharded = group, sharded
-        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if sharded else (0, 1)
+        """Collective. name: no other bucket's. memory: for working weights and gradients; sharded only."""
+        assert sharded or memory is None
+        self._name, self._sharded, self._memory = name, sharded, memory
+        self._group = None if memory else ranks.new_group()
+        rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
         self.starts, end = {}, 0
         for name, value in weights.items():
             self.starts[name] = end
             end += -(-value.numel() // _ALIGN) * _ALIGN
         share = -(-end // (_ALIGN * world_size)) * _ALIGN
         self._mine = slice(rank * share, (rank + 1) * share)
-        self._size, self._device = share * world_size, device
+        self._size, self._device = share * world_size, ranks.device
         flat = self._flat(weights)
-        self.working = flat.to(dtype)
-        self.grad = torch.zeros_like(self.working)
+        self._workings: PeerTensors | None = None
+        self._grads: PeerTensors | None = None
+        if memory is None:
+            self.working = flat.to(dtype)
+            self.grad = torch.zeros_like(self.working)
+        else:
+            self._workings, self._grads = (memory.zeros(self._size, dtype=dtype) for _ in range(2))
+            self.working, self.grad = self._workings.own.copy_(flat), self._grads.own
         # In fp32 the working copy is the master.
         self.master = self.working[self._mine] if dtype == torch.float32 else flat[self._mine].clone()
         self.state = torch.zeros_like(self.master)
-        self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
+        self._summed = torch.zeros_like(self.working[self._mine]) if self._group and sharded else self.grad
         self.shapes = {name: value.shape for name, value in weights.items()}
 
     def tensors(self) -> list[Tensor]:
@@ -76,7 +93,17 @@ class Bucket:
         return flat[self.starts[name] :][: shape.numel()].view(shape)
 
     def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective."""
+        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective.
+
+        In peer memory it also writes to the other ranks' working weights: what reads a rank's own comes before on its
+        stream, or behind.
+        """
+        if self._memory and self._workings and self._grads:
+            self._memory.barrier(f"{self._name} gradients")
+            sharded = (self.master, self.state, self._grads, self._workings, self._mine.start)
+            sharded_adagrad(*sharded, learning_rate, eps)
+            self._memory.barrier(f"{self._name} weights")
+            return
         if self._sharded:
             dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
         else:
@@ -88,7 +115,7 @@ class Bucket:
 
     def all_gather(self) -> None:
         """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
-        if self._sharded:
+        if self._sharded and self._memory is None:
             dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
 
     def load(self, which: DenseState, values: dict[str, Tensor]) -> None:
@@ -133,13 +160,15 @@ class ExplicitDense:
         dtype: torch.dtype,
         ranks: Ranks,
         parts: int = 1,
+        memory: PeerMemory | None = None,
     ) -> None:
         """Collective. dtype: of activations, gradients and the working copy of the weights, fp32 or bf16.
 
-        Master weights and Adagrad state are fp32. parts: divides batch_size.
+        Master weights and Adagrad state are fp32. parts: divides batch_size. memory: for x0, whose pooled vectors the
+        ranks that look them up may then write, and for the update.
         """
         assert batch_size % parts == 0
-        self.model = model
+        self.model, self._memory = model, memory
         self.global_batch_size = global_batch_size
         self._padded = -(-model.dense_in_features // _PAD) * _PAD
         network = DenseNetwork(model)
@@ -147,14 +176,13 @@ class ExplicitDense:
         weights = network.state_dict()
         weights["bottom_mlp.0.weight"] = self._pad(weights["bottom_mlp.0.weight"])
 
-        def bucket(prefix: str, sharded: bool, group: dist.ProcessGroup) -> Bucket:
-            mine = {name: value for name, value in weights.items() if name.startswith(prefix)}
-            return Bucket(mine, dtype, ranks.device, group, sharded)
+        def bucket(part: str, sharded: bool) -> Bucket:
+            mine = {name: value for name, value in weights.items() if name.startswith(f"{part}.")}
+            return Bucket(part, mine, dtype, ranks, sharded, memory)
 
-        # A group for each: collectives of one group queue behind one another.
-        self.top = bucket("top_mlp.", True, ranks.new_group())
-        self.cross = bucket("cross.", True, ranks.new_group())
-        self.bottom = bucket("bottom_mlp.", False, ranks.new_group())
+        # Each with a group of its own: collectives of one group queue behind one another.
+        self.top, self.cross = bucket("top_mlp", True), bucket("cross", True)
+        self.bottom = bucket("bottom_mlp", memory is not None)
         self.buckets = (self.top, self.cross, self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
@@ -169,7 +197,10 @@ class ExplicitDense:
 
         model, layers = self.model, self.model.cross_layers
         width = (model.num_features + 1) * model.embedding_dim
-        self.x0, self.dx0, self._dx = matrices(width, width, width)
+        self.x0s = self._memory.zeros(batch_size, width, dtype=dtype) if self._memory else None
+        """x0 of all ranks, in peer memory."""
+        self.x0 = self.x0s.own if self.x0s else matrices(width)[0]
+        self.dx0, self._dx = matrices(width, width)
         self._x = [self.x0, *matrices(*[width] * layers)]
         self._u, self._du = (matrices(*[model.cross_rank] * layers) for _ in range(2))
         self._y = matrices(*[width] * layers)

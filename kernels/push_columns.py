@@ -48,36 +48,34 @@ class PushTable:
         self.pieces = torch.tensor(pieces, dtype=torch.int64).view(len(pieces), 5).to(device)
 
 
-def push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors, first: int = 0) -> None:
+def push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
     """Copy every run's columns of `matrix` into its rank's buffer.
 
     matrix: bf16 or fp32 [batch, width], columns next to each other, row stride a multiple of 8 (4 where the table has
-    odd multiples of 4). outs: flat, 16-byte aligned, at least first + table.end elements; converted to their dtype,
-    elements without a run stay. first: elements that all of the table's starts are moved by, a multiple like them.
-    The caller puts barriers of all ranks around it: before, so that nobody reads the buffers any more, and after,
-    before anybody does.
+    odd multiples of 4). outs: flat, 16-byte aligned, at least table.end elements; converted to their dtype,
+    elements without a run stay. The caller puts barriers of all ranks around it: before, so that nobody reads the
+    buffers any more, and after, before anybody does.
     """
     assert matrix.shape[0] == table.batch and matrix.stride(1) == 1, f"matrix: [{table.batch}, width], row-major"
     assert len(outs) == len(table.starts), "a buffer for each rank of the table"
     assert outs.own.dim() == 1 and outs.own.is_contiguous(), "flat buffers"
-    assert 0 <= first <= outs.own.numel() - table.end, f"flat buffers: {table.end} elements from the first on"
+    assert outs.own.numel() >= table.end, f"flat buffers: {table.end} elements"
     push = triton_push_columns if matrix.is_cuda else plain_push_columns
-    push(matrix, table, outs, first)
+    push(matrix, table, outs)
 
 
-def plain_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors, first: int = 0) -> None:
+def plain_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
     """What `push_columns` does, in PyTorch."""
     for run in table.runs:
         columns = table.row_columns[run.block]
-        rows = outs.tensors[run.block].narrow(0, first + table.starts[run.block], table.batch * columns)
+        rows = outs.tensors[run.block].narrow(0, table.starts[run.block], table.batch * columns)
         into = rows.view(table.batch, columns).narrow(1, run.block_column, run.columns)
         into.copy_(matrix.narrow(1, run.matrix_column, run.columns))
 
 
-def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors, first: int = 0) -> None:
+def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
     """What `push_columns` does, in one kernel."""
     assert matrix.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
-    assert first % table.alignment == 0, f"first must be a multiple of {table.alignment}"
     assert all(t.data_ptr() % 16 == 0 for t in outs.tensors), "buffers: 16-byte aligned"
     grid = (len(table.pieces), cdiv(table.batch, _ROWS))
     if all(grid):
@@ -86,7 +84,6 @@ def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors, fir
             outs.own,
             outs.addresses,
             table.pieces,
-            first,
             table.batch,
             matrix.stride(0),
             table.alignment,
@@ -101,7 +98,6 @@ def _push_runs(
     own_out,
     outs,
     pieces,
-    first,
     batch,
     matrix_stride,
     alignment: tl.constexpr,
@@ -111,7 +107,7 @@ def _push_runs(
     piece = pieces + 5 * tl.program_id(0)
     # The own tensor gives the address its pointer type; alignment is a hint on the pointer, the cast loses the int's.
     out = tl.multiple_of(tl.load(outs + tl.load(piece)).to(own_out.dtype), 16)
-    base = tl.multiple_of(first + tl.load(piece + 1), alignment)
+    base = tl.multiple_of(tl.load(piece + 1), alignment)
     row_columns = tl.multiple_of(tl.load(piece + 2), alignment)
     matrix_column = tl.multiple_of(tl.load(piece + 3), alignment)
     columns = tl.multiple_of(tl.load(piece + 4), alignment)

@@ -74,7 +74,7 @@ def triton_sharded_adagrad(
     """What `sharded_adagrad` does, in one kernel."""
     assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
     if master.numel():
-        _update[(cdiv(master.numel(), _BLOCK),)](
+        _update_slice[(cdiv(master.numel(), _BLOCK),)](
             master,
             state,
             grads.own,
@@ -92,7 +92,7 @@ def triton_sharded_adagrad(
 
 
 @jit
-def _update(
+def _update_slice(
     master,
     state,
     own_grad,

@@ -23,10 +23,12 @@ from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes
 from dlrm.embedding.plan import make_plan
+from dlrm.embedding.pooled_exchange import Peers
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm.embedding.torchrec_plan import torchrec_plan
 from dlrm.explicit_dense import Bucket, DenseState, ExplicitDense
 from dlrm.model import torchrec_names
+from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 from pipeline.evaluation import Evaluation
 from pipeline.graphs import Graphs
@@ -79,6 +81,10 @@ class StaticPipeline:
             self._plan = make_plan(
                 model, ranks.world_size, global_batch_size, config.pooled_bytes, config.optimizer.embedding
             )
+        memory = PeerMemory(ranks) if config.peer_memory else None
+        self._memory = memory
+        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts, memory)
+        inputs = self.dense.x0s
         self.ebc = StaticEBC(
             model,
             config.optimizer,
@@ -90,8 +96,8 @@ class StaticPipeline:
             config.presort_ids,
             config.data.variable_lengths,
             parts,
+            Peers(memory, inputs) if memory and inputs else None,
         )
-        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts)
         self._rate = config.optimizer.learning_rate
         self._loss = torch.zeros(parts, device=device)
         self._slots = [self._new_slot() for _ in range(2)]
@@ -232,7 +238,7 @@ class StaticPipeline:
                     pooled.append(ebc.lookup(now.ids, part))
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
-                    ebc.regroup(ebc.output_dist(pooled[part]), self._interaction_input(rows))
+                    ebc.output_dist(pooled[part], self._interaction_input(rows), part)
         with record_function("dense_forward_backward"), torch.no_grad():
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
@@ -260,15 +266,14 @@ class StaticPipeline:
             with streams.beside("replicated", last):
                 ebc.update_replicated(now.ids, self._interaction_gradient())
         with record_function("embedding_backward"):
-            pooled_gradients = ebc.empty_gradients()
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
-                    ebc.gradient_dist(self._interaction_gradient(rows), pooled_gradients[part])
+                    ebc.gradient_dist(self._interaction_gradient(rows), part)
             # The update's many small blocks leave no room for those of a collective: where the weight gradients take no
             # longer than the all-to-all, their reduce-scatter goes first.
             first = () if self._fills_gpu else (*cross_gradients, *bottom_gradients)
             with streams.beside("tables", last, *first):
-                ebc.update(now.ids, pooled[0], pooled_gradients)
+                ebc.update(now.ids, pooled[0])
         streams.join_all()
 
     def _update_top(self, *after: str) -> None:
@@ -317,11 +322,12 @@ class StaticPipeline:
         self._local_forward(slot)
         logits = []
         for part, rows in enumerate(self._part_rows):
-            pooled = self.ebc.lookup(slot.ids, part)
-            self.ebc.regroup(self.ebc.output_dist(pooled), self._interaction_input(rows))
+            self.ebc.output_dist(self.ebc.lookup(slot.ids, part), self._interaction_input(rows), part)
             for layer in range(self._config.model.cross_layers):
                 self.dense.cross_forward(layer, part)
             logits.append(self.dense.top_forward(part))
+        if self._memory is not None:  # the next lookups overwrite what this one reads
+            self._memory.barrier("evaluated")
         return torch.cat(logits)
 
     def _interaction_input(self, rows: slice = _ALL) -> Tensor:

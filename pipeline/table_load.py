@@ -40,17 +40,15 @@ def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: 
     """Microseconds of lookup, sort and update of each rank's sharded tables, alone and without collectives. Collective.
 
     batches: ids to use in turn; they stay as they are. So do weights and optimizer state, bit for bit: the update is
-    given gradients of zero, which cost what others do and change nothing under Adagrad, rowwise Adagrad and SGD.
+    given gradients of zero, which cost what others do and change nothing under Adagrad, rowwise Adagrad and SGD. In
+    peer memory the lookup's way to the other ranks is part of it.
     """
-    grad: torch.Tensor | None = None
+    ebc.gradients.zero_()
 
     def work(ids: DistributedIds) -> None:
-        nonlocal grad
         ebc.sort(ids)
         pooled = [ebc.lookup(ids, part) for part in range(ebc.parts)]
-        if grad is None:
-            grad = ebc.empty_gradients().zero_()
-        ebc.update(ids, pooled[0], grad)
+        ebc.update(ids, pooled[0])
 
     works = [partial(work, batches[i % len(batches)]) for i in range(_REPETITIONS)]
     for first in works[: len(batches)]:

@@ -11,6 +11,8 @@ samples, G = W * B, and the rank's T shards of C columns each:
     pooled         [G, T * C]                   rows r * B .. (r + 1) * B belong to rank r: the all-to-all sends as is
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
+In peer memory the lookup itself writes `output`, of all ranks, and no pooled vectors lie anywhere on the way.
+
 Pooled vectors and their gradients can travel in several parts, equal ranges of each rank's local samples, so that one
 part's way overlaps with other work on another. From `looked up` on, everything above is then one part's, with B its
 local samples; ids and gradients of the parts stand one behind the other.
@@ -26,11 +28,11 @@ from torch import Tensor
 from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.plan import Plan, Shard
+from dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, Peers, PooledExchange
 from dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm.embedding.tbe import FixedTBE
 from dlrm.ranks import Ranks
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
-from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from kernels.sorted_adagrad import adagrad_update
 
 
@@ -74,6 +76,7 @@ class StaticEBC:
         presort: bool,
         padding: bool = False,
         parts: int = 1,
+        peers: Peers | None = None,
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
@@ -81,11 +84,12 @@ class StaticEBC:
         state are fp32. presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone;
         otherwise FBGEMM's fused backward sorts and updates. Replicated tables are for Adagrad too. padding: bags of
         fewer ids than their multi-hot size, which is then a capacity, are filled up with ids of -1. parts: divides
-        batch_size; more than one need presort, because FBGEMM's backward updates once for each.
+        batch_size; more than one need presort, because FBGEMM's backward updates once for each. peers: where pooled
+        vectors and their gradients go through peer memory, which needs presort too.
         """
         assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
         assert batch_size % parts == 0
-        assert presort or parts == 1
+        assert presort or (parts == 1 and peers is None)
         self.model, self.plan, self.batch_size, self.parts = model, plan, batch_size, parts
         self.device, self.wire_dtype, self.presort = ranks.device, wire_dtype, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
@@ -94,7 +98,7 @@ class StaticEBC:
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
         self._rank, self._global_batch = ranks.rank, batch_size * ranks.world_size
-        self._ids_group, self._pooled_group = ranks.new_group(), ranks.new_group()
+        self._ids_group = ranks.new_group()
         self._tbe = FixedTBE(
             [model.rows[shard.table] for shard in self.shards],
             [model.multi_hot_sizes[shard.table] for shard in self.shards],
@@ -107,6 +111,10 @@ class StaticEBC:
             parts,
             sorted_updates=presort,
         )
+        sizes = (model, plan, ranks, self._tbe, batch_size // parts, parts)
+        self._exchange: PooledExchange = (
+            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, wire_dtype, autograd=not presort)
+        )
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
         if plan.replicated:
@@ -114,7 +122,6 @@ class StaticEBC:
                 model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks, padding
             )
         self._build_input_dist(ranks.world_size)
-        self._build_output_dist(ranks.world_size)
 
     # Stage 1
 
@@ -151,60 +158,51 @@ class StaticEBC:
 
     # Stage 2
 
-    def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor:
-        """Pooled vectors of a part of the global batch, [G, T * C] in wire_dtype."""
-        with torch.set_grad_enabled(not self.presort):
-            return self._tbe.lookup(ids.ids, part)
+    def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
+        """Starts a part of the global batch on its way; `output_dist` takes what it gives."""
+        return self._exchange.lookup(ids.ids, part)
 
-    def output_dist(self, pooled: Tensor) -> Tensor:
-        """All pooled vectors of a part's local samples, flat: [rank s][B, T_s * C_s]."""
-        received = torch.empty(sum(self._output_splits), dtype=self.wire_dtype, device=self.device)
-        dist.all_to_all_single(
-            received, pooled.detach().view(-1), self._output_splits, self._pooled_splits, group=self._pooled_group
-        )
-        return received
-
-    def regroup(self, received: Tensor, out: Tensor) -> None:
-        """Writes output_dist's blocks into `out`, [B, num_features * dim] with any row stride, in table order."""
-        regroup_forward(received, self._regroup, out)
+    def output_dist(self, pooled: Tensor | None, out: Tensor, part: int = 0) -> None:
+        """Pooled vectors of a part's local samples come to `out`: [B, num_features * dim] with any row stride, tables
+        in order; in peer memory these rows of the interaction's input and no others. Collective."""
+        self._exchange.forward(pooled, out, part)
 
     def lookup_replicated(self, ids: DistributedIds, out: Tensor) -> None:
-        """Writes the replicated tables' pooled vectors into their columns of `out`, shaped as for `regroup`."""
+        """Writes the replicated tables' pooled vectors into their columns of `out`, shaped as for `output_dist`."""
         if self._replicated is not None and ids.replicated is not None:
             self._replicated.lookup(ids.replicated, out)
 
     # Stage 4
 
-    def empty_gradients(self) -> Tensor:
+    @property
+    def gradients(self) -> Tensor:
         """Memory for the gradients of all parts' pooled vectors, [part, G, T * C] in wire_dtype."""
-        shape = (self.parts, self._global_batch // self.parts, len(self.shards) * self.columns)
-        return torch.empty(shape, dtype=self.wire_dtype, device=self.device)
+        return self._exchange.gradients
 
-    def gradient_dist(self, grad: Tensor, out: Tensor) -> None:
-        """Gradient of `regroup`'s output, [B, num_features * dim], to that of `lookup`'s, [G, T * C], of one part."""
-        sent = torch.empty(sum(self._output_splits), dtype=self.wire_dtype, device=self.device)
-        regroup_backward(grad, self._regroup, sent)
-        dist.all_to_all_single(out.view(-1), sent, self._pooled_splits, self._output_splits, group=self._pooled_group)
+    def gradient_dist(self, grad: Tensor, part: int = 0) -> None:
+        """From the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
+        self._exchange.backward(grad, part)
 
-    def update(self, ids: DistributedIds, pooled: Tensor, grad: Tensor) -> None:
-        """One step on the rows that `ids` named. grad: of all parts; pooled: what `lookup` gave, of one."""
+    def update(self, ids: DistributedIds, pooled: Tensor | None) -> None:
+        """One step by `gradients` on the rows that `ids` named. pooled: what `lookup` gave, of one part."""
         if self.presort:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None
             adagrad_update(
                 self._tbe.weights,
                 self._tbe.state,
-                grad.view(-1, self.columns),
+                self.gradients.view(-1, self.columns),
                 ids.sorted_ids,
                 ids.sorted_bags,
                 self.learning_rate,
                 self.eps,
             )
         else:
-            pooled.backward(grad.view_as(pooled))
+            assert pooled is not None
+            pooled.backward(self.gradients.view_as(pooled))
 
     def update_replicated(self, ids: DistributedIds, grad: Tensor) -> None:
-        """Exact Adagrad on the replicated tables. grad: of `regroup`'s output. Collective."""
+        """Exact Adagrad on the replicated tables. grad: of all parts' `out`. Collective."""
         if self._replicated is not None and ids.replicated is not None:
             self._replicated.update(ids.replicated, grad, self.learning_rate)
 
@@ -264,16 +262,3 @@ class StaticEBC:
                     at += length
                 before += self.parts * length
         self._receive_segments = SegmentTable(receive, self.device)
-
-    def _build_output_dist(self, world_size: int) -> None:
-        dim, batch = self.model.embedding_dim, self.batch_size // self.parts
-        widths, runs = [], []
-        for rank in range(world_size):
-            column = 0
-            for shard in self.plan.of_rank(rank):
-                runs.append(Run(rank, column, shard.table * dim + shard.column, shard.columns))
-                column += shard.columns
-            widths.append(column)
-        self._output_splits = [batch * width for width in widths]
-        self._pooled_splits = [batch * len(self.shards) * self.columns] * world_size
-        self._regroup = RegroupTable(batch, widths, runs, self.device)

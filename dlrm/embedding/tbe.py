@@ -77,6 +77,8 @@ class FixedTBE:
         first = states[0].view(-1) if states else torch.empty(0, device=device)
         self.state = first.as_strided(shape, (shape[1], 1), first.storage_offset())
         starts = [sum(rows[:table]) for table in range(len(rows))]
+        self.row_offsets = starts
+        """Of each table: `lookup`'s id i means row row_offsets[table] + i of `weights`."""
         self.first_row = [start + padding for start in starts]
         self._zero_rows = torch.tensor(starts, device=device)
         if padding:
@@ -110,7 +112,11 @@ class FixedTBE:
         its backward then updates the tables. ids: of all parts."""
         if self._written_zeros:
             self.weights.index_fill_(0, self._zero_rows, 0)
-        return self._tbe(ids[part * self._part_ids :][: self._part_ids], self._offsets)
+        return self._tbe(self.of_part(ids, part), self._offsets)
+
+    def of_part(self, ids: Tensor, part: int) -> Tensor:
+        """Those of a part, [table][samples, hot], of all parts' ids."""
+        return ids[part * self._part_ids :][: self._part_ids]
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order, behind -1 for every id of padding;

@@ -83,6 +83,7 @@ def test_the_full_ladder_ends_in_everything() -> None:
         ("--cuda-graph", "iteration"),
         ("--overlap",),
         ("--presort-ids",),
+        ("--peer-memory",),
         ("--precision", "bf16"),
     }
     assert pairs(LADDERS["full"][-1]) == last

@@ -56,6 +56,8 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--graph-dists needs --trim-input-dist", {"pipeline": "five-stage", "graph_dists": True}),
     ("--presort-ids", {"presort_ids": True}),
     ("--presort-ids", {"presort_ids": True, "ebc": "static", "optimizer": OptimizerConfig(embedding="sgd")}),
+    ("--peer-memory needs --ebc static", {"peer_memory": True}),
+    ("--peer-memory needs --presort-ids", {"peer_memory": True, "ebc": "static"}),
     ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration"}),
     ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration", "pipeline": "five-stage"}),
     ("--cuda-graph dense needs --pipeline five-stage", {"cuda_graph": "dense"}),

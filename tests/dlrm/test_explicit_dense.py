@@ -12,6 +12,7 @@ from torch.nn import functional
 from dlrm.config import ModelConfig
 from dlrm.explicit_dense import ExplicitDense
 from dlrm.model import DenseNetwork
+from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 from tests.cases import PLACES
 
@@ -39,11 +40,23 @@ class Case:
     batch_size: int
     dtype: torch.dtype
     parts: int = 1
+    peers: bool = False
+    """In peer memory."""
+
+    def explicit(self, ranks: Ranks, seed: int = SEED) -> ExplicitDense:
+        memory = PeerMemory(ranks) if self.peers else None
+        rows = self.batch_size * ranks.world_size
+        return ExplicitDense(self.model, seed, self.batch_size, rows, self.dtype, ranks, self.parts, memory)
 
 
 CASES = [Case(model, batch_size, torch.float32) for model in MODELS.values() for batch_size in (1, 6, 37)]
 CASES += [Case(model, 6, torch.float32, parts) for model in MODELS.values() for parts in (2, 3)]
-BF16_CASES = [Case(MODELS[name], 128, torch.bfloat16) for name in ("as MLPerf's", "odd widths")]
+CASES += [Case(model, 6, torch.float32, peers=True) for model in MODELS.values()]
+BF16_CASES = [
+    Case(MODELS[name], 128, torch.bfloat16, peers=peers)
+    for name in ("as MLPerf's", "odd widths")
+    for peers in (False, True)
+]
 
 
 def global_batch(case: Case, world_size: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +103,7 @@ def check(ranks: Ranks, case: Case) -> None:
     torch.set_float32_matmul_precision("highest")
     device, dim = ranks.device, case.model.embedding_dim
     rows = case.batch_size * ranks.world_size
-    explicit = ExplicitDense(case.model, SEED, case.batch_size, rows, case.dtype, ranks, case.parts)
+    explicit = case.explicit(ranks)
     network = DenseNetwork(case.model)
     network.init_weights(SEED)
     initial = explicit.state_dict()
@@ -148,9 +161,7 @@ def check(ranks: Ranks, case: Case) -> None:
 def check_state_dict(ranks: Ranks, case: Case) -> None:
     """What one network gives, another takes to the bit, and both go on alike."""
     rows = case.batch_size * ranks.world_size
-    first, second = (
-        ExplicitDense(case.model, seed, case.batch_size, rows, case.dtype, ranks, case.parts) for seed in (SEED, 99)
-    )
+    first, second = (case.explicit(ranks, seed) for seed in (SEED, 99))
     local = slice(ranks.rank * case.batch_size, (ranks.rank + 1) * case.batch_size)
 
     def step(explicit: ExplicitDense) -> None:

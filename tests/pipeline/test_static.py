@@ -54,16 +54,24 @@ MODELS = {
         **DENSE,
     ),
 }
+WAYS: dict[str, dict[str, Any]] = {
+    "fbgemm": {},
+    "presorted": {"presort_ids": True},
+    "peer memory": {"presort_ids": True, "peer_memory": True},
+}
+"""How tables are updated and what ranks exchange travels."""
+LARGE_WAYS = ("presorted", "peer memory")
 PARITY = [
-    *[pytest.param(*place, model, presort) for place in CPU_PLACES for model in MODELS for presort in (False, True)],
-    # Four processes are slow on few cores: each model and each way to sort once.
-    (4, False, "replicated", True),
-    (4, False, "sharded", False),
+    *[pytest.param(*place, model, way) for place in CPU_PLACES for model in MODELS for way in WAYS],
+    # Four processes are slow on few cores: each model and each way once.
+    (4, False, "replicated", "presorted"),
+    (4, False, "sharded", "fbgemm"),
+    (4, False, "replicated", "peer memory"),
     *[
-        pytest.param(*place.values, model, presort, marks=place.marks)
+        pytest.param(*place.values, model, way, marks=place.marks)
         for place in GPU_PLACES
         for model in MODELS
-        for presort in (False, True)
+        for way in WAYS
     ],
 ]
 
@@ -148,31 +156,33 @@ def train_several(ranks: Ranks, jobs: dict[str, Job]) -> dict[str, Trained]:
 
 def jobs_of(world_size: int, gpu: bool) -> dict[str, Job]:
     parity: dict[str, Job] = {
-        f"{model} {presort}": (small(model, presort_ids=presort), STEPS, False)
-        for model in MODELS
-        for presort in (False, True)
+        f"{model} {way}": (small(model, **WAYS[way]), STEPS, False) for model in MODELS for way in WAYS
     }
     if world_size == 4:
-        return {name: parity[name] for name in ("replicated True", "sharded False")}
+        return {name: parity[name] for name in ("replicated presorted", "sharded fbgemm", "replicated peer memory")}
     others: dict[str, Job] = {}
-    for presort in (False, True):
-        config = small("replicated", presort_ids=presort)
-        others[f"evaluates {presort}"] = (config, 30, True)
-        others[f"does not {presort}"] = (config, 30, False)
-        others |= {f"{steps} batches {presort}": (config, steps, False) for steps in range(4)}
+    for way in WAYS:
+        config = small("replicated", **WAYS[way])
+        others[f"evaluates {way}"] = (config, 30, True)
+        others[f"does not {way}"] = (config, 30, False)
+        others |= {f"{steps} batches {way}": (config, steps, False) for steps in range(4)}
     # So large that the pipeline runs weight gradients elsewhere.
-    large = small("replicated", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH, presort_ids=True)
-    others["large"] = (large, LARGE_STEPS, False)
+    large = {
+        way: small("replicated", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH, **WAYS[way]) for way in LARGE_WAYS
+    }
+    others |= {f"large {way}": (config, LARGE_STEPS, False) for way, config in large.items()}
     if world_size == 2:
         others["stock"] = (replace(small("replicated"), ebc="torchrec"), 30, False)
     if gpu:
-        for precision, presort in product(("fp32", "bf16"), (False, True)):
-            eager = small("replicated", presort_ids=presort, precision=precision)
-            others[f"eager {precision} {presort}"] = (eager, 30, True)
+        for precision, way in product(("fp32", "bf16"), WAYS):
+            eager = small("replicated", **WAYS[way], precision=precision)
+            others[f"eager {precision} {way}"] = (eager, 30, True)
             graph = replace(eager, cuda_graph="iteration", overlap=True)
-            others[f"graph {precision} {presort}"] = (graph, 30, True)
-            others[f"graph alone {precision} {presort}"] = (graph, 30, False)
-        others["graph large"] = (replace(large, cuda_graph="iteration", overlap=True), LARGE_STEPS, False)
+            others[f"graph {precision} {way}"] = (graph, 30, True)
+            others[f"graph alone {precision} {way}"] = (graph, 30, False)
+        for way, config in large.items():
+            graph = replace(config, cuda_graph="iteration", overlap=True)
+            others[f"graph large {way}"] = (graph, LARGE_STEPS, False)
     return parity | others
 
 
@@ -211,9 +221,9 @@ def mean_losses(per_rank: list[dict[str, Trained]], job: str) -> Tensor:
     return torch.tensor([jobs[job].losses for jobs in per_rank], dtype=torch.float64).mean(dim=0)
 
 
-@pytest.mark.parametrize(("world_size", "gpu", "model", "presort"), PARITY)
-def test_losses_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, model: str, presort: bool) -> None:
-    per_rank, job = trained(world_size, gpu), f"{model} {presort}"
+@pytest.mark.parametrize(("world_size", "gpu", "model", "way"), PARITY)
+def test_losses_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, model: str, way: str) -> None:
+    per_rank, job = trained(world_size, gpu), f"{model} {way}"
     expected = torch.tensor(plain(small(model), world_size).losses, dtype=torch.float64)
     assert expected.min() > 0.3, "a loss near zero would hide differences"
     torch.testing.assert_close(mean_losses(per_rank, job), expected, rtol=1e-5, atol=0)
@@ -221,21 +231,22 @@ def test_losses_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, model
     assert {jobs[job].num_replicated for jobs in per_rank} == {replicated}
 
 
+@pytest.mark.parametrize("way", LARGE_WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_losses_of_large_batches_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool) -> None:
+def test_losses_of_large_batches_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     config = small("replicated", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH)
     expected = torch.tensor(plain(config, world_size).losses, dtype=torch.float64)
-    torch.testing.assert_close(mean_losses(trained(world_size, gpu), "large"), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(mean_losses(trained(world_size, gpu), f"large {way}"), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("world_size", "gpu", "model", "presort"), PARITY)
+@pytest.mark.parametrize(("world_size", "gpu", "model", "way"), PARITY)
 def test_tables_weights_and_states_equal_plain_dlrm(
-    trained: Run, world_size: int, gpu: bool, model: str, presort: bool
+    trained: Run, world_size: int, gpu: bool, model: str, way: str
 ) -> None:
     reference = plain(small(model), world_size).model
     sums = {parameter: state["sum"] for parameter, state in reference.optimizer.state.items()}
     for jobs in trained(world_size, gpu):
-        result = jobs[f"{model} {presort}"]
+        result = jobs[f"{model} {way}"]
         pairs = [
             (weights, state, reference.tables[table].detach()[:, columns], sums[reference.tables[table]][:, columns])
             for table, columns, weights, state in result.tables
@@ -258,40 +269,38 @@ def test_all_columns_of_all_tables_are_somewhere(trained: Run) -> None:
     held = [
         (table, column)
         for jobs in trained(2, False)
-        for table, columns, *_ in jobs["replicated False"].tables
+        for table, columns, *_ in jobs["replicated fbgemm"].tables
         for column in range(columns.start, columns.stop)
     ]
     assert set(held) == set(product(range(9), range(32)))
 
 
-@pytest.mark.parametrize("presort", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_every_batch_is_used_once_and_in_order_to_the_end(
-    trained: Run, world_size: int, gpu: bool, presort: bool
-) -> None:
+def test_every_batch_is_used_once_and_in_order_to_the_end(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     for jobs in trained(world_size, gpu):
-        whole = jobs[f"replicated {presort}"].losses
+        whole = jobs[f"replicated {way}"].losses
         assert len(whole) == STEPS
         assert len(set(whole)) > 0.9 * STEPS, "batches are too alike to tell their order"
         for steps in range(4):
-            assert jobs[f"{steps} batches {presort}"].losses == whole[:steps]
+            assert jobs[f"{steps} batches {way}"].losses == whole[:steps]
 
 
-@pytest.mark.parametrize("presort", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_evaluation_leaves_training_as_it_was(trained: Run, world_size: int, gpu: bool, presort: bool) -> None:
+def test_evaluation_leaves_training_as_it_was(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     """To the bit, which also makes two runs of one seed equal."""
     for jobs in trained(world_size, gpu):
-        assert jobs[f"evaluates {presort}"].logits
-        assert_bitwise_equal(jobs[f"evaluates {presort}"], jobs[f"does not {presort}"])
-        assert jobs[f"does not {presort}"].losses == jobs[f"replicated {presort}"].losses[:30]
+        assert jobs[f"evaluates {way}"].logits
+        assert_bitwise_equal(jobs[f"evaluates {way}"], jobs[f"does not {way}"])
+        assert jobs[f"does not {way}"].losses == jobs[f"replicated {way}"].losses[:30]
 
 
-@pytest.mark.parametrize("presort", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_evaluation_equals_plain_dlrm(trained: Run, world_size: int, gpu: bool, presort: bool) -> None:
+def test_evaluation_equals_plain_dlrm(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     per_rank = trained(world_size, gpu)
-    evaluations = zip(*(jobs[f"evaluates {presort}"].logits for jobs in per_rank), strict=True)
+    evaluations = zip(*(jobs[f"evaluates {way}"].logits for jobs in per_rank), strict=True)
     for logits, expected in zip(evaluations, plain(small("replicated"), world_size).logits, strict=False):
         by_batch = [rank_logits.view(EVALUATION_BATCHES, -1) for rank_logits in logits]
         torch.testing.assert_close(torch.cat(by_batch, dim=1), expected, rtol=1e-4, atol=1e-5)
@@ -302,30 +311,31 @@ def test_losses_equal_stock_torchrec(trained: Run, gpu: bool) -> None:
     per_rank = trained(2, gpu)
     stock = mean_losses(per_rank, "stock")
     assert len(stock) == 30
-    for presort in (False, True):
-        torch.testing.assert_close(mean_losses(per_rank, f"replicated {presort}")[:30], stock, rtol=1e-5, atol=0)
+    for way in WAYS:
+        torch.testing.assert_close(mean_losses(per_rank, f"replicated {way}")[:30], stock, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("presort", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
 def test_graph_with_overlap_equals_eager_to_the_bit(
-    trained: Run, world_size: int, gpu: bool, precision: str, presort: bool
+    trained: Run, world_size: int, gpu: bool, precision: str, way: str
 ) -> None:
     for jobs in trained(world_size, gpu):
-        eager, graph = (jobs[f"{way} {precision} {presort}"] for way in ("eager", "graph"))
+        eager, graph = (jobs[f"{way} {precision} {way}"] for way in ("eager", "graph"))
         assert len(graph.losses) == 30
-        assert_bitwise_equal(jobs[f"graph alone {precision} {presort}"], graph)  # evaluation leaves training as it was
+        assert_bitwise_equal(jobs[f"graph alone {precision} {way}"], graph)  # evaluation leaves training as it was
         assert len(graph.logits) == 30 // EVALUATE_EVERY
         assert_bitwise_equal(graph, eager)
         for logits, expected in zip(graph.logits, eager.logits, strict=True):
             assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize("way", LARGE_WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
-def test_graph_with_overlap_equals_eager_for_large_batches(trained: Run, world_size: int, gpu: bool) -> None:
+def test_graph_with_overlap_equals_eager_for_large_batches(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     for jobs in trained(world_size, gpu):
-        assert_bitwise_equal(jobs["graph large"], jobs["large"])
+        assert_bitwise_equal(jobs[f"graph large {way}"], jobs[f"large {way}"])
 
 
 def assert_bitwise_equal(a: Trained, b: Trained) -> None:

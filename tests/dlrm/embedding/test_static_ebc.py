@@ -1,7 +1,7 @@
 """The static EBC's layouts and updates against whole tables, on plans that no planner would make."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -15,7 +15,9 @@ from dlrm.config import ModelConfig, OptimizerConfig
 from dlrm.data.batch import feature_blocks
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.plan import Plan, Shard
+from dlrm.embedding.pooled_exchange import Peers
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 
 DIM = 64
@@ -37,6 +39,8 @@ class Case:
     dtype: torch.dtype
     presort: bool
     parts: int = 1
+    peers: bool = False
+    """Through peer memory."""
 
 
 def random_plan(seed: int, world_size: int) -> Plan:
@@ -66,8 +70,9 @@ def cases_of(world_size: int, gpu: bool) -> list[Case]:
     cases += [
         Case(plan, 6, torch.float32, presort=True, parts=parts) for plan, parts in zip(plans, (2, 3), strict=False)
     ]
+    cases += [replace(case, peers=True) for case in cases if case.presort]
     if gpu:
-        cases += [Case(plan, 8, torch.bfloat16, presort=i % 2 == 0) for i, plan in enumerate(plans)]
+        cases += [Case(plan, 8, torch.bfloat16, presort=i % 2 == 0, peers=i % 4 == 0) for i, plan in enumerate(plans)]
     return cases
 
 
@@ -85,6 +90,10 @@ class World:
 
     def __init__(self, ranks: Ranks, case: Case) -> None:
         self.rank, self.device, self.case = ranks.rank, ranks.device, case
+        self.peers: Peers | None = None
+        if case.peers:
+            memory, width = PeerMemory(ranks), (MODEL.num_features + 1) * DIM
+            self.peers = Peers(memory, memory.zeros(case.batch_size, width, dtype=case.dtype))
         self.ebc = StaticEBC(
             MODEL,
             OPTIMIZER,
@@ -95,6 +104,7 @@ class World:
             wire_dtype=case.dtype,
             presort=case.presort,
             parts=case.parts,
+            peers=self.peers,
         )
         self.tables = [torch.empty(rows, DIM, device=self.device) for rows in MODEL.rows]
         for table, weights in enumerate(self.tables):
@@ -135,22 +145,21 @@ class World:
         blocks = matrix.view(dist.get_world_size(), self.case.parts, -1, *matrix.shape[1:])
         return blocks.transpose(0, 1).flatten(0, 2)
 
-    def lookup(self, ids: DistributedIds) -> list[Tensor]:
+    def lookup(self, ids: DistributedIds) -> list[Tensor | None]:
         return [self.ebc.lookup(ids, part) for part in range(self.case.parts)]
 
-    def output(self, pooled: Sequence[Tensor]) -> Tensor:
+    def output(self, pooled: Sequence[Tensor | None]) -> Tensor:
         """What all parts' pooled vectors become in the interaction's input."""
         out = self.interaction_input()
-        for block, rows in zip(pooled, out.chunk(self.case.parts), strict=True):
-            self.ebc.regroup(self.ebc.output_dist(block), rows)
+        for part, (of_part, rows) in enumerate(zip(pooled, out.chunk(self.case.parts), strict=True)):
+            self.ebc.output_dist(of_part, rows, part)
         return out
 
     def gradient_dist(self, grad: Tensor) -> Tensor:
         """All parts' gradients, one below the other."""
-        received = self.ebc.empty_gradients()
-        for rows, out in zip(grad.chunk(self.case.parts), received, strict=True):
-            self.ebc.gradient_dist(rows, out)
-        return received.flatten(0, 1)
+        for part, rows in enumerate(grad.chunk(self.case.parts)):
+            self.ebc.gradient_dist(rows, part)
+        return self.ebc.gradients.flatten(0, 1).clone()
 
     def random(self, rows: int, columns: int, seed: int) -> Tensor:
         values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -158,6 +167,8 @@ class World:
 
     def interaction_input(self) -> Tensor:
         """Columns of a wider matrix, as the pipeline's are."""
+        if self.peers:
+            return self.peers.inputs.own[:, DIM:]
         wider = torch.zeros(self.case.batch_size, (MODEL.num_features + 1) * DIM, device=self.device)
         return wider.to(self.case.dtype)[:, DIM:]
 
@@ -187,7 +198,9 @@ def check_forward(ranks: Ranks, case: Case) -> None:
     ids = world.ebc.input_dist(world.batches[0][ranks.rank])
     expected = world.pooled(0, world.tables)
     pooled = world.lookup(ids)
-    torch.testing.assert_close(torch.cat(pooled).detach(), world.columns_held(expected).to(case.dtype))
+    if not case.peers:
+        held = torch.cat([part for part in pooled if part is not None])
+        torch.testing.assert_close(held.detach(), world.columns_held(expected).to(case.dtype))
     out = world.output(pooled)
     assert not out[:, ~world.is_sharded].any(), "columns of replicated tables are not the output dist's"
     world.ebc.lookup_replicated(ids, out)
@@ -195,17 +208,17 @@ def check_forward(ranks: Ranks, case: Case) -> None:
 
 
 def check_gradient_dist(ranks: Ranks, case: Case) -> None:
-    """Output dist and regroup, A, move numbers and change none: the transpose is the inverse, to the bit."""
+    """The output dist, A, moves numbers and changes none: the transpose is the inverse, to the bit."""
     world = World(ranks, case)
-    global_batch = case.batch_size * ranks.world_size
-    x = world.random(global_batch, len(world.ebc.shards) * world.ebc.columns, seed=ranks.rank)
     y = world.random(case.batch_size, MODEL.num_features * DIM, seed=50 + ranks.rank)
-    a_x = world.output(x.chunk(case.parts))
-    assert torch.equal(world.gradient_dist(a_x), x)
     at_y = world.gradient_dist(y)
-    products = torch.stack([(a_x.double() * y.double()).sum(), (x.double() * at_y.double()).sum()])
-    dist.all_reduce(products)
-    torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
+    if not case.peers:
+        x = world.random(case.batch_size * ranks.world_size, at_y.shape[1], seed=ranks.rank)
+        a_x = world.output(x.chunk(case.parts))
+        assert torch.equal(world.gradient_dist(a_x), x)
+        products = torch.stack([(a_x.double() * y.double()).sum(), (x.double() * at_y.double()).sum()])
+        dist.all_reduce(products)
+        torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
     # And on the matrix that every rank can draw for itself.
     whole = torch.cat([world.random(case.batch_size, y.shape[1], seed=50 + rank) for rank in range(ranks.world_size)])
     assert torch.equal(at_y, world.columns_held(whole))
@@ -220,8 +233,10 @@ def check_update(ranks: Ranks, case: Case) -> None:
         grad = world.random(case.batch_size * ranks.world_size, MODEL.num_features * DIM, seed=batch)
         ids = world.ebc.input_dist(world.batches[batch][ranks.rank])
         pooled = world.lookup(ids)
-        mine = world.interaction_input().copy_(world.mine(grad))
-        world.ebc.update(ids, pooled[0], world.gradient_dist(mine))
+        world.output(pooled)
+        mine = world.mine(grad)
+        world.gradient_dist(mine)
+        world.ebc.update(ids, pooled[0])
         world.ebc.update_replicated(ids, mine)
         adagrad.zero_grad()
         world.pooled(batch, parameters).backward(grad.float())

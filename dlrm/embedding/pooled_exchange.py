@@ -1,0 +1,155 @@
+"""How pooled vectors come to the samples they belong to, and their gradients to the tables.
+
+Shapes are StaticEBC's. Columns of the interaction's input, [B, num_features * dim], stand in table order; a rank's
+pooled columns in the order of its shards.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm.config import ModelConfig
+from dlrm.embedding.plan import Plan
+from dlrm.embedding.tbe import FixedTBE
+from dlrm.peer_memory import PeerMemory
+from dlrm.ranks import Ranks
+from kernels.peer_tensors import PeerTensors
+from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
+from kernels.push_columns import PushTable, push_columns
+from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+
+
+class PooledExchange(Protocol):
+    """Embedding forward and backward but for the tables' update. Methods launch on the current stream."""
+
+    gradients: Tensor
+    """Of the pooled vectors of this rank's shards: [part, G, T * C], G of a part."""
+
+    def lookup(self, ids: Tensor, part: int) -> Tensor | None:
+        """Starts a part's way; what it gives is for `forward`. ids: as FixedTBE.lookup takes them."""
+
+    def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
+        """Pooled vectors of a part's local samples are in `out`, the part's rows, when this is through. Collective."""
+
+    def backward(self, grad: Tensor, part: int) -> None:
+        """From the gradient of `out` to the part's `gradients`. Collective."""
+
+
+class CollectiveExchange:
+    """By FBGEMM's lookup and an all-to-all each way."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        plan: Plan,
+        ranks: Ranks,
+        tbe: FixedTBE,
+        batch_size: int,
+        parts: int,
+        dtype: torch.dtype,
+        autograd: bool,
+    ) -> None:
+        """Collective. batch_size: local, of a part. dtype: of pooled vectors. autograd: `lookup` gives what is in an
+        autograd graph, and its backward updates the tables."""
+        self._tbe, self._autograd, self._dtype = tbe, autograd, dtype
+        self._group = ranks.new_group()
+        widths, runs = _columns(model, plan)
+        self._output_splits = [batch_size * width for width in widths]
+        own, world_size = widths[ranks.rank], ranks.world_size
+        self._pooled_splits = [batch_size * own] * world_size
+        self._regroup = RegroupTable(batch_size, widths, runs, ranks.device)
+        self.gradients = torch.zeros(parts, world_size * batch_size, own, dtype=dtype, device=ranks.device)
+
+    def lookup(self, ids: Tensor, part: int) -> Tensor:
+        """Pooled vectors of a part of the global batch, [G, T * C]."""
+        with torch.set_grad_enabled(self._autograd):
+            return self._tbe.lookup(ids, part)
+
+    def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
+        """All-to-all, [rank s][B, T_s * C_s], and regrouping into `out`, of any row stride."""
+        assert pooled is not None
+        received = torch.empty(sum(self._output_splits), dtype=self._dtype, device=out.device)
+        sent = pooled.detach().view(-1)
+        dist.all_to_all_single(received, sent, self._output_splits, self._pooled_splits, group=self._group)
+        regroup_forward(received, self._regroup, out)
+
+    def backward(self, grad: Tensor, part: int) -> None:
+        """Regrouping and all-to-all."""
+        sent = torch.empty(sum(self._output_splits), dtype=self._dtype, device=grad.device)
+        regroup_backward(grad, self._regroup, sent)
+        received = self.gradients[part].view(-1)
+        dist.all_to_all_single(received, sent, self._pooled_splits, self._output_splits, group=self._group)
+
+
+class Peers(NamedTuple):
+    """What PeerExchange needs of the pipeline."""
+
+    memory: PeerMemory
+    inputs: PeerTensors
+    """The interaction's inputs of all ranks behind dim other columns: [local batch, (num_features + 1) * dim]."""
+
+
+class PeerExchange:
+    """By kernels that write to where the values are needed: a lookup that ends in the other ranks' interaction inputs,
+    and one copy of gradients to the other ranks.
+
+    What a rank reads of its own may be overwritten once all ranks are behind a later barrier: the pipeline has one
+    between the last reader of the interaction's input and the next lookup.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        plan: Plan,
+        ranks: Ranks,
+        tbe: FixedTBE,
+        batch_size: int,
+        parts: int,
+        peers: Peers,
+    ) -> None:
+        """Collective. batch_size: local, of a part."""
+        self._tbe, self._peers, self._batch_size = tbe, peers, batch_size
+        dim, world_size = model.embedding_dim, ranks.world_size
+        tables = [
+            PooledTable(model.multi_hot_sizes[shard.table], first_row, dim + shard.table * dim + shard.column)
+            for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.row_offsets, strict=True)
+        ]
+        self._table = LookupTable(tables, batch_size, world_size, ranks.device)
+        widths, runs = _columns(model, plan)
+        global_batch, own = world_size * batch_size, widths[ranks.rank]
+        rows_before = [part * global_batch + ranks.rank * batch_size for part in range(parts)]
+        self._push = [
+            PushTable(batch_size, widths, [rows * width for width in widths], runs, ranks.device)
+            for rows in rows_before
+        ]
+        # Of one size on all ranks; a rank of fewer columns leaves some of it out.
+        self._received = peers.memory.zeros(parts * global_batch * max(widths), dtype=peers.inputs.own.dtype)
+        self.gradients = self._received.own[: parts * global_batch * own].view(parts, global_batch, own)
+
+    def lookup(self, ids: Tensor, part: int) -> None:
+        """Writes a part's pooled vectors to all ranks."""
+        weights, of_part = self._tbe.weights, self._tbe.of_part(ids, part)
+        pooled_lookup(weights, of_part, self._table, self._peers.inputs, part * self._batch_size)
+
+    def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
+        """Waits for what the other ranks write."""
+        self._peers.memory.barrier(f"pooled {part}")
+
+    def backward(self, grad: Tensor, part: int) -> None:
+        """Writes the gradients to all ranks, and waits for theirs."""
+        push_columns(grad, self._push[part], self._received)
+        self._peers.memory.barrier(f"gradients {part}")
+
+
+def _columns(model: ModelConfig, plan: Plan) -> tuple[list[int], list[Run]]:
+    """Pooled columns of each rank, and where they stand among the columns of all tables; a run's block is the rank."""
+    widths, runs = [], []
+    for rank in range(plan.world_size):
+        column = 0
+        for shard in plan.of_rank(rank):
+            runs.append(Run(rank, column, shard.table * model.embedding_dim + shard.column, shard.columns))
+            column += shard.columns
+        widths.append(column)
+    return widths, runs

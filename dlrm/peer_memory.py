@@ -1,0 +1,106 @@
+"""Memory of the ranks of one node that every rank reads and writes by itself, and barriers between its users.
+
+On GPUs it is PyTorch's symmetric memory: allocations that the GPUs of a node map into each other's address space, and
+reach over NVLink. On the CPU it is files that all processes map. A kernel that writes straight to the rank that needs
+a value does in one pass what a collective does in three: put in order, exchange, put in place.
+"""
+
+import os
+import shutil
+import tempfile
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm.ranks import Ranks
+from kernels.peer_tensors import PeerTensors
+
+
+class PeerMemory:
+    """Tensors that all ranks share, and barriers on the current stream."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Collective. ValueError, on every rank, where the ranks are not all on one node, or a GPU does not reach
+        another."""
+        if ranks.local_world_size != ranks.world_size:
+            raise ValueError("--peer-memory reaches the GPUs of one node: leave it out on several nodes")
+        self._ranks = ranks
+        self._alone, self._cuda = ranks.world_size == 1, ranks.device.type == "cuda"
+        self._channels: dict[str, int] = {}
+        self._handles: list[Any] = []
+        """Of all allocations; the signals of the first one serve the barriers."""
+        self._own: list[Tensor] = []
+        if self._cuda and not self._alone:
+            _check_reach(ranks.world_size)
+            # Nothing here uses NVLink's multicast, which symmetric memory would set up.
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+            self._allocate((1,), torch.float32)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensors:
+        """A tensor on every rank, of one shape; all of them are zero when this returns. Collective."""
+        tensors = self._allocate(shape, dtype)
+        tensors[self._ranks.rank].zero_()
+        if self._cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+        return PeerTensors(tensors, self._ranks.rank)
+
+    def barrier(self, name: str) -> None:
+        """The current stream goes on once all ranks' streams have come here: what any of them did before is then done,
+        and seen by all.
+
+        All ranks launch the barriers of one name in one order; those of different names may wait at the same time.
+        """
+        if self._alone:
+            return
+        if self._cuda:
+            self._handles[0].barrier(channel=self._channels.setdefault(name, len(self._channels)))
+        else:
+            dist.barrier()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """Of every rank, not initialised."""
+        if self._alone:
+            return [torch.empty(shape, dtype=dtype, device=self._ranks.device)]
+        return self._allocate_on_gpus(shape, dtype) if self._cuda else _mapped_files(self._ranks, shape, dtype)
+
+    def _allocate_on_gpus(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        own, world = symmetric_memory.empty(shape, dtype=dtype, device=self._ranks.device), dist.GroupMember.WORLD
+        assert world is not None
+        handle = symmetric_memory.rendezvous(own, world)
+        self._handles.append(handle)
+        self._own.append(own)
+        # Small tensors share an allocation, and get_buffer may count from its start.
+        offset = own.data_ptr() - handle.get_buffer(self._ranks.rank, shape, dtype).data_ptr()
+        return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._ranks.world_size)]
+
+
+def _check_reach(gpus: int) -> None:
+    """ValueError where a GPU of this node cannot map another's memory; all ranks ask for all pairs."""
+    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        raise ValueError(
+            f"--peer-memory needs GPUs that reach each other's memory, and GPU {apart[0][0]} does not reach GPU "
+            f"{apart[0][1]}: leave it out"
+        )
+
+
+def _mapped_files(ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """A file for each rank, mapped by all; deleted at once, as the mappings keep it."""
+    folder: list[str | None] = [tempfile.mkdtemp() if ranks.rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    assert folder[0] is not None
+    tensors = [
+        torch.from_file(f"{folder[0]}/{rank}", shared=True, size=prod(shape), dtype=dtype).view(shape)
+        for rank in range(ranks.world_size)
+    ]
+    dist.barrier()
+    if ranks.rank == 0:
+        shutil.rmtree(folder[0])
+    return tensors
