@@ -57,9 +57,7 @@ class LookupTable:
         self.fields = torch.tensor(fields, dtype=torch.int64).view(-1, 5).to(device)
 
 
-def pooled_lookup(
-    weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0
-) -> None:
+def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0) -> None:
     """Sum the rows of every bag and store the sum with the rank whose sample it is.
 
     weights: fp32 [R, C], contiguous, C a power of two from 16 to 128: all tables, one behind another. ids: int32, flat,

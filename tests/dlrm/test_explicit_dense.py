@@ -102,7 +102,6 @@ def forward_backward(
 def check(ranks: Ranks, case: Case) -> None:
     torch.set_float32_matmul_precision("highest")
     device, dim = ranks.device, case.model.embedding_dim
-    rows = case.batch_size * ranks.world_size
     explicit = case.explicit(ranks)
     network = DenseNetwork(case.model)
     network.init_weights(SEED)
@@ -160,7 +159,6 @@ def check(ranks: Ranks, case: Case) -> None:
 
 def check_state_dict(ranks: Ranks, case: Case) -> None:
     """What one network gives, another takes to the bit, and both go on alike."""
-    rows = case.batch_size * ranks.world_size
     first, second = (case.explicit(ranks, seed) for seed in (SEED, 99))
     local = slice(ranks.rank * case.batch_size, (ranks.rank + 1) * case.batch_size)
 
