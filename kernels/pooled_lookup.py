@@ -57,9 +57,7 @@ class LookupTable:
         self.fields = torch.tensor(fields, dtype=torch.int64).view(-1, 5).to(device)
 
 
-def pooled_lookup(
-    weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0
-) -> None:
+def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0) -> None:
     """Sum the rows of every bag and store the sum with the rank whose sample it is.
 
     weights: fp32 [R, C], contiguous, C a power of two from 16 to 128: all tables, one behind another. ids: int32, flat,
@@ -204,17 +202,17 @@ def _add_bags(
     out = tl.load(addresses + rank, inside, other=0).to(own_out.dtype)
     out += (first_out_row + bag - rank * local_batch).to(tl.int64) * out_stride + out_column
 
-    # Ids of a bag come first: threads are spread over columns, then bags, so that each adds up ids in its registers.
+    # Threads are spread over columns, then bags, so that each adds up the ids of a bag in its registers.
     column = tl.arange(0, columns)
-    nth = tl.arange(0, step)[:, None]
-    at = ids + bag.to(tl.int64)[None, :] * hot + nth
-    row = tl.load(at, inside[None, :] & (nth < hot), other=0)
-    total = tl.zeros([step, bags, columns], tl.float32)
+    nth = tl.arange(0, step)[None, :]
+    at = ids + bag.to(tl.int64)[:, None] * hot + nth
+    row = tl.load(at, inside[:, None] & (nth < hot), other=0)
+    total = tl.zeros([bags, step, columns], tl.float32)
     start = 0
     while start < hot:
         # The next ids are on their way while these ids' rows are.
-        following = tl.load(at + start + step, inside[None, :] & (start + step + nth < hot), other=0)
-        valid = inside[None, :] & (start + nth < hot)
+        following = tl.load(at + start + step, inside[:, None] & (start + step + nth < hot), other=0)
+        valid = inside[:, None] & (start + nth < hot)
         at_row = row.to(tl.int64)[:, :, None] * columns + column[None, None, :]
         total += tl.load(weights + at_row, valid[:, :, None], other=0.0)
         row = following
@@ -222,4 +220,4 @@ def _add_bags(
 
     # An address out of memory says nothing of its alignment.
     at_out = tl.max_contiguous(tl.multiple_of(out[:, None] + column[None, :], [16, 16]), [1, columns])
-    tl.store(at_out, tl.sum(total, 0).to(own_out.dtype.element_ty), inside[:, None])
+    tl.store(at_out, tl.sum(total, 1).to(own_out.dtype.element_ty), inside[:, None])
