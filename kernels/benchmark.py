@@ -124,7 +124,9 @@ def pooled_lookup_cases() -> Iterator[Case]:
     weights = torch.rand(sum(rows for _, rows in one_very_hot), columns, device="cuda")
     for local_batch in (3456, 512):
         for sizes in (one_very_hot, mixed_tables):
-            batch, tables, ids, first_row = ranks * local_batch, [], [], 0
+            batch, first_row = ranks * local_batch, 0
+            tables: list[PooledTable] = []
+            ids: list[Tensor] = []
             for hot, rows_of_table in sizes:
                 tables.append(PooledTable(hot, first_row, columns * len(tables)))
                 ids.append(torch.randint(rows_of_table, (batch * hot,), device="cuda", dtype=torch.int32))
