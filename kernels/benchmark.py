@@ -20,6 +20,7 @@ from kernels.gather_segments import Segment, SegmentTable, gather_segments
 from kernels.loss import bce_with_logits
 from kernels.mlp import bias_relu_backward
 from kernels.peer_tensors import PeerTensors
+from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from kernels.push_columns import PushTable, push_columns
 from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from kernels.sharded_adagrad import sharded_adagrad
@@ -115,6 +116,32 @@ def gather_segments_cases() -> Iterator[Case]:
             8 * len(source),
             partial(gather_segments, source, table, out),
         )
+
+
+def pooled_lookup_cases() -> Iterator[Case]:
+    """Four ranks' outputs are all local here: what NVLink costs is not in these times."""
+    ranks, columns, device = 4, 64, torch.device("cuda")
+    one_very_hot = [(100, HOT_ROWS), (2, 39060), (1, 7122), (1, 17295)]
+    rows = [12_000_000, 39060, 17295, 7_424_000, 20265, 3, 7122, 1543, 63, 11_316_796, 2_953_546, 403_346, 10, 2209]
+    mixed_tables = list(zip((3, 1, 2, 6, 7, 3, 8, 9, 5, 1, 1, 12, 27, 10), rows, strict=True))
+    weights = torch.rand(sum(rows for _, rows in one_very_hot), columns, device="cuda")
+    for local_batch in (3456, 512):
+        for sizes in (one_very_hot, mixed_tables):
+            batch, first_row = ranks * local_batch, 0
+            tables: list[PooledTable] = []
+            ids: list[Tensor] = []
+            for hot, rows_of_table in sizes:
+                tables.append(PooledTable(hot, first_row, columns * len(tables)))
+                ids.append(torch.randint(rows_of_table, (batch * hot,), device="cuda", dtype=torch.int32))
+                first_row += rows_of_table
+            table, flat_ids = LookupTable(tables, local_batch, ranks, device), torch.cat(ids)
+            out = torch.zeros(ranks, local_batch, 3456, dtype=BF16, device="cuda")
+            yield Case(
+                "pooled_lookup",
+                f"G {batch}, {len(tables)} tables, hot {max(sizes)[0]} at most, C {columns}",
+                len(flat_ids) * (4 + 4 * columns) + batch * len(tables) * columns * out.itemsize,
+                partial(pooled_lookup, weights, flat_ids, table, PeerTensors(out.unbind(), 0)),
+            )
 
 
 def regroup_cases() -> Iterator[Case]:
@@ -226,6 +253,7 @@ def push_columns_cases() -> Iterator[Case]:
 CASES = {
     "sorted_adagrad": sorted_adagrad_cases,
     "gather_segments": gather_segments_cases,
+    "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,
     "mlp": mlp_cases,

@@ -4,7 +4,7 @@ One kernel does what FBGEMM's lookup, the pooled all-to-all and the regrouping o
 a table's rows writes the pooled vector of each sample to the columns in which the sample's rank wants it.
 
 Rows lie at random addresses, so speed is a matter of bytes in flight. A program takes a few bags of one table and has
-`_TILES` rows on the way at once: `step` ids of each bag, added up in registers, until the bags end.
+a tile of rows on the way at once: `step` ids of each bag, added up in registers, step by step until the bags end.
 """
 
 from __future__ import annotations
@@ -176,7 +176,15 @@ def _lookup(
                 columns,
                 tile >> step_bits,
                 1 << step_bits,
+                (1 << step_bits) < widest_step,
             )
+
+
+@jit
+def _sum_rows(weights, row, valid, columns: tl.constexpr):
+    """fp32 [bags, columns]: sums over the second axis of row and valid, [bags, step]."""
+    at = row.to(tl.int64)[:, :, None] * columns + tl.arange(0, columns)[None, None, :]
+    return tl.sum(tl.load(weights + at, valid[:, :, None], other=0.0), 1)
 
 
 @jit
@@ -195,6 +203,7 @@ def _add_bags(
     columns: tl.constexpr,
     bags: tl.constexpr,
     step: tl.constexpr,
+    ends_in_one: tl.constexpr,
 ) -> None:
     bag = program * bags + tl.arange(0, bags)
     inside = bag < global_batch
@@ -202,22 +211,23 @@ def _add_bags(
     out = tl.load(addresses + rank, inside, other=0).to(own_out.dtype)
     out += (first_out_row + bag - rank * local_batch).to(tl.int64) * out_stride + out_column
 
-    # Ids of a bag come first: threads are spread over columns, then bags, so that each adds up ids in its registers.
+    # Threads are spread over columns, then bags, so that each adds up the ids of a bag in its registers.
     column = tl.arange(0, columns)
-    nth = tl.arange(0, step)[:, None]
-    at = ids + bag.to(tl.int64)[None, :] * hot + nth
-    row = tl.load(at, inside[None, :] & (nth < hot), other=0)
-    total = tl.zeros([step, bags, columns], tl.float32)
-    start = 0
-    while start < hot:
-        # The next ids are on their way while these ids' rows are.
-        following = tl.load(at + start + step, inside[None, :] & (start + step + nth < hot), other=0)
-        valid = inside[None, :] & (start + nth < hot)
-        at_row = row.to(tl.int64)[:, :, None] * columns + column[None, None, :]
-        total += tl.load(weights + at_row, valid[:, :, None], other=0.0)
-        row = following
-        start += step
+    nth = tl.arange(0, step)[None, :]
+    at = ids + bag.to(tl.int64)[:, None] * hot + nth
+    row = tl.load(at, inside[:, None] & (nth < hot), other=0)
+    if ends_in_one:
+        total = _sum_rows(weights, row, inside[:, None] & (nth < hot), columns)
+    else:
+        total = tl.zeros([bags, columns], tl.float32)
+        start = 0
+        while start < hot:
+            # The next ids are on their way while these ids' rows are.
+            following = tl.load(at + start + step, inside[:, None] & (start + step + nth < hot), other=0)
+            total += _sum_rows(weights, row, inside[:, None] & (start + nth < hot), columns)
+            row = following
+            start += step
 
     # An address out of memory says nothing of its alignment.
     at_out = tl.max_contiguous(tl.multiple_of(out[:, None] + column[None, :], [16, 16]), [1, columns])
-    tl.store(at_out, tl.sum(total, 0).to(own_out.dtype.element_ty), inside[:, None])
+    tl.store(at_out, total.to(own_out.dtype.element_ty), inside[:, None])

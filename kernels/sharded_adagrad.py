@@ -8,8 +8,10 @@ from torch import Tensor
 from kernels._triton import cdiv, jit, tl
 from kernels.peer_tensors import PeerTensors
 
-_BLOCK = 2048
-_WARPS = 8
+# Few programs, so that what runs beside them finds room: links, not multiprocessors, are what this waits for.
+_PROGRAMS = 32
+_BLOCK = 8192
+_WARPS = 16
 
 
 def sharded_adagrad(
@@ -74,7 +76,7 @@ def triton_sharded_adagrad(
     """What `sharded_adagrad` does, in one kernel."""
     assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
     if master.numel():
-        _update_slice[(cdiv(master.numel(), _BLOCK),)](
+        _update_slice[(min(_PROGRAMS, cdiv(master.numel(), _BLOCK)),)](
             master,
             state,
             grads.own,
@@ -106,18 +108,20 @@ def _update_slice(
     ranks: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses the
-    # integer's.
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    mask = at < count
-    g = tl.zeros([block], tl.float32)
-    for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
-        grad = tl.multiple_of(tl.load(grads + rank).to(own_grad.dtype), 16)
-        g += tl.load(grad + first + at, mask).to(tl.float32)
-    s = tl.load(state + at, mask) + g * g
-    w = tl.load(master + at, mask) - tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)
-    tl.store(state + at, s, mask)
-    tl.store(master + at, w, mask)
-    for rank in tl.static_range(ranks):
-        working = tl.multiple_of(tl.load(workings + rank).to(own_working.dtype), 16)
-        tl.store(working + first + at, w, mask)
+    rate = tl.load(learning_rate)
+    for start in range(tl.program_id(0).to(tl.int64) * block, count, tl.num_programs(0) * block):
+        at = start + tl.arange(0, block)
+        mask = at < count
+        # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
+        # the integer's.
+        g = tl.zeros([block], tl.float32)
+        for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
+            grad = tl.multiple_of(tl.load(grads + rank).to(own_grad.dtype), 16)
+            g += tl.load(grad + first + at, mask).to(tl.float32)
+        s = tl.load(state + at, mask) + g * g
+        w = tl.load(master + at, mask) - tl.div_rn(rate * g, tl.sqrt_rn(s) + eps)
+        tl.store(state + at, s, mask)
+        tl.store(master + at, w, mask)
+        for rank in tl.static_range(ranks):
+            working = tl.multiple_of(tl.load(workings + rank).to(own_working.dtype), 16)
+            tl.store(working + first + at, w, mask)

@@ -113,13 +113,14 @@ def check(ranks: Ranks, case: Case) -> None:
     optimizer = torch.optim.Adagrad(network.parameters(), lr=LEARNING_RATE, eps=EPS)
     learning_rate = torch.tensor([LEARNING_RATE], device=device)
     fp32 = case.dtype == torch.float32
+    atol = 1e-6 if device.type == "cpu" else 5e-6  # of sums that cuBLAS adds up in another order than autograd's
     local = slice(ranks.rank * case.batch_size, (ranks.rank + 1) * case.batch_size)
 
     def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
         """fp32: each element; bf16: as a whole, for a sum near zero may lose all its digits."""
         got, expected = got.detach().float(), expected.detach()
         if fp32:
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=atol, msg=lambda text: f"{what}: {text}")
         else:
             assert (got - expected).norm() <= 0.25 * expected.norm() + 5e-3, what
 
