@@ -76,7 +76,8 @@ def triton_sharded_adagrad(
     """What `sharded_adagrad` does, in one kernel."""
     assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
     if master.numel():
-        _update_slice[(min(_PROGRAMS, cdiv(master.numel(), _BLOCK)),)](
+        programs = min(_PROGRAMS, cdiv(master.numel(), _BLOCK))
+        _update_slice[(programs,)](
             master,
             state,
             grads.own,
@@ -87,6 +88,7 @@ def triton_sharded_adagrad(
             learning_rate,
             eps,
             master.numel(),
+            programs * _BLOCK,
             len(grads),
             _BLOCK,
             num_warps=_WARPS,
@@ -105,12 +107,13 @@ def _update_slice(
     learning_rate,
     eps,
     count,
+    step,
     ranks: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     rate = tl.load(learning_rate)
-    for start in range(tl.program_id(0).to(tl.int64) * block, count, tl.num_programs(0) * block):
-        at = start + tl.arange(0, block)
+    for start in range(0, count, step):
+        at = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         mask = at < count
         # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
         # the integer's.
