@@ -9,8 +9,9 @@ reduce-scatter gives each rank the summed gradient of its slice of a bucket, it 
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
 
-In peer memory one kernel is reduce-scatter, update and all-gather, of all three buckets: it reads the slice's gradients
-where the ranks have them, and writes the new weights to where the ranks read them.
+In peer memory one kernel is reduce-scatter, update and all-gather of a bucket: it reads the slice's gradients where the
+ranks have them, and writes the new weights to where the ranks read them. A kernel more costs little there, so each
+cross layer is a bucket, and the bottom MLP's update is sharded too.
 """
 
 from typing import Literal
@@ -181,9 +182,16 @@ class ExplicitDense:
             return Bucket(part, mine, dtype, ranks, sharded, memory)
 
         # Each with a group of its own: collectives of one group queue behind one another.
-        self.top, self.cross = bucket("top_mlp", True), bucket("cross", True)
+        self.top = bucket("top_mlp", True)
+        layers = range(model.cross_layers)
+        self.cross: dict[tuple[int, ...], Bucket] = (
+            {(layer,): bucket(f"cross.{layer}", True) for layer in layers}
+            if memory
+            else {tuple(layers): bucket("cross", True)}
+        )
+        """By the layers whose weights it has."""
         self.bottom = bucket("bottom_mlp", memory is not None)
-        self.buckets = (self.top, self.cross, self.bottom)
+        self.buckets = (self.top, *self.cross.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         self._rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
@@ -210,7 +218,7 @@ class ExplicitDense:
         # Column sums of each part, by bias; of a single part they are the gradient already.
         self._bias_sums = {
             name: torch.zeros(len(self._rows), *self.grad[name].shape, device=device)
-            for bucket in (self.top, self.cross)
+            for bucket in (self.top, *self.cross.values())
             for name in bucket.starts
             if name.endswith(".bias") and len(self._rows) > 1
         }

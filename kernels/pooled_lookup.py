@@ -19,9 +19,9 @@ from kernels._triton import cdiv, jit, next_power_of_2, tl
 from kernels.peer_tensors import PeerTensors
 
 # Rows that one program loads at a time, by columns, the ids of a bag among them at most, and warps of a program.
-_TILES = {16: 256, 32: 128, 64: 64, 128: 32}
+_TILES = {16: 64, 32: 32, 64: 16, 128: 8}
 _WIDEST_STEP = 8
-_NUM_WARPS = 4
+_NUM_WARPS = 1
 
 
 class PooledTable(NamedTuple):

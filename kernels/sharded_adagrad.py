@@ -88,8 +88,8 @@ def triton_sharded_adagrad(
             learning_rate,
             eps,
             master.numel(),
-            programs * _BLOCK,
             len(grads),
+            cdiv(master.numel(), programs * _BLOCK),
             _BLOCK,
             num_warps=_WARPS,
         )
@@ -107,13 +107,13 @@ def _update_slice(
     learning_rate,
     eps,
     count,
-    step,
     ranks: tl.constexpr,
+    turns: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     rate = tl.load(learning_rate)
-    for start in range(0, count, step):
-        at = start + tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    for turn in range(turns):
+        at = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * block + tl.arange(0, block)
         mask = at < count
         # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
         # the integer's.

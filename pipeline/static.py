@@ -2,7 +2,8 @@
 
 1 input dist               of the next batch, beside stages 2 to 5
 2 embedding forward        the bottom MLP and the all-gather of the last dense update beside it
-3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part
+3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part; in peer
+                           memory those of the cross layers too
 4 embedding backward       the other weight gradients beside it
 5 dense update             beside 3 and 4
 
@@ -44,7 +45,8 @@ _EAGER_ITERATIONS = 3
 # nothing there, but two halves of the batch do. Below, weight gradients find room, and the top MLP's reduce-scatter can
 # start early.
 _FILLING_BATCH = 2048
-# The streams of the batch's parts, from the embedding forward to the embedding backward.
+# The streams of the batch's parts: of their lookups, and from there on to the embedding backward.
+_LOOKUP_STREAMS = ("main", "second lookup")
 _PART_STREAMS = ("main", "second half")
 
 _ALL = slice(None)
@@ -135,8 +137,8 @@ class StaticPipeline:
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
-        self.dense.cross.all_gather()
-        self.dense.top.all_gather()
+        for bucket in self.dense.buckets:
+            bucket.all_gather()
         yield from self._eval.run(batches)
 
     def set_learning_rate(self, value: float) -> None:
@@ -223,21 +225,26 @@ class StaticPipeline:
         dense, ebc, streams = self.dense, self.ebc, self._streams
         parts = list(zip(_PART_STREAMS, self._part_rows, strict=False))
         layers, last = range(self._config.model.cross_layers), parts[-1][0]
+        # Of the weight gradients of cross layers; a layer in a bucket of its own has its exchange behind what follows.
+        cross_gradients: list[str] = []
+        each_layer = self._memory is not None and not self._fills_gpu
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
             with streams.beside("cross"):
-                dense.cross.all_gather()
+                for bucket in dense.cross.values():
+                    bucket.all_gather()
             with streams.beside("top", "cross"):
                 dense.top.all_gather()
             with streams.beside("local"):
                 self._local_forward(now)
             pooled = []
-            for part, (stream, _) in enumerate(parts):
-                with streams.beside(stream):
+            for part, ((stream, _), lookup) in enumerate(zip(parts, _LOOKUP_STREAMS, strict=False)):
+                with streams.beside(stream), streams.beside(lookup):
                     pooled.append(ebc.lookup(now.ids, part))
-            for part, (stream, rows) in enumerate(parts):
+            for part, ((stream, rows), lookup) in enumerate(zip(parts, _LOOKUP_STREAMS, strict=False)):
                 with streams.on(stream):
+                    streams.join(lookup)
                     ebc.output_dist(pooled[part], self._interaction_input(rows), part)
         with record_function("dense_forward_backward"), torch.no_grad():
             for part, (stream, rows) in enumerate(parts):
@@ -253,14 +260,16 @@ class StaticPipeline:
                         self._update_top()
                     for layer in reversed(layers):
                         dense.cross_backward(layer, part)
+                        if each_layer:
+                            cross_gradients += self._update_cross((layer,))
             # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
             if self._fills_gpu:
                 self._update_top(last)
-            cross_gradients = self._cross_weight_gradients(last)
+            if not each_layer:
+                for of_bucket in reversed(dense.cross):
+                    cross_gradients += self._update_cross(of_bucket, last)
         with record_function("dense_update"):
             bottom_gradients = self._bottom_gradients(last)
-            with streams.beside("cross", *cross_gradients):
-                self._update(dense.cross)
             with streams.beside("bottom", *bottom_gradients):
                 self._update(dense.bottom)
             with streams.beside("replicated", last):
@@ -282,13 +291,15 @@ class StaticPipeline:
         with self._streams.beside("top", "top gradients"), record_function("dense_update"):
             self._update(self.dense.top)
 
-    def _cross_weight_gradients(self, after: str) -> list[str]:
-        """On the streams of these names, beside one another where there is room."""
-        layers = range(self._config.model.cross_layers)
+    def _update_cross(self, layers: tuple[int, ...], *after: str) -> list[str]:
+        """Weight gradients on the streams of these names, beside one another where there is room, and the update of
+        the layers' bucket."""
         names = ["cross gradients" if self._fills_gpu else f"cross {layer} gradients" for layer in layers]
-        for layer, name in enumerate(names):
-            with self._streams.beside(name, after):
+        for layer, name in zip(layers, names, strict=True):
+            with self._streams.beside(name, *after):
                 self.dense.cross_weight_gradients(layer)
+        with self._streams.beside(f"cross {layers[0]}", *names), record_function("dense_update"):
+            self._update(self.dense.cross[layers])
         return names
 
     def _bottom_gradients(self, after: str) -> list[str]:

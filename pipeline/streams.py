@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 # CUDA priorities of streams, lower first. What everything waits for goes before what fills gaps. The table update is
-# bound by memory and leaves the multiprocessors to nobody; small kernels must not queue behind it.
+# bound by memory and leaves the multiprocessors to nobody; small kernels must not queue behind it, nor those of a
+# batch's first half behind the second one's lookup.
 _HIGH = -2
 _WEIGHT_GRADIENTS = -1
-_LOW = {"input_dist": 0, "tables": 0}
+_LOW = {"input_dist": 0, "second lookup": 0, "tables": 0}
 # Iterations that the host may launch ahead of the GPU. Further ahead gains nothing, and a launch that finds the GPU's
 # queue full polls: a core at work for as long as the GPU is.
 _RUN_AHEAD = 3
