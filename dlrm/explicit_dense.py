@@ -9,137 +9,25 @@ reduce-scatter gives each rank the summed gradient of its slice of a bucket, it 
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
 
-In peer memory one kernel is reduce-scatter, update and all-gather of a bucket: it reads the slice's gradients where the
-ranks have them, and writes the new weights to where the ranks read them. A kernel more costs little there, so each
-cross layer is a bucket, and the bottom MLP's update is sharded too.
+In peer memory an exchange more costs little: each cross layer is a bucket, and the bottom MLP's update is sharded too.
 """
 
-from typing import Literal
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dlrm.buckets import Bucket, DenseState, PeerBucket
 from dlrm.config import ModelConfig
 from dlrm.model import DenseNetwork
 from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 from kernels.column_sums import column_sums
 from kernels.cross import cross_backward, cross_forward
-from kernels.flat_adagrad import flat_adagrad
 from kernels.loss import bce_with_logits
 from kernels.mlp import bias_relu_backward
-from kernels.peer_tensors import PeerTensors
-from kernels.sharded_adagrad import sharded_adagrad
 
-# Tensors in the flat buffers start at multiples of this many elements, and the bottom MLP's input is padded to one of
-# _PAD: cuBLAS falls to kernels several times slower where an operand is not 16-byte aligned.
-_ALIGN = 64
+# The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
+# not 16-byte aligned.
 _PAD = 16
-
-DenseState = Literal["master", "state"]
-"""fp32 weights, or Adagrad's state."""
-
-
-class Bucket:
-    """Named tensors of one flat buffer, with its gradient and what this rank keeps of its optimizer.
-
-    sharded: each rank updates its slice, and `all_gather` brings the slices together; otherwise each updates all. In
-    peer memory `update` writes to all ranks, and there is nothing to bring together.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        weights: dict[str, Tensor],
-        dtype: torch.dtype,
-        ranks: Ranks,
-        sharded: bool,
-        memory: PeerMemory | None,
-    ) -> None:
-        """Collective. name: no other bucket's. memory: for working weights and gradients; sharded only."""
-        assert sharded or memory is None
-        self._name, self._sharded, self._memory = name, sharded, memory
-        self._group = None if memory else ranks.new_group()
-        rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
-        self.starts, end = {}, 0
-        for name, value in weights.items():
-            self.starts[name] = end
-            end += -(-value.numel() // _ALIGN) * _ALIGN
-        share = -(-end // (_ALIGN * world_size)) * _ALIGN
-        self._mine = slice(rank * share, (rank + 1) * share)
-        self._size, self._device = share * world_size, ranks.device
-        flat = self._flat(weights)
-        self._workings: PeerTensors | None = None
-        self._grads: PeerTensors | None = None
-        if memory is None:
-            self.working = flat.to(dtype)
-            self.grad = torch.zeros_like(self.working)
-        else:
-            self._workings, self._grads = (memory.zeros(self._size, dtype=dtype) for _ in range(2))
-            self.working, self.grad = self._workings.own.copy_(flat), self._grads.own
-        # In fp32 the working copy is the master.
-        self.master = self.working[self._mine] if dtype == torch.float32 else flat[self._mine].clone()
-        self.state = torch.zeros_like(self.master)
-        self._summed = torch.zeros_like(self.working[self._mine]) if self._group and sharded else self.grad
-        self.shapes = {name: value.shape for name, value in weights.items()}
-
-    def tensors(self) -> list[Tensor]:
-        """All memory of this bucket on this rank: weights, master weights, Adagrad state, gradients; views of one."""
-        return [self.working, self.master, self.state, self.grad, self._summed]
-
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        """The tensor called `name` in a buffer of this bucket's layout."""
-        shape = self.shapes[name]
-        return flat[self.starts[name] :][: shape.numel()].view(shape)
-
-    def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective.
-
-        In peer memory it also writes to the other ranks' working weights: what reads a rank's own comes before on its
-        stream, or behind.
-        """
-        if self._memory and self._workings and self._grads:
-            self._memory.barrier(f"{self._name} gradients")
-            sharded = (self.master, self.state, self._grads, self._workings, self._mine.start)
-            sharded_adagrad(*sharded, learning_rate, eps)
-            self._memory.barrier(f"{self._name} weights")
-            return
-        if self._sharded:
-            dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
-        else:
-            dist.all_reduce(self.grad, group=self._group)
-        mine = self.working[self._mine]
-        flat_adagrad(
-            self.master, self.state, self._summed, learning_rate, eps, None if mine.dtype == torch.float32 else mine
-        )
-
-    def all_gather(self) -> None:
-        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
-        if self._sharded and self._memory is None:
-            dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
-
-    def load(self, which: DenseState, values: dict[str, Tensor]) -> None:
-        """Takes `master` (and the working weights) or `state` from full tensors, the same on every rank."""
-        flat = self._flat(values)
-        getattr(self, which).copy_(flat[self._mine])
-        if which == "master":
-            self.working.copy_(flat)
-
-    def _flat(self, values: dict[str, Tensor]) -> Tensor:
-        """An fp32 buffer of this bucket's layout."""
-        flat = torch.zeros(self._size, device=self._device)
-        for name, value in values.items():
-            flat[self.starts[name] :][: value.numel()].copy_(value.flatten())
-        return flat
-
-    def full(self, share: Tensor) -> dict[str, Tensor]:
-        """Named copies of `master` or `state` put together from all ranks. Collective."""
-        flat = share
-        if self._sharded:
-            flat = share.new_empty(self._size)
-            dist.all_gather_into_tensor(flat, share.clone(), group=self._group)
-        return {name: self.view(flat, name).clone() for name in self.starts}
 
 
 class ExplicitDense:
@@ -179,7 +67,9 @@ class ExplicitDense:
 
         def bucket(part: str, sharded: bool) -> Bucket:
             mine = {name: value for name, value in weights.items() if name.startswith(f"{part}.")}
-            return Bucket(part, mine, dtype, ranks, sharded, memory)
+            if memory:
+                return PeerBucket(part, mine, dtype, ranks, memory)
+            return Bucket(mine, dtype, ranks, sharded)
 
         # Each with a group of its own: collectives of one group queue behind one another.
         self.top = bucket("top_mlp", True)
@@ -190,7 +80,7 @@ class ExplicitDense:
             else {tuple(layers): bucket("cross", True)}
         )
         """By the layers whose weights it has."""
-        self.bottom = bucket("bottom_mlp", memory is not None)
+        self.bottom = bucket("bottom_mlp", False)
         self.buckets = (self.top, *self.cross.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}

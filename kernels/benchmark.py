@@ -226,7 +226,7 @@ def sharded_adagrad_cases() -> Iterator[Case]:
     master, state = torch.rand(2, size, device="cuda").unbind()
     rate = torch.tensor([0.004], device="cuda")
     for dtype in (BF16, torch.float32):
-        grads, workings = local_peers(count, dtype), local_peers(count, dtype)
+        grads, workings = local_peers(size, dtype), local_peers(count, dtype)
         yield Case(
             "sharded_adagrad",
             f"[{size}] x {PEERS} local buffers, {dtype}",

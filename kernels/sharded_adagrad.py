@@ -25,21 +25,23 @@ def sharded_adagrad(
 ) -> None:
     """Update elements [first, first + n) with the sum of all ranks' gradients, and write them to all ranks.
 
-    g = sum of grads[first + i], in fp32 and rank order; state[i] += g^2; master[i] -= lr * g / (sqrt(state[i]) + eps);
+    g = sum of grads[i], in fp32 and rank order; state[i] += g^2; master[i] -= lr * g / (sqrt(state[i]) + eps);
     workings[first + i] = master[i], rounded, on every rank. In place.
 
-    master, state: fp32 [n]. grads, workings: bf16 or fp32 [N], 16-byte aligned, N >= first + n. learning_rate: fp32,
-    one element, on the device. All contiguous; best `first` and n multiples of 16. Where workings are fp32, master may
-    be the slice itself of this rank's own. The caller puts a barrier of all ranks before this, so that all gradients
-    are written and nobody reads weights any more, and one after it, before anybody reads weights or writes gradients.
+    master, state: fp32 [n]. grads: bf16 or fp32 [n] of each rank; best this rank's own memory, as remote reads take
+    long. workings: bf16 or fp32 [N], N >= first + n. learning_rate: fp32, one element, on the device. All contiguous,
+    grads and workings 16-byte aligned; best `first` and n multiples of 16. Where workings are fp32, master may be the
+    slice itself of this rank's own. The caller puts a barrier of all ranks before this, so that all gradients are
+    written and nobody reads weights any more, and one after it, before anybody reads weights or writes gradients.
     """
     assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
     assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
     assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
     assert len(grads) == len(workings), "gradients and weights of the same ranks"
-    for flat in (grads.own, workings.own):
-        assert flat.dim() == 1 and flat.is_contiguous(), "flat buffers: [N]"
-        assert 0 <= first <= flat.numel() - master.numel(), "a slice of the flat buffers"
+    flat = workings.own
+    assert grads.own.shape == master.shape and grads.own.is_contiguous(), "gradients: [n]"
+    assert flat.dim() == 1 and flat.is_contiguous(), "weights: [N]"
+    assert 0 <= first <= flat.numel() - master.numel(), "a slice of the flat buffers"
     assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
     update = triton_sharded_adagrad if master.is_cuda else plain_sharded_adagrad
     update(master, state, grads, workings, first, learning_rate, eps)
@@ -57,7 +59,7 @@ def plain_sharded_adagrad(
     """What `sharded_adagrad` does, in PyTorch."""
     g = torch.zeros_like(master)
     for grad in grads.tensors:
-        g += grad.narrow(0, first, len(g)).to(g)
+        g += grad.to(g)
     state += g * g
     master -= learning_rate * g / (state.sqrt() + eps)
     for working in workings.tensors:
@@ -120,7 +122,7 @@ def _update_slice(
         g = tl.zeros([block], tl.float32)
         for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
             grad = tl.multiple_of(tl.load(grads + rank).to(own_grad.dtype), 16)
-            g += tl.load(grad + first + at, mask).to(tl.float32)
+            g += tl.load(grad + at, mask).to(tl.float32)
         s = tl.load(state + at, mask) + g * g
         w = tl.load(master + at, mask) - tl.div_rn(rate * g, tl.sqrt_rn(s) + eps)
         tl.store(state + at, s, mask)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from dlrm.buckets import Bucket, DenseState
 from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes
@@ -27,7 +28,7 @@ from dlrm.embedding.plan import make_plan
 from dlrm.embedding.pooled_exchange import Peers
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm.embedding.torchrec_plan import torchrec_plan
-from dlrm.explicit_dense import Bucket, DenseState, ExplicitDense
+from dlrm.explicit_dense import ExplicitDense
 from dlrm.model import torchrec_names
 from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks

@@ -14,6 +14,11 @@ RANKS = [1, 2, 3, 4]
 DTYPES = [torch.bfloat16, torch.float32]
 
 
+def slices(grads: list[Tensor], first: int, size: int, rank: int) -> PeerTensors:
+    """What the rank received of all ranks' gradients."""
+    return PeerTensors([grad[first : first + size].clone() for grad in grads], rank)
+
+
 def buffers(ranks: int, count: int, dtype: torch.dtype) -> list[Tensor]:
     """Each an allocation of its own, as those of several GPUs are."""
     return [torch.randn(count, device=DEVICE).to(dtype) for _ in range(ranks)]
@@ -34,8 +39,9 @@ def test_equals_torch_adagrad_of_the_sum(ranks: int, dtype: torch.dtype) -> None
         parameter.grad = torch.stack(grads).float().sum(0)
         optimizer.step()
         for rank in range(ranks):
-            peers = PeerTensors(grads, rank), PeerTensors(workings, rank)
-            sharded_adagrad(masters[rank], states[rank], *peers, rank * size, rate, 1e-8)
+            received = slices(grads, rank * size, size, rank)
+            workings_of_all = PeerTensors(workings, rank)
+            sharded_adagrad(masters[rank], states[rank], received, workings_of_all, rank * size, rate, 1e-8)
     torch.testing.assert_close(torch.cat(masters), parameter.detach())
     for working in workings:
         torch.testing.assert_close(working, torch.cat(masters).to(dtype))
@@ -53,7 +59,8 @@ def test_triton_equals_plain(first: int, size: int, ranks: int, dtype: torch.dty
     for rank in range(ranks):
         master, expected = torch.randn(1, size, device=DEVICE).repeat(2, 1)
         state, expected_state = torch.rand(1, size, device=DEVICE).repeat(2, 1)
-        start, peers = first + rank * size, PeerTensors(grads, rank)
+        start = first + rank * size
+        peers = slices(grads, start, size, rank)
         triton_sharded_adagrad(master, state, peers, PeerTensors(workings, rank), start, rate, 1e-8)
         plain_sharded_adagrad(expected, expected_state, peers, PeerTensors(expected_workings, rank), start, rate, 1e-8)
         torch.testing.assert_close(state, expected_state)
@@ -72,7 +79,7 @@ def test_master_may_be_the_slice_of_the_own_weights(update: Callable[..., None])
     state, expected_state = torch.rand(1, size, device=DEVICE).repeat(2, 1)
     master, rate = workings[1][first : first + size], torch.tensor([0.05], device=DEVICE)
     expected, others = master.clone(), [w.clone() for w in workings]
-    peers = PeerTensors(grads, 1)
+    peers = slices(grads, first, size, 1)
     plain_sharded_adagrad(expected, expected_state, peers, PeerTensors(others, 1), first, rate, 1e-8)
     update(master, state, peers, PeerTensors(workings, 1), first, rate, 1e-8)
     torch.testing.assert_close(state, expected_state)
