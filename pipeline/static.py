@@ -271,7 +271,7 @@ class StaticPipeline:
                     cross_gradients += self._update_cross(of_bucket, last)
         with record_function("dense_update"):
             bottom_gradients = self._bottom_gradients(last)
-            with streams.beside("bottom", *bottom_gradients):
+            with streams.beside("bottom update", *bottom_gradients):
                 self._update(dense.bottom)
             with streams.beside("replicated", last):
                 ebc.update_replicated(now.ids, self._interaction_gradient())
@@ -279,9 +279,11 @@ class StaticPipeline:
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
                     ebc.gradient_dist(self._interaction_gradient(rows), part)
-            # The update's many small blocks leave no room for those of a collective: where the weight gradients take no
-            # longer than the all-to-all, their reduce-scatter goes first.
-            first = () if self._fills_gpu else (*cross_gradients, *bottom_gradients)
+            # The update's many small blocks leave no room for GEMMs, nor for a collective's: where the weight gradients
+            # take no longer than the all-to-all, they go first.
+            first = [] if self._fills_gpu else [*cross_gradients, *bottom_gradients]
+            if first and self._memory is None:
+                first.append("bottom update")
             with streams.beside("tables", last, *first):
                 ebc.update(now.ids, pooled[0])
         streams.join_all()

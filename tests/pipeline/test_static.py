@@ -322,7 +322,7 @@ def test_graph_with_overlap_equals_eager_to_the_bit(
     trained: Run, world_size: int, gpu: bool, precision: str, way: str
 ) -> None:
     for jobs in trained(world_size, gpu):
-        eager, graph = (jobs[f"{way} {precision} {way}"] for way in ("eager", "graph"))
+        eager, graph = (jobs[f"{how} {precision} {way}"] for how in ("eager", "graph"))
         assert len(graph.losses) == 30
         assert_bitwise_equal(jobs[f"graph alone {precision} {way}"], graph)  # evaluation leaves training as it was
         assert len(graph.logits) == 30 // EVALUATE_EVERY
