@@ -38,7 +38,9 @@ _LOSS = re.compile(r"^_bce$|cross_entropy")
 _SORT = re.compile(r"RadixSort|linearize_index|DeviceRle|RunLength|DeviceCompactInit|DeviceScan|DeviceReduceByKey")
 _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
 _TABLE_UPDATE = re.compile(r"^_update_chunks$|embedding\w*_(backward|grad)")
-_TABLE_LOOKUP = re.compile(r"embedding\w*_forward")
+_TABLE_LOOKUP = re.compile(r"^_lookup$|embedding\w*_forward")
+_BARRIER = re.compile(r"symmetric_memory::.*barrier_kernel")
+"""Of peer memory."""
 
 
 # What _functor and the families below make; a demangled C++ name has no blank before its parameters.
@@ -82,6 +84,7 @@ _FAMILIES = (
     _Family(re.compile(r"^nccl\w*Kernel_(AllReduce|ReduceScatter)"), _nccl, _DENSE),
     _Family(re.compile(r"^nccl\w*Kernel_AllGather"), _nccl, _UPDATE),  # weights that each rank updated its part of
     _Family(re.compile(r"^nccl\w*Kernel_"), _nccl, None),
+    _Family(_BARRIER, "peer memory: barrier", None),
     _Family(re.compile(r"RadixSort"), "radix sort", None),
     _Family(_SORT, _identifier, None),
     _Family(_TABLE_UPDATE, _fbgemm, _BACKWARD),
@@ -116,8 +119,8 @@ def short_kernel_name(name: str) -> str:
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel of this name is NCCL's: it runs for as long as its rank waits for others."""
-    return name.startswith("nccl")
+    """Whether a kernel of this name is NCCL's, or a barrier: it runs for as long as its rank waits for others."""
+    return name.startswith("nccl") or _BARRIER.search(name) is not None
 
 
 def stage_of_name(name: str) -> str:
@@ -164,7 +167,19 @@ class _Order:
             return self._stage_of_sort(event)
         if _ALL_TO_ALL.search(name):
             return self._stage_of_all_to_all(event)
+        if _BARRIER.search(name):
+            return self._stage_of_barrier(event)
         return stage_of_name(name)
+
+    def _stage_of_barrier(self, event: dict[str, Any]) -> str:
+        """Before and behind each dense update, behind pooled vectors, and behind their gradients."""
+        stream = [other for other in self._events if other["tid"] == event["tid"]]
+        at = stream.index(event)
+        if "_update_slice" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):
+            return _UPDATE
+        if self._loss is None:
+            return OTHER
+        return _LOOKUP if event["ts"] < self._loss[0] else _BACKWARD
 
     def _stage_of_sort(self, event: dict[str, Any]) -> str:
         if self._presorts or (self._replicates and self._loss and event["ts"] < self._loss[1]):

@@ -30,7 +30,8 @@ class Bucket:
         """Collective: makes a process group."""
         self._lay_out(weights, ranks, sharded)
         flat = self._flat(weights)
-        self._take(flat.to(dtype), flat)
+        working = flat.to(dtype)
+        self._take(working, flat, torch.zeros_like(working))
         self._group = ranks.new_group()
         self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
 
@@ -45,9 +46,9 @@ class Bucket:
         self._size, self._device, self._sharded = self._share * world_size, ranks.device, sharded
         self.shapes = {name: value.shape for name, value in weights.items()}
 
-    def _take(self, working: Tensor, flat: Tensor) -> None:
-        """working: of the bucket's dtype. flat: fp32, the same weights."""
-        self.working, self.grad = working, torch.zeros_like(working)
+    def _take(self, working: Tensor, flat: Tensor, grad: Tensor) -> None:
+        """working and grad: of the bucket's dtype. flat: fp32, the same weights."""
+        self.working, self.grad = working, grad
         # In fp32 the working copy is the master.
         self.master = working[self._mine] if working.dtype == torch.float32 else flat[self._mine].clone()
         self.state = torch.zeros_like(self.master)
@@ -101,38 +102,30 @@ class Bucket:
 
 
 class PeerBucket(Bucket):
-    """Sharded, in peer memory: gradients are copied to the ranks that update them, which takes no multiprocessor, and
-    one kernel sums, updates, and writes the new weights to where the ranks read them."""
+    """Sharded, in peer memory: one kernel sums the slice's gradients from where the ranks have them, updates, and
+    writes the new weights to where the ranks read them."""
 
     def __init__(
         self, name: str, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
     ) -> None:
         """Collective. name: no other bucket's."""
         self._lay_out(weights, ranks, sharded=True)
-        self._name, self._rank, self._memory = name, ranks.rank, memory
+        self._name, self._memory = name, memory
         flat = self._flat(weights)
-        self._workings = memory.zeros(self._size, dtype=dtype)
-        self._take(self._workings.own.copy_(flat), flat)
-        self._received = memory.zeros(ranks.world_size, self._share, dtype=dtype)
-        """Of each rank, its gradient of this rank's share."""
-        rows = list(self._received.own)
-        rows[ranks.rank] = self.grad[self._mine]
-        self._gradients = PeerTensors(rows, ranks.rank)
+        self._workings, grads = (memory.zeros(self._size, dtype=dtype) for _ in range(2))
+        self._take(self._workings.own.copy_(flat), flat, grads.own)
+        self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
     def tensors(self) -> list[Tensor]:
         """As Bucket's."""
-        return [self.working, self.master, self.state, self.grad, self._received.own]
+        return [self.working, self.master, self.state, self.grad]
 
     def update(self, learning_rate: Tensor, eps: float) -> None:
-        """As Bucket's, and it writes to all ranks' working weights: a rank calls it when it is through with its own, and
-        reads them again behind it. Collective."""
-        world_size = len(self._received)
-        for distance in range(1, world_size):  # each to another one at a time
-            to = (self._rank + distance) % world_size
-            self._received.tensors[to][self._rank].copy_(self.grad[to * self._share :][: self._share])
+        """As Bucket's, and it writes to all ranks' working weights: a rank calls it when it is through with its own,
+        and reads them again behind it. Collective."""
         self._memory.barrier(f"{self._name} gradients")
-        sharded = (self.master, self.state, self._gradients, self._workings, self._mine.start)
-        sharded_adagrad(*sharded, learning_rate, eps)
+        share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
+        sharded_adagrad(*share, learning_rate, eps)
         self._memory.barrier(f"{self._name} weights")
 
     def all_gather(self) -> None:

@@ -9,7 +9,8 @@ reduce-scatter gives each rank the summed gradient of its slice of a bucket, it 
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
 
-In peer memory an exchange more costs little: each cross layer is a bucket, and the bottom MLP's update is sharded too.
+In peer memory one kernel does all three. An exchange more costs little there: each cross layer is a bucket, and the
+bottom MLP's update is sharded too.
 """
 
 import torch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernel_names import OTHER, OWN_KERNELS, short_kernel_name, stage_of_name, stages_of_replay
+from bench.kernel_names import OTHER, OWN_KERNELS, is_collective, short_kernel_name, stage_of_name, stages_of_replay
 from tests.bench.gpu_traces import (
     ADD,
     ALL_REDUCE,
@@ -20,6 +20,7 @@ from tests.bench.gpu_traces import (
     replay,
 )
 
+BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
@@ -47,6 +48,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
         ("Memset (Device)", "Memset (Device)", OTHER),
         ("_merge_runs", "sorted_adagrad: _merge_runs", "embedding_backward"),
         ("_copy_runs", "regroup: _copy_runs", OTHER),
+        (BARRIER, "peer memory: barrier", OTHER),
         (
             "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
             "TensorListMetadata<2>, at::native::(anonymous namespace)::BinaryOpScalarFunctor<float, 2>>(float)",
@@ -95,6 +97,25 @@ def test_without_the_loss_nothing_is_forward_or_backward() -> None:
     stages = dict(zip([(name, start) for name, start, *_ in rest], stages_of_replay(replay(rest)), strict=True))
     assert stages["_copy_runs", 65] == stages[SEND_RECV, 30] == stages[SEND_RECV, 185] == OTHER
     assert stages["_update_chunks", 225] == "embedding_backward"
+
+
+def test_barriers_of_peer_memory_belong_to_what_they_are_around() -> None:
+    kernels = [
+        ("_lookup", 0, 5, 7, "embedding_forward"),
+        (BARRIER, 5, 2, 8, "embedding_forward"),
+        ("_bce", 10, 5, 7, "dense_forward_backward"),
+        (BARRIER, 15, 2, 9, "dense_update"),
+        ("_update_slice", 20, 5, 9, "dense_update"),
+        ("_push_runs", 22, 2, 7, "embedding_backward"),
+        (BARRIER, 25, 2, 9, "dense_update"),
+        (BARRIER, 26, 2, 7, "embedding_backward"),
+        ("_update_chunks", 30, 5, 7, "embedding_backward"),
+    ]
+    assert stages_of_replay(replay(kernels)) == [stage for *_, stage in kernels]
+    without_loss = [kernel for kernel in kernels if kernel[0] != "_bce"]
+    assert stages_of_replay(replay(without_loss)).count(OTHER) == 2
+    assert is_collective(BARRIER)
+    assert not is_collective("_push_runs")
 
 
 @pytest.mark.parametrize(
