@@ -177,6 +177,8 @@ class _Order:
         at = stream.index(event)
         if "_update_slice" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):
             return _UPDATE
+        if at > 0 and stream[at - 1]["name"] in ("_lookup", "_push_runs"):
+            return stage_of_name(stream[at - 1]["name"])
         if self._loss is None:
             return OTHER
         return _LOOKUP if event["ts"] < self._loss[0] else _BACKWARD

@@ -54,7 +54,7 @@ class Bucket:
         self.state = torch.zeros_like(self.master)
 
     def tensors(self) -> list[Tensor]:
-        """All memory of this bucket on this rank: weights, master weights, Adagrad state, gradients; views of one."""
+        """All memory of this bucket on this rank: weights, master weights, Adagrad state, gradients; some share it."""
         return [self.working, self.master, self.state, self.grad, self._summed]
 
     def view(self, flat: Tensor, name: str) -> Tensor:

@@ -3,8 +3,8 @@
 Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
 chain that the embeddings wait for comes first, weight gradients run beside it or beside what follows.
 
-Weights and gradients lie in three flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients
-become ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
+Weights and gradients lie in flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients become
+ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
 reduce-scatter gives each rank the summed gradient of its slice of a bucket, it alone keeps the slice's master weights
 and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
 and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.

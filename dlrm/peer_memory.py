@@ -1,8 +1,8 @@
 """Memory of the ranks of one node that every rank reads and writes by itself, and barriers between its users.
 
 On GPUs it is PyTorch's symmetric memory: allocations that the GPUs of a node map into each other's address space, and
-reach over NVLink. On the CPU it is files that all processes map. A kernel that writes straight to the rank that needs
-a value does in one pass what a collective does in three: put in order, exchange, put in place.
+reach over NVLink or PCIe. On the CPU it is files that all processes map. A kernel that writes straight to the rank that
+needs a value does in one pass what a collective does in three: put in order, exchange, put in place.
 """
 
 import os
@@ -37,6 +37,9 @@ class PeerMemory:
             _check_reach(ranks.world_size)
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+            # An allocation, with signals of its own, for each tensor: in a pool its place would depend on what the
+            # ranks freed before.
+            os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
             self._allocate((1,), torch.float32)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensors:
@@ -52,7 +55,8 @@ class PeerMemory:
         """The current stream goes on once all ranks' streams have come here: what any of them did before is then done,
         and seen by all.
 
-        All ranks launch the barriers of one name in one order; those of different names may wait at the same time.
+        All ranks use the names for the first time in one order, and launch each name's barriers in one order. Those of
+        different names may wait at the same time. A rank that never comes is waited for without end.
         """
         if self._alone:
             return
@@ -72,12 +76,16 @@ class PeerMemory:
 
         own, world = symmetric_memory.empty(shape, dtype=dtype, device=self._ranks.device), dist.GroupMember.WORLD
         assert world is not None
-        handle = symmetric_memory.rendezvous(own, world)
+        try:
+            handle = symmetric_memory.rendezvous(own, world)
+        except RuntimeError as error:
+            raise RuntimeError(f"--peer-memory: the GPUs cannot share memory, leave it out: {error}") from error
         self._handles.append(handle)
         self._own.append(own)
-        # Small tensors share an allocation, and get_buffer may count from its start.
-        offset = own.data_ptr() - handle.get_buffer(self._ranks.rank, shape, dtype).data_ptr()
-        return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._ranks.world_size)]
+        everyones = [handle.get_buffer(rank, shape, dtype) for rank in range(self._ranks.world_size)]
+        if everyones[self._ranks.rank].data_ptr() != own.data_ptr():
+            raise RuntimeError("--peer-memory: set TORCH_SYMMMEM_IMPLICIT_POOL=0, as tensors must not share memory")
+        return everyones
 
 
 def _check_reach(gpus: int) -> None:

@@ -30,8 +30,8 @@ def sharded_adagrad(
     master, state: fp32 [n]. grads: bf16 or fp32 [n], each rank's for this slice. workings: bf16 or fp32 [N],
     N >= first + n. learning_rate: fp32, one element, on the device. All contiguous, grads and workings 16-byte aligned;
     best `first` and n multiples of 16. Where workings are fp32, master may be the slice itself of this rank's own. The
-    caller puts a barrier of all ranks before this, so that all gradients are
-    written and nobody reads weights any more, and one after it, before anybody reads weights or writes gradients.
+    caller puts a barrier of all ranks before this, so that all gradients are written and nobody reads weights any more,
+    and one after it, before anybody reads weights or writes gradients.
     """
     assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
     assert master.is_contiguous() and state.is_contiguous(), "flat buffers"

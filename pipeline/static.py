@@ -1,7 +1,7 @@
 """The five-stage pipeline on the static EBC: every stage of fixed shapes, eager or as one CUDA graph an iteration.
 
 1 input dist               of the next batch, beside stages 2 to 5
-2 embedding forward        the bottom MLP and the all-gather of the last dense update beside it
+2 embedding forward        the bottom MLP beside it, and the all-gather of the last dense update where there is one
 3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part; in peer
                            memory those of the cross layers too
 4 embedding backward       the other weight gradients beside it
@@ -138,7 +138,7 @@ class StaticPipeline:
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
-        for bucket in self.dense.buckets:
+        for bucket in (*self.dense.cross.values(), self.dense.top):
             bucket.all_gather()
         yield from self._eval.run(batches)
 
@@ -232,11 +232,12 @@ class StaticPipeline:
         with streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
-            with streams.beside("cross"):
-                for bucket in dense.cross.values():
-                    bucket.all_gather()
-            with streams.beside("top", "cross"):
-                dense.top.all_gather()
+            if self._memory is None:
+                with streams.beside("cross"):
+                    for bucket in dense.cross.values():
+                        bucket.all_gather()
+                with streams.beside("top", "cross"):
+                    dense.top.all_gather()
             with streams.beside("local"):
                 self._local_forward(now)
             pooled = []
@@ -279,8 +280,9 @@ class StaticPipeline:
             for part, (stream, rows) in enumerate(parts):
                 with streams.on(stream):
                     ebc.gradient_dist(self._interaction_gradient(rows), part)
-            # The update's many small blocks leave no room for GEMMs, nor for a collective's: where the weight gradients
-            # take no longer than the all-to-all, they go first.
+            # The update's many small blocks leave no room for GEMMs: where the weight gradients take no longer than the
+            # all-to-all, they go first. So does the reduce-scatter behind them, which NCCL launches before the last
+            # all-reduce; the kernels of peer memory get along with few multiprocessors.
             first = [] if self._fills_gpu else [*cross_gradients, *bottom_gradients]
             if first and self._memory is None:
                 first.append("bottom update")

@@ -41,7 +41,7 @@ def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: 
 
     batches: ids to use in turn; they stay as they are. So do weights and optimizer state, bit for bit: the update is
     given gradients of zero, which cost what others do and change nothing under Adagrad, rowwise Adagrad and SGD. In
-    peer memory the lookup's way to the other ranks is part of it.
+    peer memory the lookup's way to the other ranks is part of it, while they write too.
     """
     ebc.gradients.zero_()
 
@@ -53,6 +53,7 @@ def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: 
     works = [partial(work, batches[i % len(batches)]) for i in range(_REPETITIONS)]
     for first in works[: len(batches)]:
         first()
+    dist.barrier()
     mine = round((_gpu_us if ranks.device.type == "cuda" else _cpu_us)(works), 1)
     everyones = [mine] * ranks.world_size
     dist.all_gather_object(everyones, mine)

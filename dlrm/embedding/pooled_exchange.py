@@ -95,8 +95,9 @@ class PeerExchange:
     """By kernels that write to where the values are needed: a lookup that ends in the other ranks' interaction inputs,
     and one copy of gradients to the other ranks.
 
-    What a rank reads of its own may be overwritten once all ranks are behind a later barrier: the pipeline has one
-    between the last reader of the interaction's input and the next lookup.
+    A lookup overwrites the other ranks' interaction inputs: a barrier must lie between their last readers and it. In
+    the pipeline that is the one before the update of cross layer 0, whose weight gradients read the input last; behind
+    an evaluated batch, one of its own.
     """
 
     def __init__(

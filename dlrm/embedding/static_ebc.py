@@ -90,6 +90,10 @@ class StaticEBC:
         assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
         assert batch_size % parts == 0
         assert presort or (parts == 1 and peers is None)
+        if peers is not None:
+            width = (model.num_features + 1) * model.embedding_dim
+            assert peers.inputs.own.shape == (batch_size, width), "inputs: [B, (num_features + 1) * dim]"
+            assert peers.inputs.own.dtype == wire_dtype, "pooled vectors are written as they travel"
         self.model, self.plan, self.batch_size, self.parts = model, plan, batch_size, parts
         self.device, self.wire_dtype, self.presort = ranks.device, wire_dtype, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)

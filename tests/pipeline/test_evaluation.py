@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.explicit_dense import Bucket
+from dlrm.buckets import Bucket
 from dlrm.ranks import Ranks
 from pipeline.static import StaticPipeline
 from tests.cases import PLACES
@@ -31,7 +31,8 @@ def evaluate(ranks: Ranks) -> None:
     torch.set_float32_matmul_precision("highest")
     if ranks.device.type != "cuda":
         capture_on_cpu()
-    for changes in ({}, {"presort_ids": True}, {"presort_ids": True, "variable_lengths": True}):
+    presorted = {"presort_ids": True}
+    for changes in ({}, presorted, presorted | {"variable_lengths": True}, presorted | {"peer_memory": True}):
         never = StaticPipeline(small(**changes), ranks)
         eager = StaticPipeline(small(**changes), ranks)
         graph = StaticPipeline(small(**changes, cuda_graph="iteration", overlap=True), ranks)

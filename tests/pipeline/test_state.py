@@ -31,7 +31,7 @@ CONFIG = RunConfig(
     precision="fp32",
     iterations=100,
 )
-STATIC = replace(CONFIG, ebc="static", presort_ids=True)
+STATIC = replace(CONFIG, ebc="static", presort_ids=True, peer_memory=True)
 # Every table but one in halves.
 HALVES = Plan(
     world_size=2,
@@ -97,7 +97,7 @@ def move(ranks: Ranks) -> Moved:
 
 
 def through_bf16(ranks: Ranks, state: ModelState) -> ModelState:
-    static = StaticPipeline(replace(STATIC, precision="bf16", presort_ids=False, seed=3), ranks)
+    static = StaticPipeline(replace(STATIC, precision="bf16", presort_ids=False, peer_memory=False, seed=3), ranks)
     static.load_state_dict(state)
     working = static.dense.working["cross.0.w"].float()
     torch.testing.assert_close(working, static.dense.state_dict()["cross.0.w"], rtol=0.01, atol=1e-6)

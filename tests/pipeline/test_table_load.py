@@ -14,6 +14,7 @@ from tests.pipeline.small_runs import batches_of, equal_states, small
 CASES: dict[str, dict[str, Any]] = {
     "adagrad": {},
     "presorted": {"presort_ids": True},
+    "peer memory": {"presort_ids": True, "peer_memory": True},
     "padded": {"variable_lengths": True},
     "presorted and padded": {"presort_ids": True, "variable_lengths": True},
     "rowwise": {"embedding": "rowwise_adagrad"},

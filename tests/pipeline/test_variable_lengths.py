@@ -26,14 +26,21 @@ LEARNING_RATE = 0.004
 MODEL = replace(SMALL_MODEL, num_embeddings=(5000, 7, 30, 9000, 600, 400))
 
 
-def config(presort: bool, gpu: bool = False) -> RunConfig:
+WAYS: dict[str, dict[str, Any]] = {
+    "fbgemm": {},
+    "presorted": {"presort_ids": True},
+    "peer memory": {"presort_ids": True, "peer_memory": True},
+}
+
+
+def config(way: str, gpu: bool = False) -> RunConfig:
     return RunConfig(
         preset="test",
         model=MODEL,
         data=DataConfig(source="random", random_batches=STEPS, variable_lengths=True),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
         ebc="static",
-        presort_ids=presort,
+        **WAYS[way],
         cuda_graph="iteration" if gpu else "none",
         overlap=gpu,
         local_batch_size=24,
@@ -43,7 +50,7 @@ def config(presort: bool, gpu: bool = False) -> RunConfig:
 
 
 def batches_of(rank: int, world_size: int, pin: bool = False) -> list[Batch]:
-    dataset = RandomDataset(config(False).data, MODEL, 0)
+    dataset = RandomDataset(config("fbgemm").data, MODEL, 0)
     batches = list(islice(dataset.train_batches(rank, world_size, 24, pin=pin), STEPS))
     # One sample of empty bags alone, and one iteration of them.
     for block in feature_blocks(batches[3].ids, MODEL.multi_hot_sizes):
@@ -52,13 +59,13 @@ def batches_of(rank: int, world_size: int, pin: bool = False) -> list[Batch]:
     return batches
 
 
-def train(ranks: Ranks) -> list[tuple[list[float], ModelState]]:
-    gpu, results = ranks.device.type == "cuda", []
-    for presort in (False, True):
-        pipeline = StaticPipeline(config(presort, gpu), ranks)
+def train(ranks: Ranks) -> dict[str, tuple[list[float], ModelState]]:
+    gpu, results = ranks.device.type == "cuda", {}
+    for way in WAYS:
+        pipeline = StaticPipeline(config(way, gpu), ranks)
         batches = iter(batches_of(ranks.rank, ranks.world_size, pin=gpu))
         losses = [pipeline.train_step(batches).item() for _ in range(STEPS)]
-        results.append((losses, pipeline.state_dict()))
+        results[way] = (losses, pipeline.state_dict())
     return results
 
 
@@ -74,7 +81,7 @@ class TrueLengths(PlainDLRM):
 
 @cache
 def plain(world_size: int) -> tuple[list[float], TrueLengths]:
-    reference = TrueLengths(config(False))
+    reference = TrueLengths(config("fbgemm"))
     per_step = zip(*(batches_of(rank, world_size) for rank in range(world_size)), strict=True)
     return [reference.train_step(list(batches)) for batches in per_step], reference
 
@@ -93,10 +100,10 @@ def test_batches_have_empty_partial_and_full_bags():
         assert torch.equal(block != PADDING, torch.arange(size) < lengths[:, None])
 
 
-@pytest.mark.parametrize("presort", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_training_equals_plain_embedding_bags(trained, world_size, gpu, presort):
-    per_rank = [rank[presort] for rank in trained(world_size, gpu)]
+def test_training_equals_plain_embedding_bags(trained, world_size, gpu, way):
+    per_rank = [rank[way] for rank in trained(world_size, gpu)]
     expected, reference = plain(world_size)
     losses = torch.tensor([losses for losses, _ in per_rank], dtype=torch.float64).mean(dim=0)
     torch.testing.assert_close(losses, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
