@@ -82,10 +82,13 @@ class PeerMemory:
             raise RuntimeError(f"--peer-memory: the GPUs cannot share memory, leave it out: {error}") from error
         self._handles.append(handle)
         self._own.append(own)
-        everyones = [handle.get_buffer(rank, shape, dtype) for rank in range(self._ranks.world_size)]
-        if everyones[self._ranks.rank].data_ptr() != own.data_ptr():
-            raise RuntimeError("--peer-memory: set TORCH_SYMMMEM_IMPLICIT_POOL=0, as tensors must not share memory")
-        return everyones
+        # Where tensors come from a pool, get_buffer counts from the start of their allocation.
+        offset = own.data_ptr() - handle.get_buffer(self._ranks.rank, shape, dtype).data_ptr()
+        offsets = [offset] * self._ranks.world_size
+        dist.all_gather_object(offsets, offset)
+        if len(set(offsets)) > 1:
+            raise RuntimeError("--peer-memory: the ranks' tensors lie differently: set TORCH_SYMMMEM_IMPLICIT_POOL=0")
+        return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._ranks.world_size)]
 
 
 def _check_reach(gpus: int) -> None:
