@@ -151,7 +151,7 @@ class _Order:
         lookups, updates = self._times(_TABLE_LOOKUP), self._times(_TABLE_UPDATE)
         names = {event["name"] for event in events}
         self._presorts, self._replicates = "_update_chunks" in names, "_sum_tiles" in names
-        self._updates = bool(updates)
+        self._updates, self._in_peer_memory = bool(updates), "_lookup" in names
         # What must lie within these is the pooled vectors' all-to-all, and that of their gradients.
         self._within = {}
         if self._loss and lookups:
@@ -190,6 +190,8 @@ class _Order:
         return _BACKWARD if self._updates and not self._replicates else OTHER
 
     def _stage_of_all_to_all(self, event: dict[str, Any]) -> str:
+        if self._in_peer_memory:
+            return _INPUT
         possible = [stage for stage, span in self._within.items() if _inside(event, span)]
         for stage in possible:
             if sum(_inside(other, self._within[stage]) for other in self._all_to_alls()) == 1:

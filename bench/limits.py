@@ -46,18 +46,19 @@ LIMITS_SCHEMA = 1
 WORK_SHOWN = 10
 
 # Kernels that do one piece of work: (its name, pattern of their names, stage or None, ceilings whose sum is its best).
-_WORK = (
-    ("GEMMs", re.compile(rf"^{GEMM}"), None, "GEMM: "),
-    ("all-to-all of ids", re.compile("^NCCL SendRecv"), "input_dist", IDS),
-    ("all-to-all of pooled vectors", re.compile("^NCCL SendRecv"), "embedding_forward", POOLED),
-    ("all-to-all of their gradients", re.compile("^NCCL SendRecv"), "embedding_backward", GRADIENTS),
-    ("reduce-scatter", re.compile("^NCCL ReduceScatter"), "dense_forward_backward", REDUCE_SCATTER),
-    ("all-reduce", re.compile("^NCCL AllReduce"), "dense_forward_backward", ALL_REDUCE),
-    ("all-gather", re.compile("^NCCL AllGather"), "dense_update", ALL_GATHER),
-    ("table lookup", re.compile(r"embedding\w*_forward"), "embedding_forward", LOOKUP),
-    ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", UPDATE),
-    ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", ADAGRAD),
-    ("copy of the batch", re.compile("^Memcpy HtoD"), "input_dist", BATCH_COPY),
+_WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
+    ("GEMMs", re.compile(rf"^{GEMM}"), None, ("GEMM: ",)),
+    ("all-to-all of ids", re.compile("^NCCL SendRecv"), "input_dist", (IDS,)),
+    ("all-to-all of pooled vectors", re.compile("^NCCL SendRecv"), "embedding_forward", (POOLED,)),
+    ("all-to-all of their gradients", re.compile("^NCCL SendRecv"), "embedding_backward", (GRADIENTS,)),
+    ("reduce-scatter", re.compile("^NCCL ReduceScatter"), "dense_forward_backward", (REDUCE_SCATTER,)),
+    ("all-reduce", re.compile("^NCCL AllReduce"), "dense_forward_backward", (ALL_REDUCE,)),
+    ("all-gather", re.compile("^NCCL AllGather"), "dense_update", (ALL_GATHER,)),
+    ("dense exchange and update", re.compile("^sharded_adagrad"), "dense_update", (REDUCE_SCATTER, ALL_GATHER)),
+    ("table lookup", re.compile(r"embedding\w*_forward|^pooled_lookup"), "embedding_forward", (LOOKUP,)),
+    ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", (UPDATE,)),
+    ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", (ADAGRAD,)),
+    ("copy of the batch", re.compile("^Memcpy HtoD"), "input_dist", (BATCH_COPY,)),
 )
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -190,23 +191,23 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
     A kernel whose work has no ceiling of its own stands alone. ValueError if the two are of other work.
     """
     check_same_work(limits, run)
-    groups: dict[tuple[str, str | None, str], list[Kernel]] = {}
+    groups: dict[tuple[str, str | None, tuple[str, ...]], list[Kernel]] = {}
     for kernel in run.get("kernels") or ():
         kernel = Kernel(**{**kernel, "name": short_kernel_name(kernel["name"])})
-        for name, pattern, stage, ceiling in _WORK:
+        for name, pattern, stage, ceilings in _WORK:
             if pattern.search(kernel["name"]) and stage in (None, kernel["stage"]):
-                groups.setdefault((name, stage, ceiling), []).append(kernel)
+                groups.setdefault((name, stage, ceilings), []).append(kernel)
                 break
         else:
-            groups.setdefault((kernel["name"], kernel["stage"], ""), []).append(kernel)
+            groups.setdefault((kernel["name"], kernel["stage"], ()), []).append(kernel)
     same_precision = limits["config"].get("precision") == run["config"]["precision"]
     # Where ranks share the dense update, an all-reduce and an update are of parts, whose sizes were not measured.
-    shared = any(ceiling == REDUCE_SCATTER for _, _, ceiling in groups)
-    unknown = ("", ALL_REDUCE, ADAGRAD) if shared else ("",)
+    shared = any(REDUCE_SCATTER in ceilings for _, _, ceilings in groups)
+    unknown = ((ALL_REDUCE,), (ADAGRAD,)) if shared else ()
     work = []
-    for (name, _, ceiling), kernels in groups.items():
-        known = ceiling not in unknown and (same_precision or ceiling in (IDS, BATCH_COPY))
-        best = sum(c["ms"] for c in limits["ceilings"] if known and c["name"].startswith(ceiling)) * 1000
+    for (name, _, ceilings), kernels in groups.items():
+        known = ceilings not in unknown and (same_precision or ceilings in ((IDS,), (BATCH_COPY,)))
+        best = sum(c["ms"] for c in limits["ceilings"] if known and c["name"].startswith(ceilings)) * 1000
         calls, us = (sum(kernel[field] for kernel in kernels) for field in ("calls", "us"))
         names = [kernel["name"] for kernel in kernels]
         work.append(Work(name, names, kernels[0]["stage"], calls, us, best or None))

@@ -120,7 +120,8 @@ def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:
         kernels = twin.run.get("kernels")
         precision = twin.run["config"]["precision"]
         fitting = [limits for limits in material.limits if same_work(limits, [twin])]
-        limits = max(fitting, key=lambda limits: limits["config"].get("precision") == precision, default=None)
+        # The newest of its precision.
+        limits = max(fitting, key=lambda x: (x["config"].get("precision") == precision, x["created"]), default=None)
         if limits is not None and kernels:
             found[label] = (limits["id"], work_of_kernels(limits, twin.run))
         elif kernels:
