@@ -46,9 +46,9 @@ _EAGER_ITERATIONS = 3
 # nothing there, but two halves of the batch do. Below, weight gradients find room, and the top MLP's reduce-scatter can
 # start early.
 _FILLING_BATCH = 2048
-# The streams of the batch's parts: of their lookups, and from there on to the embedding backward.
-_LOOKUP_STREAMS = ("main", "second lookup")
+# The streams of the batch's parts from the embedding forward to the embedding backward, and of their lookups.
 _PART_STREAMS = ("main", "second half")
+_LOOKUP_STREAMS = ("main", "second lookup")
 
 _ALL = slice(None)
 _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
@@ -77,7 +77,9 @@ class StaticPipeline:
         check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
         self._fills_gpu = batch_size >= _FILLING_BATCH
         parts = 2 if self._fills_gpu and config.presort_ids and batch_size % 2 == 0 else 1
-        self._part_rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
+        rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
+        self._batch_parts = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, rows, strict=False))
+        self._last = self._batch_parts[-1][0]
         if config.plan == "torchrec":
             self._plan = torchrec_plan(config, ranks)
         else:
@@ -223,72 +225,90 @@ class StaticPipeline:
 
     def _iteration(self, now: _Slot, ahead: _Slot) -> None:
         """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
-        dense, ebc, streams = self.dense, self.ebc, self._streams
-        parts = list(zip(_PART_STREAMS, self._part_rows, strict=False))
-        layers, last = range(self._config.model.cross_layers), parts[-1][0]
-        # Of the weight gradients of cross layers; a layer in a bucket of its own has its exchange behind what follows.
-        cross_gradients: list[str] = []
-        each_layer = self._memory is not None and not self._fills_gpu
-        with streams.beside("input_dist"):
+        with self._streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
-            if self._memory is None:
-                with streams.beside("cross"):
-                    for bucket in dense.cross.values():
-                        bucket.all_gather()
-                with streams.beside("top", "cross"):
-                    dense.top.all_gather()
-            with streams.beside("local"):
-                self._local_forward(now)
-            pooled = []
-            for part, ((stream, _), lookup) in enumerate(zip(parts, _LOOKUP_STREAMS, strict=False)):
-                with streams.beside(stream), streams.beside(lookup):
-                    pooled.append(ebc.lookup(now.ids, part))
-            for part, ((stream, rows), lookup) in enumerate(zip(parts, _LOOKUP_STREAMS, strict=False)):
-                with streams.on(stream):
-                    streams.join(lookup)
-                    ebc.output_dist(pooled[part], self._interaction_input(rows), part)
+            pooled = self._embedding_forward(now)
         with record_function("dense_forward_backward"), torch.no_grad():
-            for part, (stream, rows) in enumerate(parts):
-                with streams.on(stream):
-                    streams.join("local")
-                    streams.join("cross")
-                    for layer in layers:
-                        dense.cross_forward(layer, part)
-                    streams.join("top")
-                    dense.loss_backward(dense.top_forward(part), now.labels[rows], self._loss[part], part)
-                    dense.top_backward(part)
-                    if not self._fills_gpu:
-                        self._update_top()
-                    for layer in reversed(layers):
-                        dense.cross_backward(layer, part)
-                        if each_layer:
-                            cross_gradients += self._update_cross((layer,))
-            # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
-            if self._fills_gpu:
-                self._update_top(last)
-            if not each_layer:
-                for of_bucket in reversed(dense.cross):
-                    cross_gradients += self._update_cross(of_bucket, last)
+            gradients = self._dense_forward_backward(now)
         with record_function("dense_update"):
-            bottom_gradients = self._bottom_gradients(last)
-            with streams.beside("bottom update", *bottom_gradients):
-                self._update(dense.bottom)
-            with streams.beside("replicated", last):
-                ebc.update_replicated(now.ids, self._interaction_gradient())
+            gradients += self._dense_update(now)
         with record_function("embedding_backward"):
-            for part, (stream, rows) in enumerate(parts):
-                with streams.on(stream):
-                    ebc.gradient_dist(self._interaction_gradient(rows), part)
-            # The update's many small blocks leave no room for GEMMs: where the weight gradients take no longer than the
-            # all-to-all, they go first. So does the reduce-scatter behind them, which NCCL launches before the last
-            # all-reduce; the kernels of peer memory get along with few multiprocessors.
-            first = [] if self._fills_gpu else [*cross_gradients, *bottom_gradients]
-            if first and self._memory is None:
-                first.append("bottom update")
-            with streams.beside("tables", last, *first):
-                ebc.update(now.ids, pooled[0])
-        streams.join_all()
+            self._embedding_backward(now, pooled, gradients)
+        self._streams.join_all()
+
+    def _embedding_forward(self, now: _Slot) -> Tensor | None:
+        """What a part's lookup gives, for the embedding backward."""
+        dense, streams = self.dense, self._streams
+        if self._memory is None:
+            with streams.beside("cross"):
+                for bucket in dense.cross.values():
+                    bucket.all_gather()
+            with streams.beside("top", "cross"):
+                dense.top.all_gather()
+        with streams.beside("local"):
+            self._local_forward(now)
+        pooled = []
+        for part, (stream, lookup, _) in enumerate(self._batch_parts):
+            with streams.beside(stream), streams.beside(lookup):
+                pooled.append(self.ebc.lookup(now.ids, part))
+        for part, (stream, lookup, rows) in enumerate(self._batch_parts):
+            with streams.on(stream):
+                streams.join(lookup)
+                self.ebc.output_dist(pooled[part], self._interaction_input(rows), part)
+        return pooled[0]
+
+    def _dense_forward_backward(self, now: _Slot) -> list[str]:
+        """The streams of the weight gradients of cross layers."""
+        dense, streams, layers = self.dense, self._streams, range(self._config.model.cross_layers)
+        gradients: list[str] = []
+        # A layer in a bucket of its own has its exchange behind what follows.
+        each_layer = self._memory is not None and not self._fills_gpu
+        for part, (stream, _, rows) in enumerate(self._batch_parts):
+            with streams.on(stream):
+                streams.join("local")
+                streams.join("cross")
+                for layer in layers:
+                    dense.cross_forward(layer, part)
+                streams.join("top")
+                dense.loss_backward(dense.top_forward(part), now.labels[rows], self._loss[part], part)
+                dense.top_backward(part)
+                if not self._fills_gpu:
+                    self._update_top()
+                for layer in reversed(layers):
+                    dense.cross_backward(layer, part)
+                    if each_layer:
+                        gradients += self._update_cross((layer,))
+        # Beside the all-to-all and the table update: beside the chain above they would delay it by as much.
+        if self._fills_gpu:
+            self._update_top(self._last)
+        if not each_layer:
+            for of_bucket in reversed(dense.cross):
+                gradients += self._update_cross(of_bucket, self._last)
+        return gradients
+
+    def _dense_update(self, now: _Slot) -> list[str]:
+        """Of what is left: the bottom MLP and the replicated tables. The streams of the weight gradients."""
+        gradients = self._bottom_gradients(self._last)
+        with self._streams.beside("bottom update", *gradients):
+            self._update(self.dense.bottom)
+        with self._streams.beside("replicated", self._last):
+            self.ebc.update_replicated(now.ids, self._interaction_gradient())
+        return gradients
+
+    def _embedding_backward(self, now: _Slot, pooled: Tensor | None, gradients: list[str]) -> None:
+        """gradients: the streams of weight gradients."""
+        for part, (stream, _, rows) in enumerate(self._batch_parts):
+            with self._streams.on(stream):
+                self.ebc.gradient_dist(self._interaction_gradient(rows), part)
+        # The update's many small blocks leave no room for GEMMs: where the weight gradients take no longer than the
+        # all-to-all, they go first. So does the reduce-scatter behind them, which NCCL launches before the last
+        # all-reduce; the kernels of peer memory get along with few multiprocessors.
+        first = [] if self._fills_gpu else gradients
+        if first and self._memory is None:
+            first = [*first, "bottom update"]
+        with self._streams.beside("tables", self._last, *first):
+            self.ebc.update(now.ids, pooled)
 
     def _update_top(self, *after: str) -> None:
         with self._streams.beside("top gradients", *after):
@@ -337,7 +357,7 @@ class StaticPipeline:
         self._input_dist(slot)
         self._local_forward(slot)
         logits = []
-        for part, rows in enumerate(self._part_rows):
+        for part, (_, _, rows) in enumerate(self._batch_parts):
             self.ebc.output_dist(self.ebc.lookup(slot.ids, part), self._interaction_input(rows), part)
             for layer in range(self._config.model.cross_layers):
                 self.dense.cross_forward(layer, part)
@@ -375,9 +395,5 @@ class StaticPipeline:
         batch = next(batches, None)
         if batch is not None:
             with self._streams.copying():
-                self._copy(batch, self._slots[self._fetched % 2])
+                self._slots[self._fetched % 2].staging.storage.copy_(batch.storage, non_blocking=True)
             self._fetched += 1
-
-    @staticmethod
-    def _copy(batch: Batch, slot: _Slot) -> None:
-        slot.staging.storage.copy_(batch.storage, non_blocking=True)
