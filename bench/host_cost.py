@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from bench.host_threads import spent_ms, thread_times_ms
 from bench.kernel_names import OTHER, STAGES, short_kernel_name
 from bench.record import Instruments, Record, RunRecord
 from bench.trace import ITERATION, Kernel, Span, read_trace, summarize_trace
@@ -41,6 +42,8 @@ SETTLING = 3
 PROFILED = 5
 """Iterations in the trace and in all counts."""
 KERNELS_SHOWN = 10
+_SHOWN_MS = 0.001
+"""Threads of less CPU time an iteration are left out of the table."""
 _BAR = 40  # characters
 COUNTS = ("kernel_launches", "graph_launches", "stream_syncs", "memcpy_calls", "d2h_copies")
 
@@ -67,6 +70,7 @@ class InstrumentedPipeline:
         self._step = 0
         self._starts = config.warmup_iterations
         self._cpu_ms = self._thread_ms = self._wall_ms = 0.0
+        self._threads: list[dict[int, tuple[str, float]]] = []
         self._on = ExitStack()
         self._profile: profile | None = None
         if not nvtx:
@@ -116,6 +120,7 @@ class InstrumentedPipeline:
         times = {"cpu_ms": self._cpu_ms / MEASURED, "launching_thread_ms": self._thread_ms / MEASURED}
         own = Instruments(
             host={**times, "wall_ms": wall_ms},
+            host_threads_ms={name: ms / MEASURED for name, ms in spent_ms(*self._threads).items()},
             gpu=None,
             stages_ms=None,
             host_stages_ms=None,
@@ -153,8 +158,11 @@ class InstrumentedPipeline:
         """
         if sign < 0:
             self._synchronize()
+            self._threads.append(thread_times_ms())
         self._cpu_ms += sign * time.process_time() * 1000
         self._thread_ms += sign * time.thread_time() * 1000
+        if sign > 0:
+            self._threads.append(thread_times_ms())
         self._synchronize()
         self._wall_ms += sign * time.perf_counter() * 1000
 
@@ -199,6 +207,7 @@ def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
     blocks = ("host", "stages_ms", "host_stages_ms")
     return Instruments(
         **{block: _mean([rank[block] for rank in ranks]) for block in blocks},  # type: ignore[typeddict-item,literal-required]
+        host_threads_ms=_mean_by_name([rank["host_threads_ms"] for rank in ranks]),
         gpu=gpu,
         timeline=timeline or None,
         kernels=sorted(merged, key=lambda kernel: -kernel["us"]) or None,
@@ -215,6 +224,10 @@ def host_table(run: RunRecord) -> Table:
     for column in ("", "host", "GPU"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     table.add_row("busy, ms", f"{host['cpu_ms']:.3f} CPU time", f"{gpu['busy_ms']:.3f}" if gpu else "")
+    threads = {"launching thread": host.get("launching_thread_ms", 0.0), **(run.get("host_threads_ms") or {})}
+    for name, ms in threads.items():
+        if ms >= _SHOWN_MS:
+            table.add_row(f"  {name}, ms", f"{ms:.3f}", "")
     if gpu and "computing_ms" in gpu:
         table.add_row("but for collectives, ms", "", f"{gpu['computing_ms']:.3f}")
     table.add_row("of, ms", f"{host['wall_ms']:.3f}", f"{gpu['idle_fraction']:.0%} idle" if gpu else "")
@@ -274,6 +287,15 @@ def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
     least = min(kernel["least_us"] for kernel in same) if len(same) == ranks else 0.0
     most = max(kernel["most_us"] for kernel in same)
     return Kernel(name=same[0]["name"], stage=same[0]["stage"], calls=calls, us=us, least_us=least, most_us=most)
+
+
+def _mean_by_name(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Most first; what a rank does not have counts as zero."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for rank in ranks:
+        for name, ms in rank.items():
+            total[name] += ms / len(ranks)
+    return dict(sorted(total.items(), key=lambda each: -each[1]))
 
 
 def _mean(blocks: Sequence[dict[str, float] | None]) -> dict[str, float] | None:

@@ -98,6 +98,8 @@ class RunRecord(TypedDict):
     memory_gb: Memory | None
     host: dict[str, float] | None
     """From here to kernels: per iteration, mean of the ranks, in the record of an instrumented twin alone."""
+    host_threads_ms: NotRequired[dict[str, float] | None]
+    """CPU time by thread, but for the launching one; empty where the kernel does not tell."""
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
     """On the GPU; on the host where there is none."""
@@ -114,6 +116,7 @@ class Instruments(TypedDict):
     """What only an instrumented twin knows; the fields are those of RunRecord."""
 
     host: dict[str, float]
+    host_threads_ms: dict[str, float]
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
     """From here on None in a twin for another profiler, which counts nothing."""

@@ -94,6 +94,7 @@ def instruments() -> Instruments:
     spans = [Span(start_ms=0.25 * i, end_ms=0.25 * i + 0.5, busy_ms=0.4) for i in range(len(STAGES))]
     return Instruments(
         host=dict.fromkeys(host, 12.0),
+        host_threads_ms={"batch-reader": 0.02, "idle": 0.0001},
         gpu={"busy_ms": 1.5, "idle_fraction": 0.875},
         stages_ms=stages,
         host_stages_ms=stages,

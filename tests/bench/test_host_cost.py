@@ -121,6 +121,7 @@ def test_the_twin_measures_every_rank(run_ranks: Any, tmp_path: Path) -> None:
     assert measured["gpu"] is None
     assert measured["host"]["kernel_launches"] == 0
     assert 0 < measured["host"]["launching_thread_ms"] <= measured["host"]["cpu_ms"] * 1.01
+    assert sum(measured["host_threads_ms"].values()) <= measured["host"]["cpu_ms"]
     assert measured["stages_ms"] == measured["host_stages_ms"]
     assert measured["stages_ms"]["embedding_forward"] > 0
     assert list(measured["timeline"]) == ["embedding_forward"]
@@ -152,7 +153,8 @@ def test_the_flags_of_a_record(tmp_path: Path) -> None:
 def test_the_tables(tmp_path: Path) -> None:
     twin = read_record(write(tmp_path / "twin", recorded_runs()[0], instruments=instruments())).run
     table = host_table(twin)
-    assert table.row_count == 7 + len(STAGES) + 1
+    assert table.row_count == 9 + len(STAGES) + 1
+    assert [str(cell).strip() for cell in table.columns[0].cells][1:3] == ["launching thread, ms", "batch-reader, ms"]
     assert "88% idle" in list(table.columns[2].cells)
     kernels, timeline = kernel_table(twin), timeline_table(twin)
     assert kernels is not None
@@ -174,7 +176,7 @@ def test_a_twin_for_another_profiler_has_no_counts(tmp_path: Path) -> None:
     twin = read_record(write(tmp_path / "x", recorded_runs()[0], instruments={"host": clocks, **none}))
     table = host_table(twin.run)
     assert list(table.columns[1].cells).count("not counted") == len(COUNTS)
-    assert table.row_count == 7
+    assert table.row_count == 8
     with pytest.raises(ValueError, match="it counts no calls"):
         host_cost(twin)
 
