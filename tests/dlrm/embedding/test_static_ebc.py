@@ -173,9 +173,8 @@ class World:
         return wider.to(self.case.dtype)[:, DIM:]
 
 
-def check_input_dist(ranks: Ranks, case: Case) -> None:
-    world = World(ranks, case)
-    out = world.ebc.empty_ids()
+def check_input_dist(ranks: Ranks, world: World) -> None:
+    case, out = world.case, world.ebc.empty_ids()
     for batch in (0, 1):  # into the same memory twice
         world.ebc.input_dist(world.batches[batch][ranks.rank], out)
         blocks = world.global_blocks(batch)
@@ -193,8 +192,8 @@ def check_input_dist(ranks: Ranks, case: Case) -> None:
             assert torch.equal(out.sorted_ids, torch.cat(linear).sort().values)
 
 
-def check_forward(ranks: Ranks, case: Case) -> None:
-    world = World(ranks, case)
+def check_forward(ranks: Ranks, world: World) -> None:
+    case = world.case
     ids = world.ebc.input_dist(world.batches[0][ranks.rank])
     expected = world.pooled(0, world.tables)
     pooled = world.lookup(ids)
@@ -207,9 +206,9 @@ def check_forward(ranks: Ranks, case: Case) -> None:
     torch.testing.assert_close(out, world.mine(expected).to(case.dtype))
 
 
-def check_gradient_dist(ranks: Ranks, case: Case) -> None:
+def check_gradient_dist(ranks: Ranks, world: World) -> None:
     """The output dist, A, moves numbers and changes none: the transpose is the inverse, to the bit."""
-    world = World(ranks, case)
+    case = world.case
     y = world.random(case.batch_size, MODEL.num_features * DIM, seed=50 + ranks.rank)
     at_y = world.gradient_dist(y)
     if not case.peers:
@@ -224,9 +223,9 @@ def check_gradient_dist(ranks: Ranks, case: Case) -> None:
     assert torch.equal(at_y, world.columns_held(whole))
 
 
-def check_update(ranks: Ranks, case: Case) -> None:
+def check_update(ranks: Ranks, world: World) -> None:
     """Two iterations of Adagrad on the rank's shards, replicated tables included."""
-    world = World(ranks, case)
+    case = world.case
     parameters = [weights.clone().requires_grad_() for weights in world.tables]
     adagrad = torch.optim.Adagrad(parameters, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
     for batch in (0, 1):
@@ -255,13 +254,15 @@ def check_update(ranks: Ranks, case: Case) -> None:
 
 
 CHECKS = (check_input_dist, check_forward, check_gradient_dist, check_update)
+"""In this order: the last one changes the tables."""
 
 
 def check_all(ranks: Ranks, cases: list[Case]) -> int:
     for case in cases:
+        world = World(ranks, case)
         for check in CHECKS:
             try:
-                check(ranks, case)
+                check(ranks, world)
             except Exception as error:
                 error.add_note(f"{check.__name__} on rank {ranks.rank} of {case}")
                 raise
