@@ -18,7 +18,8 @@ from torch import Tensor
 from kernels._triton import cdiv, jit, next_power_of_2, tl
 from kernels.peer_tensors import PeerTensors
 
-# Rows that one program loads at a time, by columns, the ids of a bag among them at most, and warps of a program.
+# Rows that one program loads at a time, by columns, the ids of a bag among them at most, and warps of a program. The
+# fastest on 4 x H200 of seven shapes at 64 columns, from 512 to 3456 samples a GPU; other widths have as many elements.
 _TILES = {16: 64, 32: 32, 64: 16, 128: 8}
 _WIDEST_STEP = 8
 _NUM_WARPS = 1
