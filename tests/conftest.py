@@ -1,5 +1,6 @@
 """What all tests share: GPU tests are skipped with a reason where there is none, and functions run on several ranks."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -32,7 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _rank_main(
     rank: int, world_size: int, port: int, gpu: bool, function: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> None:
-    if not gpu:
+    if gpu:
+        # A collective that a rank never comes to is waited for without end: say where all threads are, and leave.
+        faulthandler.dump_traceback_later(float(os.environ.get("RANK_LIMIT_S", 600)), exit=True)
+    else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= rank_environment(rank, world_size, port)
     torch.set_num_threads(1)
@@ -44,6 +48,7 @@ def _rank_main(
     gc.collect()  # pipelines that nobody closed: NCCL waits for the last graph with a collective in it
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: bool = False) -> list[Any]:
