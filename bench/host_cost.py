@@ -154,7 +154,7 @@ class InstrumentedPipeline:
         """Adds (1) or takes away (-1) the times so far of the process, this thread, and the wall.
 
         The host waits for the GPU, polling, before the first iteration that counts; after the last one its own time is
-        over before it does.
+        over before it does. Reading the other threads' times falls outside of it at both ends.
         """
         if sign < 0:
             self._synchronize()

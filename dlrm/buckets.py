@@ -1,5 +1,8 @@
 """Dense weights and gradients in flat buffers, and their update by Adagrad, sharded over ranks where that pays."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,63 +23,46 @@ DenseState = Literal["master", "state"]
 """fp32 weights, or Adagrad's state."""
 
 
-class Bucket:
+class Bucket(ABC):
     """Named tensors of one flat buffer, with its gradient and what this rank keeps of its optimizer.
 
-    sharded: each rank updates its slice, and `all_gather` brings the slices together; otherwise each updates all.
+    sharded: each rank updates its slice; otherwise each updates all.
     """
 
-    def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, sharded: bool) -> None:
-        """Collective: makes a process group."""
-        self._lay_out(weights, ranks, sharded)
-        flat = self._flat(weights)
-        working = flat.to(dtype)
-        self._take(working, flat, torch.zeros_like(working))
-        self._group = ranks.new_group()
-        self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
-
-    def _lay_out(self, weights: dict[str, Tensor], ranks: Ranks, sharded: bool) -> None:
+    def __init__(self, weights: dict[str, Tensor], ranks: Ranks, sharded: bool, zeros: Callable[[int], Tensor]) -> None:
+        """zeros: memory for so many working weights or gradients."""
         rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
         self.starts, end = {}, 0
         for name, value in weights.items():
             self.starts[name] = end
             end += -(-value.numel() // _ALIGN) * _ALIGN
-        self._share = -(-end // (_ALIGN * world_size)) * _ALIGN
-        self._mine = slice(rank * self._share, (rank + 1) * self._share)
-        self._size, self._device, self._sharded = self._share * world_size, ranks.device, sharded
+        share = -(-end // (_ALIGN * world_size)) * _ALIGN
+        self._mine = slice(rank * share, (rank + 1) * share)
+        self._size, self._device, self._sharded = share * world_size, ranks.device, sharded
         self.shapes = {name: value.shape for name, value in weights.items()}
-
-    def _take(self, working: Tensor, flat: Tensor, grad: Tensor) -> None:
-        """working and grad: of the bucket's dtype. flat: fp32, the same weights."""
-        self.working, self.grad = working, grad
+        flat = self._flat(weights)
+        self.working, self.grad = zeros(self._size).copy_(flat), zeros(self._size)
         # In fp32 the working copy is the master.
-        self.master = working[self._mine] if working.dtype == torch.float32 else flat[self._mine].clone()
+        fp32 = self.working.dtype == torch.float32
+        self.master = self.working[self._mine] if fp32 else flat[self._mine].clone()
         self.state = torch.zeros_like(self.master)
+
+    @abstractmethod
+    def update(self, learning_rate: Tensor, eps: float) -> None:
+        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective."""
+
+    @abstractmethod
+    def all_gather(self) -> None:
+        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
 
     def tensors(self) -> list[Tensor]:
         """All memory of this bucket on this rank: weights, master weights, Adagrad state, gradients; some share it."""
-        return [self.working, self.master, self.state, self.grad, self._summed]
+        return [self.working, self.master, self.state, self.grad]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The tensor called `name` in a buffer of this bucket's layout."""
         shape = self.shapes[name]
         return flat[self.starts[name] :][: shape.numel()].view(shape)
-
-    def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective."""
-        if self._sharded:
-            dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
-        else:
-            dist.all_reduce(self.grad, group=self._group)
-        mine = self.working[self._mine]
-        flat_adagrad(
-            self.master, self.state, self._summed, learning_rate, eps, None if mine.dtype == torch.float32 else mine
-        )
-
-    def all_gather(self) -> None:
-        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
-        if self._sharded:
-            dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
 
     def load(self, which: DenseState, values: dict[str, Tensor]) -> None:
         """Takes `master` (and the working weights) or `state` from full tensors, the same on every rank."""
@@ -101,6 +87,36 @@ class Bucket:
         return {name: self.view(flat, name).clone() for name in self.starts}
 
 
+class CollectiveBucket(Bucket):
+    """By NCCL's or gloo's collectives."""
+
+    def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, sharded: bool) -> None:
+        """Collective: makes a process group."""
+        super().__init__(weights, ranks, sharded, partial(torch.zeros, dtype=dtype, device=ranks.device))
+        self._group = ranks.new_group()
+        self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
+
+    def tensors(self) -> list[Tensor]:
+        """As Bucket's, and the sums of gradients."""
+        return [*super().tensors(), self._summed]
+
+    def update(self, learning_rate: Tensor, eps: float) -> None:
+        """By a reduce-scatter, or an all-reduce where it is not sharded."""
+        if self._sharded:
+            dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
+        else:
+            dist.all_reduce(self.grad, group=self._group)
+        mine = self.working[self._mine]
+        flat_adagrad(
+            self.master, self.state, self._summed, learning_rate, eps, None if mine.dtype == torch.float32 else mine
+        )
+
+    def all_gather(self) -> None:
+        """Nothing where it is not sharded."""
+        if self._sharded:
+            dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
+
+
 class PeerBucket(Bucket):
     """Sharded, in peer memory: one kernel sums the slice's gradients from where the ranks have them, updates, and
     writes the new weights to where the ranks read them."""
@@ -109,19 +125,19 @@ class PeerBucket(Bucket):
         self, name: str, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
     ) -> None:
         """Collective. name: no other bucket's."""
-        self._lay_out(weights, ranks, sharded=True)
+        peers: list[PeerTensors] = []
+
+        def zeros(size: int) -> Tensor:
+            peers.append(memory.zeros(size, dtype=dtype))
+            return peers[-1].own
+
+        super().__init__(weights, ranks, True, zeros)
         self._name, self._memory = name, memory
-        flat = self._flat(weights)
-        self._workings, grads = (memory.zeros(self._size, dtype=dtype) for _ in range(2))
-        self._take(self._workings.own.copy_(flat), flat, grads.own)
+        self._workings, grads = peers
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
-    def tensors(self) -> list[Tensor]:
-        """As Bucket's."""
-        return [self.working, self.master, self.state, self.grad]
-
     def update(self, learning_rate: Tensor, eps: float) -> None:
-        """As Bucket's, and it writes to all ranks' working weights: a rank calls it when it is through with its own,
+        """Writes to all ranks' working weights, too: a rank calls it when it is through with its own,
         and reads them again behind it. Collective."""
         self._memory.barrier(f"{self._name} gradients")
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)

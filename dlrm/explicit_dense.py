@@ -16,7 +16,7 @@ bottom MLP's update is sharded too.
 import torch
 from torch import Tensor
 
-from dlrm.buckets import Bucket, DenseState, PeerBucket
+from dlrm.buckets import Bucket, CollectiveBucket, DenseState, PeerBucket
 from dlrm.config import ModelConfig
 from dlrm.model import DenseNetwork
 from dlrm.peer_memory import PeerMemory
@@ -70,7 +70,7 @@ class ExplicitDense:
             mine = {name: value for name, value in weights.items() if name.startswith(f"{part}.")}
             if memory:
                 return PeerBucket(part, mine, dtype, ranks, memory)
-            return Bucket(mine, dtype, ranks, sharded)
+            return CollectiveBucket(mine, dtype, ranks, sharded)
 
         # Each with a group of its own: collectives of one group queue behind one another.
         self.top = bucket("top_mlp", True)

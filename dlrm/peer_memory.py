@@ -33,6 +33,7 @@ class PeerMemory:
         self._handles: list[Any] = []
         """Of all allocations; the signals of the first one serve the barriers."""
         self._own: list[Tensor] = []
+        """Of all allocations, kept for the views that `zeros` gives."""
         if self._cuda and not self._alone:
             _check_reach(ranks.world_size)
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
@@ -72,7 +73,7 @@ class PeerMemory:
         return self._allocate_on_gpus(shape, dtype) if self._cuda else _mapped_files(self._ranks, shape, dtype)
 
     def _allocate_on_gpus(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        import torch.distributed._symmetric_memory as symmetric_memory  # registers operators that only GPUs need
 
         own, world = symmetric_memory.empty(shape, dtype=dtype, device=self._ranks.device), dist.GroupMember.WORLD
         assert world is not None

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from kernels._triton import cdiv, jit, tl
 from kernels.peer_tensors import PeerTensors
-from kernels.regroup import Run
-
-_RUN = 128  # columns that one program copies
-_ROWS = 32  # rows that one program copies
+from kernels.regroup import ROWS, RUN, Run, alignment_of, cut
 
 
 class PushTable:
@@ -33,19 +30,16 @@ class PushTable:
         self.end = max(start + batch * columns for start, columns in zip(starts, row_columns, strict=True))
         pieces = [
             (
-                run.block,
-                starts[run.block] + run.block_column + start,
-                row_columns[run.block],
-                run.matrix_column + start,
-                min(_RUN, run.columns - start),
+                piece.block,
+                starts[piece.block] + piece.block_column,
+                row_columns[piece.block],
+                piece.matrix_column,
+                piece.columns,
             )
-            for run in runs
-            for start in range(0, run.columns, _RUN)
+            for piece in cut(runs)
         ]
-        numbers = [number for _, *numbers in pieces for number in numbers]
-        assert all(number % 4 == 0 for number in numbers), "columns and starts must be multiples of 4"
-        self.alignment = 8 if all(number % 8 == 0 for number in numbers) else 4
-        self.pieces = torch.tensor(pieces, dtype=torch.int64).view(len(pieces), 5).to(device)
+        self.alignment = alignment_of(number for _, *numbers in pieces for number in numbers)
+        self.pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 5).to(device)
 
 
 def push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
@@ -77,7 +71,7 @@ def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> 
     """What `push_columns` does, in one kernel."""
     assert matrix.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
     assert all(t.data_ptr() % 16 == 0 for t in outs.tensors), "buffers: 16-byte aligned"
-    grid = (len(table.pieces), cdiv(table.batch, _ROWS))
+    grid = (len(table.pieces), cdiv(table.batch, ROWS))
     if all(grid):
         _push_runs[grid](
             matrix,
@@ -87,8 +81,8 @@ def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> 
             table.batch,
             matrix.stride(0),
             table.alignment,
-            _RUN,
-            _ROWS,
+            RUN,
+            ROWS,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels._triton import cdiv, jit, tl
 
-_RUN = 128  # columns that one program copies
-_ROWS = 32  # rows that one program copies
+RUN = 128  # columns that one program copies
+ROWS = 32  # rows that one program copies
 
 
 class Run(NamedTuple):
@@ -21,6 +21,22 @@ class Run(NamedTuple):
     block_column: int
     matrix_column: int
     columns: int
+
+
+def cut(runs: Sequence[Run]) -> list[Run]:
+    """The same columns in runs that one program each copies."""
+    return [
+        Run(run.block, run.block_column + start, run.matrix_column + start, min(RUN, run.columns - start))
+        for run in runs
+        for start in range(0, run.columns, RUN)
+    ]
+
+
+def alignment_of(numbers: Iterable[int]) -> int:
+    """8 or 4: what all columns and offsets of a table are multiples of."""
+    numbers = list(numbers)
+    assert all(number % 4 == 0 for number in numbers), "columns and offsets must be multiples of 4"
+    return 8 if all(number % 8 == 0 for number in numbers) else 4
 
 
 class RegroupTable:
@@ -36,17 +52,14 @@ class RegroupTable:
         self.flat_size = batch * sum(block_columns)
         pieces = [
             (
-                batch * sum(block_columns[: run.block]) + run.block_column + start,
-                block_columns[run.block],
-                run.matrix_column + start,
-                min(_RUN, run.columns - start),
+                batch * sum(block_columns[: piece.block]) + piece.block_column,
+                block_columns[piece.block],
+                piece.matrix_column,
+                piece.columns,
             )
-            for run in runs
-            for start in range(0, run.columns, _RUN)
+            for piece in cut(runs)
         ]
-        numbers = [number for piece in pieces for number in piece]
-        assert all(number % 4 == 0 for number in numbers), "columns must be multiples of 4"
-        self.alignment = 8 if all(number % 8 == 0 for number in numbers) else 4
+        self.alignment = alignment_of(number for piece in pieces for number in piece)
         self.pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, 4).to(device)
 
 
@@ -107,10 +120,10 @@ def triton_regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -
 
 def _launch(flat: Tensor, table: RegroupTable, matrix: Tensor, to_matrix: bool) -> None:
     assert matrix.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
-    grid = (len(table.pieces), cdiv(table.batch, _ROWS))
+    grid = (len(table.pieces), cdiv(table.batch, ROWS))
     if all(grid):
         _copy_runs[grid](
-            flat, matrix, table.pieces, table.batch, matrix.stride(0), table.alignment, to_matrix, _RUN, _ROWS
+            flat, matrix, table.pieces, table.batch, matrix.stride(0), table.alignment, to_matrix, RUN, ROWS
         )
 
 

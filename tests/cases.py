@@ -1,5 +1,7 @@
 """Where tests on several ranks run, and a model small enough for all of them."""
 
+from typing import Any
+
 import pytest
 
 from dlrm.config import ModelConfig
@@ -8,6 +10,13 @@ CPU_PLACES = [(1, False), (2, False)]
 GPU_PLACES = [pytest.param(1, True, marks=pytest.mark.gpu), pytest.param(2, True, marks=pytest.mark.multi_gpu)]
 PLACES = [*CPU_PLACES, *GPU_PLACES]
 """(world_size, gpu) for the fixture run_ranks."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fbgemm": {},
+    "presorted": {"presort_ids": True},
+    "peer memory": {"presort_ids": True, "peer_memory": True},
+}
+"""How the static pipeline updates tables, and how what its ranks exchange travels: fields of RunConfig."""
 
 SMALL_MODEL = ModelConfig(
     # TorchRec's planner and ours replicate the small tables.

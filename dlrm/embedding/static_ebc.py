@@ -95,19 +95,19 @@ class StaticEBC:
             assert peers.inputs.own.shape == (batch_size, width), "inputs: [B, (num_features + 1) * dim]"
             assert peers.inputs.own.dtype == wire_dtype, "pooled vectors are written as they travel"
         self.model, self.plan, self.batch_size, self.parts = model, plan, batch_size, parts
-        self.device, self.wire_dtype, self.presort = ranks.device, wire_dtype, presort
+        self.device, self.presort = ranks.device, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
         """On the device, fp32 [1]; `set_learning_rate` changes it."""
         self.eps = optimizer.eps
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
-        self._rank, self._global_batch = ranks.rank, batch_size * ranks.world_size
+        self._rank = ranks.rank
         self._ids_group = ranks.new_group()
         self._tbe = FixedTBE(
             [model.rows[shard.table] for shard in self.shards],
             [model.multi_hot_sizes[shard.table] for shard in self.shards],
             self.columns,
-            self._global_batch // parts,
+            batch_size * ranks.world_size // parts,
             optimizer,
             wire_dtype,
             ranks.device,

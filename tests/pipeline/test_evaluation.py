@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.buckets import Bucket
+from dlrm.buckets import CollectiveBucket
 from dlrm.ranks import Ranks
 from pipeline.static import StaticPipeline
 from tests.cases import PLACES
@@ -67,14 +67,14 @@ def test_evaluation_at_any_time(run_ranks: Callable[..., list[Any]], world_size:
 
 def count_gathers(ranks: Ranks) -> int:
     evaluated, count = StaticPipeline(small(), ranks), 0
-    gather = Bucket.all_gather
+    gather = CollectiveBucket.all_gather
 
-    def counting(self: Bucket) -> None:
+    def counting(self: CollectiveBucket) -> None:
         nonlocal count
         count += 1
         gather(self)
 
-    Bucket.all_gather = counting  # type: ignore[method-assign]
+    CollectiveBucket.all_gather = counting  # type: ignore[method-assign]
     logits(evaluated, ranks)
     return count
 

@@ -23,7 +23,7 @@ from dlrm.presets import preset
 from dlrm.ranks import Ranks
 from pipeline import build_pipeline
 from pipeline.static import StaticPipeline
-from tests.cases import CPU_PLACES, GPU_PLACES, PLACES
+from tests.cases import CPU_PLACES, GPU_PLACES, PLACES, WAYS
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 100
@@ -54,12 +54,6 @@ MODELS = {
         **DENSE,
     ),
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "fbgemm": {},
-    "presorted": {"presort_ids": True},
-    "peer memory": {"presort_ids": True, "peer_memory": True},
-}
-"""How tables are updated and what ranks exchange travels."""
 LARGE_WAYS = ("presorted", "peer memory")
 PARITY = [
     *[pytest.param(*place, model, way) for place in CPU_PLACES for model in MODELS for way in WAYS],

@@ -18,19 +18,12 @@ from dlrm.data.random_batches import RandomDataset
 from dlrm.ranks import Ranks
 from pipeline.state import ModelState, table_key
 from pipeline.static import StaticPipeline
-from tests.cases import PLACES, SMALL_MODEL
+from tests.cases import PLACES, SMALL_MODEL, WAYS
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 60
 LEARNING_RATE = 0.004
 MODEL = replace(SMALL_MODEL, num_embeddings=(5000, 7, 30, 9000, 600, 400))
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "fbgemm": {},
-    "presorted": {"presort_ids": True},
-    "peer memory": {"presort_ids": True, "peer_memory": True},
-}
 
 
 def config(way: str, gpu: bool = False) -> RunConfig:
