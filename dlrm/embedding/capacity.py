@@ -19,6 +19,13 @@ def device_memory_bytes(ranks: Ranks) -> int:
     return _host_available_bytes() // ranks.local_world_size
 
 
+def table_memory_bytes(ranks: Ranks) -> int:
+    """What tables and optimizer state may take on every rank: that of the rank with the least memory. Collective."""
+    least = torch.tensor([device_memory_bytes(ranks)], dtype=torch.int64, device=ranks.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(int(least) * HEADROOM)
+
+
 def _host_available_bytes() -> int:
     """Free memory and what the kernel frees on demand: the page cache, which reading data files fills."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

@@ -164,14 +164,15 @@ def make_plan(
     global_batch_size: int,
     pooled_bytes: int = 2,
     optimizer: TableOptimizer = "adagrad",
+    memory_bytes: int | None = None,
 ) -> Plan:
-    """The plan of least `iteration_us` among those of two kinds of ranks.
+    """The plan of least `iteration_us` among those of two kinds of ranks that fit.
 
     Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables
     whole. All numbers of split tables, widths and splits of the ranks are tried; within a kind, the most costly shard
     goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no table, and only exact
-    Adagrad, whose update replicated.py has, replicates any. ValueError if there are fewer shards than ranks at every
-    width.
+    Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of one
+    rank may take. ValueError if there are fewer shards than ranks at every width, or no plan fits.
     """
     dim = model.embedding_dim
     tables = list(range(model.num_features))
@@ -185,6 +186,7 @@ def make_plan(
     splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
     best: tuple[float, tuple[Shard, ...]] | None = None
+    least_bytes = math.inf
     for split, width, narrow_ranks in product(range(len(costliest) + 1), widths, range(world_size + 1)):
         wide_ranks = world_size - narrow_ranks
         if (split > 0) != (narrow_ranks > 0) or (split < len(costliest)) != (wide_ranks > 0):
@@ -195,9 +197,19 @@ def make_plan(
             continue
         sizes = (model, world_size, global_batch_size, pooled_bytes)
         shards = _place(narrow, range(narrow_ranks), *sizes) + _place(wide, range(narrow_ranks, world_size), *sizes)
+        largest = max(_bytes_of_ranks(shards, replicated, model, world_size, optimizer))
+        least_bytes = min(least_bytes, largest)
+        if memory_bytes is not None and largest > memory_bytes:
+            continue
         time = iteration_us(shards, *sizes)
         if best is None or time < best[0]:
             best = (time, tuple(sorted(shards)))
+    if best is None and least_bytes < math.inf:
+        raise ValueError(
+            f"no plan of {world_size} rank(s) fits: the fullest rank's tables and optimizer state take at least "
+            f"{least_bytes / 1e9:.1f} GB of the {(memory_bytes or 0) / 1e9:.1f} GB that a rank has; use more GPUs or "
+            "smaller tables (--model.table-scale)"
+        )
     if best is None:
         raise ValueError(
             f"{model.num_features} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
@@ -206,6 +218,21 @@ def make_plan(
     plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
     plan.check(model)
     return plan
+
+
+def _bytes_of_ranks(
+    shards: Sequence[Shard], replicated: Sequence[int], model: ModelConfig, world_size: int, optimizer: TableOptimizer
+) -> list[int]:
+    """Weights and optimizer state of each rank, replicated tables included."""
+    state_columns = OptimizerConfig(embedding=optimizer).state_columns
+
+    def table_bytes(table: int, columns: int) -> int:
+        return 4 * model.rows[table] * (columns + state_columns(columns))
+
+    held = [sum(table_bytes(table, model.embedding_dim) for table in replicated)] * world_size
+    for shard in shards:
+        held[shard.rank] += table_bytes(shard.table, shard.columns)
+    return held
 
 
 def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:

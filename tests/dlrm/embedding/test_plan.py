@@ -127,6 +127,23 @@ def test_cost_counts_ids_columns_and_rows():
     assert tables_us([Shard(0, 0, 0, 128)], model, 20000) > cost
 
 
+def test_a_plan_fits_where_one_can():
+    """On two GPUs of 141 GB the fastest plan of the MLPerf model would want 156 GB of one: 209 GB are in all."""
+
+    def gigabytes(plan: Plan) -> list[float]:
+        loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(), 1024, 2)
+        return [(load.table_bytes + load.state_bytes) / 1e9 for load in loads]
+
+    assert max(gigabytes(make_plan(MLPERF_MODEL, 2, 1024))) > 141
+    fits = make_plan(MLPERF_MODEL, 2, 1024, memory_bytes=int(134e9))
+    assert max(gigabytes(fits)) <= 134
+    assert make_plan(MLPERF_MODEL, 2, 1024, memory_bytes=int(134e9)) == fits
+    with pytest.raises(
+        ValueError, match=r"the fullest rank's tables and optimizer state take at least 10\d\.\d GB of the 80"
+    ):
+        make_plan(MLPERF_MODEL, 2, 1024, memory_bytes=int(80e9))
+
+
 def test_too_many_ranks_are_refused():
     with pytest.raises(ValueError, match="3 tables of 4 columns cannot give each of 4 ranks a shard: use fewer ranks"):
         make_plan(model_of([10**6] * 3, [1] * 3, dim=4), 4, 1024)
