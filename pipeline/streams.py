@@ -13,9 +13,10 @@ import torch
 _HIGH = -2
 _WEIGHT_GRADIENTS = -1
 _LOW = {"input_dist": 0, "second lookup": 0, "tables": 0}
-# Iterations that the host may launch ahead of the GPU. Further ahead gains nothing, and a launch that finds the GPU's
-# queue full polls: a core at work for as long as the GPU is.
-_RUN_AHEAD = 3
+# Every so many iterations the host sleeps until the iteration as many before has ended. Further ahead it would gain
+# nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU is. A sleep costs
+# CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host of an H200).
+_RUN_AHEAD = 4
 
 
 class IterationStreams:
@@ -35,8 +36,9 @@ class IterationStreams:
             self.main = torch.cuda.Stream(priority=_HIGH)
             self._copy = torch.cuda.Stream()
             self._copied = torch.cuda.Event()
-            # The ends of the last iterations, oldest first. On such an event the host sleeps instead of polling.
-            self._ended = deque(torch.cuda.Event(blocking=True) for _ in range(_RUN_AHEAD))
+            # The ends of the last iterations, oldest first. On a blocking event the host sleeps instead of polling.
+            self._ended = deque(torch.cuda.Event(blocking=i == 0) for i in range(_RUN_AHEAD))
+            self._iterations = 0
 
     @contextmanager
     def beside(self, name: str, *after: str) -> Iterator[None]:
@@ -87,8 +89,8 @@ class IterationStreams:
             self._copied.record()
 
     def limit_run_ahead(self) -> None:
-        """The host waits for the iteration that it launched _RUN_AHEAD iterations ago."""
-        if self._cuda:
+        """The host waits, every _RUN_AHEAD iterations, for the one that it launched as many iterations ago."""
+        if self._cuda and self._iterations % _RUN_AHEAD == 0:
             self._ended[0].synchronize()
 
     def wait_for_copy(self) -> None:
@@ -99,5 +101,6 @@ class IterationStreams:
     def end_iteration(self) -> None:
         """Marks the end of an iteration on the current stream."""
         if self._cuda:
+            self._iterations += 1
             self._ended.rotate(-1)
             self._ended[-1].record()
