@@ -106,6 +106,8 @@ class ExplicitDense:
         # Inputs of the top MLP's layers; gradients by them, before their ReLU, and by the logits.
         self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
         self._dz_top = [self._dx, *matrices(*model.top_mlp)]
+        self._top_sums: dict[tuple[str, int], Tensor] = {}
+        """Partial column sums by layer and part, for biases: the chain to dx0 does not wait for the rest of the sum."""
         (self._dense,) = matrices(self._padded)
         # Column sums of each part, by bias; of a single part they are the gradient already.
         self._bias_sums = {
@@ -190,7 +192,7 @@ class ExplicitDense:
             dh = self._dz_top[i][rows]
             torch.mm(self._dz_top[i + 1][rows], self.working[f"top_mlp.{i}.weight"], out=dh)
             if i > 0:
-                bias_relu_backward(dh, self._top[i][rows], dh, self._bias_grad(f"top_mlp.{i - 1}", part))
+                self._top_sums[f"top_mlp.{i - 1}", part] = bias_relu_backward(dh, self._top[i][rows], dh)
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
         """One cross layer, last layer first; keeps what its `cross_weight_gradients` needs.
@@ -218,6 +220,8 @@ class ExplicitDense:
         """Into `grad`: everything of the top MLP, whose `top_backward` is through."""
         for i in range(len(self.model.top_mlp) - 1, -1, -1):
             torch.mm(self._dz_top[i + 1].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
+        for layer_and_part, partials in self._top_sums.items():
+            column_sums(partials, self._bias_grad(*layer_and_part))
         self._add_up_biases("top_mlp.")
 
     def cross_weight_gradients(self, layer: int) -> None:
@@ -227,15 +231,18 @@ class ExplicitDense:
         self._add_up_biases(f"cross.{layer}.")
 
     def bottom_backward(self) -> None:
-        """Into `grad`: the biases of the bottom MLP; keeps what `bottom_weight_gradient` needs."""
-        dh = self.dx0[:, : self.model.embedding_dim].contiguous()
-        self._dz_bottom: dict[int, Tensor] = {}
+        """Keeps what `bottom_weight_gradient` needs."""
+        dh = self.dx0[:, : self.model.embedding_dim]
+        # By layer, with its partial column sums.
+        self._dz_bottom: dict[int, tuple[Tensor, Tensor]] = {}
         for i in reversed(range(len(self.model.bottom_mlp))):
-            bias_relu_backward(dh, self._bottom[i + 1], dh, self.grad[f"bottom_mlp.{i}.bias"])
-            self._dz_bottom[i] = dh
+            dz = torch.empty_like(self._bottom[i + 1])
+            self._dz_bottom[i] = dz, bias_relu_backward(dh, self._bottom[i + 1], dz)
             if i > 0:
-                dh = torch.mm(dh, self.working[f"bottom_mlp.{i}.weight"])
+                dh = torch.mm(dz, self.working[f"bottom_mlp.{i}.weight"])
 
     def bottom_weight_gradient(self, layer: int) -> None:
-        """Into `grad`: the weights of a layer of the bottom MLP, whose `bottom_backward` is through."""
-        torch.mm(self._dz_bottom[layer].t(), self._bottom[layer], out=self.grad[f"bottom_mlp.{layer}.weight"])
+        """Into `grad`: everything of a layer of the bottom MLP, whose `bottom_backward` is through."""
+        dz, partials = self._dz_bottom[layer]
+        torch.mm(dz.t(), self._bottom[layer], out=self.grad[f"bottom_mlp.{layer}.weight"])
+        column_sums(partials, self.grad[f"bottom_mlp.{layer}.bias"])
