@@ -22,7 +22,8 @@ OWN_KERNELS = {
     "_forward": ("cross", _DENSE),
     "_backward": ("cross or mlp", _DENSE),
     "_sum_rows": ("column_sums", _DENSE),
-    "_bce": ("loss", _DENSE),
+    "_bce": ("loss", _DENSE),  # older traces: the loss alone; now the last layer too
+    "_sum_partials": ("loss", _DENSE),
     "_sum_tiles": ("row_sums", _BACKWARD),
     "_update_chunks": ("sorted_adagrad", _BACKWARD),
     "_merge_runs": ("sorted_adagrad", _BACKWARD),

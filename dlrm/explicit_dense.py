@@ -23,7 +23,7 @@ from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 from kernels.column_sums import column_sums
 from kernels.cross import cross_backward, cross_forward
-from kernels.loss import bce_with_logits
+from kernels.loss import logit_loss_backward
 from kernels.mlp import bias_relu_backward
 
 # The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
@@ -103,8 +103,11 @@ class ExplicitDense:
         self._x = [self.x0, *matrices(*[width] * layers)]
         self._u, self._du = (matrices(*[model.cross_rank] * layers) for _ in range(2))
         self._y = matrices(*[width] * layers)
-        self._top = [self._x[-1], *matrices(*model.top_mlp)]
-        self._dz_top = matrices(*model.top_mlp)
+        # Inputs of the top MLP's layers; gradients by them, before their ReLU, and by the logits.
+        self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
+        self._dz_top = [self._dx, *matrices(*model.top_mlp)]
+        self._top_sums: dict[tuple[str, int], Tensor] = {}
+        """Partial column sums by layer and part, for biases: the chain to dx0 does not wait for the rest of the sum."""
         (self._dense,) = matrices(self._padded)
         # Column sums of each part, by bias; of a single part they are the gradient already.
         self._bias_sums = {
@@ -149,36 +152,47 @@ class ExplicitDense:
         torch.mm(u, w.t(), out=y)
         cross_forward(self.x0[rows], x, y, bias, out)
 
-    def top_forward(self, part: int = 0) -> Tensor:
-        """Logits [rows of the part], in `dtype`."""
-        rows, last = self._rows[part], len(self.model.top_mlp) - 1
-        for i in range(last + 1):
-            x, out = self._top[i][rows], self._top[i + 1][rows]
+    def top_hidden_forward(self, part: int = 0) -> Tensor:
+        """Input of the top MLP's last layer [rows of the part, its width]."""
+        rows = self._rows[part]
+        for i in range(len(self.model.top_mlp) - 1):
             weight, bias = self.working[f"top_mlp.{i}.weight"].t(), self.working[f"top_mlp.{i}.bias"]
-            if i < last:
-                # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
-                torch._addmm_activation(bias, x, weight, out=out)
-            else:
-                torch.addmm(bias, x, weight, out=out)
-        return self._top[-1][rows].view(-1)
+            # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
+            torch._addmm_activation(bias, self._top[i][rows], weight, out=self._top[i + 1][rows])
+        return self._top[-1][rows]
 
-    def loss_backward(self, logits: Tensor, labels: Tensor, loss: Tensor, part: int = 0) -> None:
-        """Gradient of the GLOBAL mean loss by the logits: weight gradients then only need a sum over ranks.
+    def top_forward(self, part: int = 0) -> Tensor:
+        """Logits [rows of the part], in `dtype`, where no loss follows."""
+        last = f"top_mlp.{len(self.model.top_mlp) - 1}"
+        weight, bias = self.working[f"{last}.weight"], self.working[f"{last}.bias"]
+        return torch.addmm(bias, self.top_hidden_forward(part), weight.t()).view(-1)
 
-        labels: fp32 [rows of the part]. loss: fp32, one element, set to the part's mean loss.
+    def loss_backward(self, hidden: Tensor, labels: Tensor, loss: Tensor, part: int = 0) -> None:
+        """The top MLP's last layer and the loss, forward and backward.
+
+        The gradient is of the GLOBAL mean loss: weight gradients then only need a sum over ranks.
+
+        hidden: what `top_hidden_forward` gives. labels: fp32 [rows of the part]. loss: fp32, one element, set to the
+        part's mean loss.
         """
-        dlogits = self._dz_top[-1][self._rows[part]].view(-1)
-        bce_with_logits(logits, labels, loss, dlogits, self.global_batch_size)
+        rows, last = self._rows[part], len(self.model.top_mlp) - 1
+        weight, bias = self.working[f"top_mlp.{last}.weight"], self.working[f"top_mlp.{last}.bias"]
+        dlogits, dz = self._dz_top[last + 1][rows].view(-1), self._dz_top[last][rows]
+        dbias = self._bias_grad(f"top_mlp.{last}", part)
+        # The input of an only layer is the cross network's output, behind no ReLU.
+        dbias_hidden = self._bias_grad(f"top_mlp.{last - 1}", part) if last else None
+        logit_loss_backward(
+            hidden, weight, bias, labels, loss, dlogits, dbias, dz, dbias_hidden, self.global_batch_size
+        )
 
     def top_backward(self, part: int = 0) -> None:
         """Gradient by the cross network's output; keeps what `top_weight_gradients` needs."""
-        rows, last = self._rows[part], len(self.model.top_mlp) - 1
-        torch.sum(self._dz_top[last][rows], dim=0, out=self._bias_grad(f"top_mlp.{last}", part))
-        for i in range(last, 0, -1):
-            dh = self._dz_top[i - 1][rows]
-            torch.mm(self._dz_top[i][rows], self.working[f"top_mlp.{i}.weight"], out=dh)
-            bias_relu_backward(dh, self._top[i][rows], dh, self._bias_grad(f"top_mlp.{i - 1}", part))
-        torch.mm(self._dz_top[0][rows], self.working["top_mlp.0.weight"], out=self._dx[rows])
+        rows = self._rows[part]
+        for i in range(len(self.model.top_mlp) - 2, -1, -1):
+            dh = self._dz_top[i][rows]
+            torch.mm(self._dz_top[i + 1][rows], self.working[f"top_mlp.{i}.weight"], out=dh)
+            if i > 0:
+                self._top_sums[f"top_mlp.{i - 1}", part] = bias_relu_backward(dh, self._top[i][rows], dh)
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
         """One cross layer, last layer first; keeps what its `cross_weight_gradients` needs.
@@ -205,7 +219,9 @@ class ExplicitDense:
     def top_weight_gradients(self) -> None:
         """Into `grad`: everything of the top MLP, whose `top_backward` is through."""
         for i in range(len(self.model.top_mlp) - 1, -1, -1):
-            torch.mm(self._dz_top[i].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
+            torch.mm(self._dz_top[i + 1].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
+        for layer_and_part, partials in self._top_sums.items():
+            column_sums(partials, self._bias_grad(*layer_and_part))
         self._add_up_biases("top_mlp.")
 
     def cross_weight_gradients(self, layer: int) -> None:
@@ -215,15 +231,18 @@ class ExplicitDense:
         self._add_up_biases(f"cross.{layer}.")
 
     def bottom_backward(self) -> None:
-        """Into `grad`: the biases of the bottom MLP; keeps what `bottom_weight_gradient` needs."""
-        dh = self.dx0[:, : self.model.embedding_dim].contiguous()
-        self._dz_bottom: dict[int, Tensor] = {}
+        """Keeps what `bottom_weight_gradient` needs."""
+        dh = self.dx0[:, : self.model.embedding_dim]
+        # By layer, with its partial column sums.
+        self._dz_bottom: dict[int, tuple[Tensor, Tensor]] = {}
         for i in reversed(range(len(self.model.bottom_mlp))):
-            bias_relu_backward(dh, self._bottom[i + 1], dh, self.grad[f"bottom_mlp.{i}.bias"])
-            self._dz_bottom[i] = dh
+            dz = torch.empty_like(self._bottom[i + 1])
+            self._dz_bottom[i] = dz, bias_relu_backward(dh, self._bottom[i + 1], dz)
             if i > 0:
-                dh = torch.mm(dh, self.working[f"bottom_mlp.{i}.weight"])
+                dh = torch.mm(dz, self.working[f"bottom_mlp.{i}.weight"])
 
     def bottom_weight_gradient(self, layer: int) -> None:
-        """Into `grad`: the weights of a layer of the bottom MLP, whose `bottom_backward` is through."""
-        torch.mm(self._dz_bottom[layer].t(), self._bottom[layer], out=self.grad[f"bottom_mlp.{layer}.weight"])
+        """Into `grad`: everything of a layer of the bottom MLP, whose `bottom_backward` is through."""
+        dz, partials = self._dz_bottom[layer]
+        torch.mm(dz.t(), self._bottom[layer], out=self.grad[f"bottom_mlp.{layer}.weight"])
+        column_sums(partials, self.grad[f"bottom_mlp.{layer}.bias"])

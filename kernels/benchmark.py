@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.cross import cross_backward, cross_forward
 from kernels.flat_adagrad import flat_adagrad
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
-from kernels.loss import bce_with_logits
+from kernels.loss import logit_loss_backward
 from kernels.mlp import bias_relu_backward
 from kernels.peer_tensors import PeerTensors
 from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
@@ -180,24 +180,27 @@ def mlp_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         for width in (1024, 256):
             z, g, dz = torch.randn(3, batch, width, device="cuda").to(BF16).unbind()
-            dbias = torch.zeros(width, device="cuda")
             yield Case(
                 "bias_relu_backward",
                 f"[{batch}, {width}], bf16",
                 3 * z.nbytes,
-                partial(bias_relu_backward, g, z, dz, dbias),
+                partial(bias_relu_backward, g, z, dz),
             )
 
 
 def loss_cases() -> Iterator[Case]:
+    width = 256
     for batch in (6912, 512):
-        logits, dlogits = torch.randn(2, batch, device="cuda").to(BF16).unbind()
+        h, dz = torch.randn(2, batch, width, device="cuda").to(BF16).unbind()
+        weight, bias, dlogits = (torch.zeros(n, dtype=BF16, device="cuda") for n in ((1, width), 1, batch))
+        dbias, dbias_hidden = (torch.zeros(n, dtype=BF16, device="cuda") for n in (1, width))
         labels, loss = torch.ones(batch, device="cuda"), torch.empty(1, device="cuda")
+        outputs = loss, dlogits, dbias, dz, dbias_hidden
         yield Case(
-            "bce_with_logits",
-            f"[{batch}], bf16",
-            8 * batch,
-            partial(bce_with_logits, logits, labels, loss, dlogits, 8 * batch),
+            "logit_loss_backward",
+            f"[{batch}, {width}], bf16",
+            2 * h.nbytes,
+            partial(logit_loss_backward, h, weight, bias, labels, *outputs, 8 * batch),
         )
 
 

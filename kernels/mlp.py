@@ -6,37 +6,37 @@ import torch
 from torch import Tensor
 
 from kernels._triton import cdiv, jit, tl
-from kernels.column_sums import column_sums
 
 _ROWS, _COLUMNS = 16, 128  # of one program's block
 
 
-def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
-    """dz = g * (out > 0); dbias = column sums of dz, before it is rounded.
+def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor) -> Tensor:
+    """dz = g * (out > 0). Returns fp32 [blocks of rows, width]: `column_sums` makes it the bias' gradient.
 
-    g, out, dz: bf16 or fp32 [batch, width], contiguous; dz may be g. dbias: bf16 or fp32 [width],
-    overwritten.
+    It holds partial sums of dz, before it is rounded. g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's
+    rows, which may lie apart; dz may be g.
     """
-    assert g.shape == out.shape == dz.shape and dbias.shape == g.shape[1:], "g, out, dz: [batch, width]"
-    assert g.is_contiguous() and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only"
+    assert g.shape == out.shape == dz.shape, "g, out, dz: [batch, width]"
+    assert g.stride(1) == 1 and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only, but for g's rows"
     backward = triton_bias_relu_backward if g.is_cuda else plain_bias_relu_backward
-    backward(g, out, dz, dbias)
+    return backward(g, out, dz)
 
 
-def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
+def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor) -> Tensor:
     """What `bias_relu_backward` does, in PyTorch."""
     masked = g.float() * (out > 0)
-    dbias.copy_(masked.sum(0))
     dz.copy_(masked)
+    return masked.sum(0, keepdim=True)
 
 
-def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, dbias: Tensor) -> None:
-    """What `bias_relu_backward` does, in two kernels: partial column sums of blocks of rows, then their sum."""
+def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor) -> Tensor:
+    """What `bias_relu_backward` does, in one kernel."""
     batch, width = g.shape
     steps = 1 if batch <= 2048 else 4  # enough programs for every multiprocessor, few partial sums
     partials = torch.empty(cdiv(batch, _ROWS * steps), width, dtype=torch.float32, device=g.device)
-    _backward[(cdiv(width, _COLUMNS), len(partials))](g, out, dz, partials, batch, width, steps, _ROWS, _COLUMNS)
-    column_sums(partials, dbias)
+    grid = (cdiv(width, _COLUMNS), len(partials))
+    _backward[grid](g, out, dz, partials, batch, width, g.stride(0), steps, _ROWS, _COLUMNS)
+    return partials
 
 
 @jit
@@ -47,6 +47,7 @@ def _backward(
     partials,
     batch,
     width,
+    g_stride,
     steps: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
@@ -56,9 +57,11 @@ def _backward(
     for step in tl.static_range(steps):
         row = (tl.program_id(1) * steps + step) * rows + tl.arange(0, rows)
         mask = (row < batch)[:, None] & (column < width)[None, :]
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        row = row.to(tl.int64)[:, None]
+        at = row * width + column[None, :]
         active = tl.load(out + at, mask, other=0.0).to(tl.float32) > 0
-        masked = tl.where(active, tl.load(g + at, mask, other=0.0).to(tl.float32), 0.0)
+        gradient = tl.load(g + row * g_stride + column[None, :], mask, other=0.0).to(tl.float32)
+        masked = tl.where(active, gradient, 0.0)
         total += masked
         tl.store(dz + at, masked, mask)
     tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), column < width)

@@ -270,7 +270,7 @@ class StaticPipeline:
                 for layer in layers:
                     dense.cross_forward(layer, part)
                 streams.join("top")
-                dense.loss_backward(dense.top_forward(part), now.labels[rows], self._loss[part], part)
+                dense.loss_backward(dense.top_hidden_forward(part), now.labels[rows], self._loss[part], part)
                 dense.top_backward(part)
                 if not self._fills_gpu:
                     self._update_top()

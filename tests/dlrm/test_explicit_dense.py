@@ -86,7 +86,7 @@ def forward_backward(
         for layer in layers:
             explicit.cross_forward(layer, part)
         logits.append(explicit.top_forward(part))
-        explicit.loss_backward(logits[-1], part_labels, losses[part], part)
+        explicit.loss_backward(explicit.top_hidden_forward(part), part_labels, losses[part], part)
         explicit.top_backward(part)
         for layer in reversed(layers):
             explicit.cross_backward(layer, part)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.column_sums import column_sums
 from kernels.mlp import (
     bias_relu_backward,
     plain_bias_relu_backward,
@@ -17,7 +18,7 @@ def test_equals_autograd() -> None:
     leaf = z.clone().requires_grad_()
     (leaf + bias).relu().backward(g)
     dz, dbias = torch.empty_like(g), torch.empty(24, device=DEVICE)
-    bias_relu_backward(g, (leaf + bias).relu().detach(), dz, dbias)
+    column_sums(bias_relu_backward(g, (leaf + bias).relu().detach(), dz), dbias)
     torch.testing.assert_close(dz, leaf.grad)
     torch.testing.assert_close(dbias, bias.grad)
 
@@ -25,12 +26,15 @@ def test_equals_autograd() -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 4), (37, 260), (2051, 13)])
-def test_triton_equals_plain(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    out, g = torch.randn(2, *shape, device=DEVICE).to(dtype).unbind()
-    out = out.relu()
-    dz, dbias = g.clone(), torch.empty(shape[1], device=DEVICE)
-    expected_dz, expected_dbias = torch.empty_like(g), torch.empty_like(dbias)
-    triton_bias_relu_backward(dz, out, dz, dbias)  # in place
-    plain_bias_relu_backward(g, out, expected_dz, expected_dbias)
+@pytest.mark.parametrize("columns_apart", [0, 3])
+def test_triton_equals_plain(shape: tuple[int, int], dtype: torch.dtype, columns_apart: int) -> None:
+    """In place, and from the first columns of a wider matrix."""
+    batch, width = shape
+    out = torch.randn(shape, device=DEVICE).to(dtype).relu()
+    g = torch.randn(batch, width + columns_apart, device=DEVICE).to(dtype)[:, :width]
+    expected_dz = torch.empty_like(out)
+    expected_dbias = plain_bias_relu_backward(g, out, expected_dz).sum(0)
+    dz = torch.full_like(out, torch.nan) if columns_apart else g
+    dbias = triton_bias_relu_backward(g, out, dz).sum(0)
     assert torch.equal(dz, expected_dz)
     torch.testing.assert_close(dbias, expected_dbias, rtol=1e-4, atol=1e-4)
