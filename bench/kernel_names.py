@@ -18,6 +18,7 @@ _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 # Function of a Triton kernel: (file in kernels/, stage). Triton names a kernel after its function.
 OWN_KERNELS = {
     "_copy_pieces": ("gather_segments", _INPUT),
+    "_push_pieces": ("push_segments", _INPUT),
     "_copy_runs": ("regroup", None),
     "_forward": ("cross", _DENSE),
     "_backward": ("cross or mlp", _DENSE),
@@ -152,7 +153,7 @@ class _Order:
         lookups, updates = self._times(_TABLE_LOOKUP), self._times(_TABLE_UPDATE)
         names = {event["name"] for event in events}
         self._presorts, self._replicates = "_update_chunks" in names, "_sum_tiles" in names
-        self._updates, self._in_peer_memory = bool(updates), "_lookup" in names
+        self._updates = bool(updates)
         # What must lie within these is the pooled vectors' all-to-all, and that of their gradients.
         self._within = {}
         if self._loss and lookups:
@@ -173,12 +174,12 @@ class _Order:
         return stage_of_name(name)
 
     def _stage_of_barrier(self, event: dict[str, Any]) -> str:
-        """Before and behind each dense update, behind pooled vectors, and behind their gradients."""
+        """Before and behind each dense update, behind ids, behind pooled vectors, and behind their gradients."""
         stream = [other for other in self._events if other["tid"] == event["tid"]]
         at = stream.index(event)
         if "_update_slice" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):
             return _UPDATE
-        if at > 0 and stream[at - 1]["name"] in ("_lookup", "_push_runs"):
+        if at > 0 and stream[at - 1]["name"] in ("_push_pieces", "_lookup", "_push_runs"):
             return stage_of_name(stream[at - 1]["name"])
         if self._loss is None:
             return OTHER
@@ -191,8 +192,6 @@ class _Order:
         return _BACKWARD if self._updates and not self._replicates else OTHER
 
     def _stage_of_all_to_all(self, event: dict[str, Any]) -> str:
-        if self._in_peer_memory:
-            return _INPUT
         possible = [stage for stage, span in self._within.items() if _inside(event, span)]
         for stage in possible:
             if sum(_inside(other, self._within[stage]) for other in self._all_to_alls()) == 1:

@@ -227,8 +227,8 @@ class RunConfig:
     presort_ids: bool = False
     """Sort ids in the input dist, a batch ahead, instead of in the embedding backward (ebc static)."""
     peer_memory: bool = False
-    """With presort_ids, on one node: kernels write pooled vectors, their gradients and updated dense weights straight
-    into the other GPUs' memory, in the place of collectives and the copies around them (ebc static)."""
+    """With presort_ids, on one node: kernels write ids, pooled vectors, their gradients and updated dense weights
+    straight into the other GPUs' memory, in the place of collectives and the copies around them (ebc static)."""
     local_batch_size: int
     """Samples per rank and iteration; the global batch is this times the world size."""
     precision: Precision = "tf32"

@@ -22,6 +22,7 @@ from kernels.mlp import bias_relu_backward
 from kernels.peer_tensors import PeerTensors
 from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from kernels.push_columns import PushTable, push_columns
+from kernels.push_segments import SegmentPushTable, push_segments
 from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from kernels.sharded_adagrad import sharded_adagrad
 from kernels.sorted_adagrad import adagrad_update, sort_ids
@@ -115,6 +116,29 @@ def gather_segments_cases() -> Iterator[Case]:
             f"{name}, 140 ids a sample",
             8 * len(source),
             partial(gather_segments, source, table, out),
+        )
+
+
+def push_segments_cases() -> Iterator[Case]:
+    hots = (100, 27, 12, 1)
+    ids = sum(hots)
+    for batch in (6912, 512):
+        segments = []
+        for rank in range(PEERS):
+            starts = [rank * ids + sum(hots[:table]) for table in range(len(hots))]
+            segments.append(
+                [
+                    Segment(start * batch, (start - rank * ids) * PEERS * batch, hot * batch)
+                    for start, hot in zip(starts, hots, strict=True)
+                ]
+            )
+        table = SegmentPushTable(segments, torch.device("cuda"))
+        source = torch.zeros(PEERS * ids * batch, dtype=torch.int32, device="cuda")
+        yield Case(
+            "push_segments",
+            f"B {batch}, {PEERS * ids} ids a sample, {PEERS} local buffers",
+            2 * source.nbytes,
+            partial(push_segments, source, table, local_peers(table.out_size, torch.int32)),
         )
 
 
@@ -256,6 +280,7 @@ def push_columns_cases() -> Iterator[Case]:
 CASES = {
     "sorted_adagrad": sorted_adagrad_cases,
     "gather_segments": gather_segments_cases,
+    "push_segments": push_segments_cases,
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,

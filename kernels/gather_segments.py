@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels._triton import jit, tl
 
-_PIECE = 2048  # elements that one program copies
+PIECE = 2048  # elements that one program copies
 
 
 class Segment(NamedTuple):
@@ -21,6 +21,20 @@ class Segment(NamedTuple):
     length: int
 
 
+def cut(segments: Iterable[Segment]) -> list[Segment]:
+    """The same elements in segments that one program each copies."""
+    return [
+        Segment(segment.source_offset + start, segment.out_offset + start, min(PIECE, segment.length - start))
+        for segment in segments
+        for start in range(0, segment.length, PIECE)
+    ]
+
+
+def alignment_of(pieces: Iterable[Segment]) -> int:
+    """Elements that one access takes: 4, which are 16 bytes, where every piece starts and ends on 4 of them, else 1."""
+    return 4 if all(value % 4 == 0 for piece in pieces for value in piece) else 1
+
+
 class SegmentTable:
     """Segments, cut into pieces and put on the device once.
 
@@ -29,14 +43,9 @@ class SegmentTable:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.segments = tuple(segments)
-        pieces = [
-            (source + start, out + start, min(_PIECE, length - start))
-            for source, out, length in self.segments
-            for start in range(0, length, _PIECE)
-        ]
+        pieces = cut(segments)
         self.pieces = torch.tensor(pieces, dtype=torch.int32).view(-1, 3).to(device)
-        # 16-byte accesses where every piece starts and ends on 16 bytes.
-        self.alignment = 4 if all(value % 4 == 0 for piece in pieces for value in piece) else 1
+        self.alignment = alignment_of(pieces)
         self.source_size = max((s.source_offset + s.length for s in self.segments), default=0)
         self.out_size = max((s.out_offset + s.length for s in self.segments), default=0)
 
@@ -65,7 +74,7 @@ def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> 
     if len(table.pieces):
         aligned = all(t.data_ptr() % 16 == 0 for t in (source, out))
         alignment = table.alignment if aligned else 1
-        _copy_pieces[(len(table.pieces),)](source, table.pieces, out, alignment, _PIECE, num_warps=4)
+        _copy_pieces[(len(table.pieces),)](source, table.pieces, out, alignment, PIECE, num_warps=4)
 
 
 @jit

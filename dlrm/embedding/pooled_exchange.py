@@ -84,7 +84,7 @@ class CollectiveExchange:
 
 
 class Peers(NamedTuple):
-    """What PeerExchange needs of the pipeline."""
+    """What exchanges through peer memory need of the pipeline."""
 
     memory: PeerMemory
     inputs: PeerTensors

@@ -11,7 +11,8 @@ samples, G = W * B, and the rank's T shards of C columns each:
     pooled         [G, T * C]                   rows r * B .. (r + 1) * B belong to rank r: the all-to-all sends as is
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
-In peer memory the lookup itself writes `output`, of all ranks, and no pooled vectors lie anywhere on the way.
+In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
+itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
 
 Pooled vectors and their gradients can travel in several parts, equal ranges of each rank's local samples, so that one
 part's way overlaps with other work on another. From `looked up` on, everything above is then one part's, with B its
@@ -22,17 +23,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm.config import ModelConfig, OptimizerConfig
+from dlrm.embedding.ids_exchange import CollectiveIdsExchange, IdsBuffer, IdsExchange, PeerIdsExchange
 from dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm.embedding.plan import Plan, Shard
 from dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, Peers, PooledExchange
 from dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm.embedding.tbe import FixedTBE
 from dlrm.ranks import Ranks
-from kernels.gather_segments import Segment, SegmentTable, gather_segments
 from kernels.sorted_adagrad import adagrad_update
 
 
@@ -40,14 +40,18 @@ from kernels.sorted_adagrad import adagrad_update
 class DistributedIds:
     """Model-parallel ids of one batch: what the input dist leaves for lookup and update."""
 
-    ids: Tensor
-    """int32 [part][T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
+    received: IdsBuffer
     sorted_ids: Tensor | None = None
     """int32, flat: rows of all tables behind one another, in ascending order; -1 for padding."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
+
+    @property
+    def ids(self) -> Tensor:
+        """int32 [part][T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
+        return self.received.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,8 @@ class StaticEBC:
         state are fp32. presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone;
         otherwise FBGEMM's fused backward sorts and updates. Replicated tables are for Adagrad too. padding: bags of
         fewer ids than their multi-hot size, which is then a capacity, are filled up with ids of -1. parts: divides
-        batch_size; more than one need presort, because FBGEMM's backward updates once for each. peers: where pooled
-        vectors and their gradients go through peer memory, which needs presort too.
+        batch_size; more than one need presort, because FBGEMM's backward updates once for each. peers: where ids,
+        pooled vectors and their gradients go through peer memory, which needs presort too.
         """
         assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
         assert batch_size % parts == 0
@@ -102,7 +106,6 @@ class StaticEBC:
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
         self._rank = ranks.rank
-        self._ids_group = ranks.new_group()
         self._tbe = FixedTBE(
             [model.rows[shard.table] for shard in self.shards],
             [model.multi_hot_sizes[shard.table] for shard in self.shards],
@@ -115,6 +118,10 @@ class StaticEBC:
             parts,
             sorted_updates=presort,
         )
+        layout = (model, plan, ranks, batch_size // parts, parts)
+        self._ids_exchange: IdsExchange = (
+            PeerIdsExchange(*layout, peers.memory) if peers else CollectiveIdsExchange(*layout)
+        )
         sizes = (model, plan, ranks, self._tbe, batch_size // parts, parts)
         self._exchange: PooledExchange = (
             PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, wire_dtype, autograd=not presort)
@@ -125,27 +132,20 @@ class StaticEBC:
             self._replicated = ReplicatedTables(
                 model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks, padding
             )
-        self._build_input_dist(ranks.world_size)
 
     # Stage 1
 
-    def input_dist(self, ids: Tensor, out: DistributedIds | None = None) -> DistributedIds:
-        """Ids of this rank's samples to ids of this rank's shards; into `out` where given.
+    def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
+        """Ids of this rank's samples to ids of this rank's shards, into `out`. Collective.
 
-        ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it.
+        ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it. out: of `empty_ids`; in
+        peer memory the other ranks write to it, too, see PeerIdsExchange.
         """
-        sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self.device)
-        gather_segments(ids, self._send_segments, sent)
-        received = torch.empty(self._tbe.num_ids, dtype=torch.int32, device=self.device)
-        dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._ids_group)
-        if out is None:
-            out = self.empty_ids()
-        gather_segments(received, self._receive_segments, out.ids)
+        self._ids_exchange.exchange(ids, out.received)
         self._tbe.shift(out.ids)
         self.sort(out)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
-        return out
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`."""
@@ -153,12 +153,13 @@ class StaticEBC:
             self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
 
     def empty_ids(self) -> DistributedIds:
-        """Memory for one batch's ids, all zero."""
-        zeros = torch.zeros(self._tbe.num_ids, dtype=torch.int32, device=self.device)
+        """Memory for one batch's ids, all zero. In peer memory collective."""
+        received = self._ids_exchange.empty()
+        assert received.own.numel() == self._tbe.num_ids
         replicated = self._replicated.empty_ids() if self._replicated is not None else None
         if not self.presort:
-            return DistributedIds(zeros, replicated=replicated)
-        return DistributedIds(zeros, zeros.clone(), zeros.clone(), replicated)
+            return DistributedIds(received, replicated=replicated)
+        return DistributedIds(received, torch.zeros_like(received.own), torch.zeros_like(received.own), replicated)
 
     # Stage 2
 
@@ -238,31 +239,3 @@ class StaticEBC:
                 num_embeddings=self.model.rows[part.shard.table],
                 column_offset=part.shard.column,
             )
-
-    def _build_input_dist(self, world_size: int) -> None:
-        hot, batch = self.model.multi_hot_sizes, self.batch_size
-        feature_start = [batch * sum(hot[:feature]) for feature in range(len(hot))]
-        send = []
-        self._send_splits = []
-        at = 0
-        for rank in range(world_size):
-            start = at
-            for shard in self.plan.of_rank(rank):
-                length = batch * hot[shard.table]
-                send.append(Segment(feature_start[shard.table], at, length))
-                at += length
-            self._send_splits.append(at - start)
-        self._send_segments = SegmentTable(send, self.device)
-        per_rank = batch * sum(hot[shard.table] for shard in self.shards)
-        self._receive_splits = [per_rank] * world_size
-        receive = []
-        at = 0
-        for part in range(self.parts):
-            before = 0
-            for shard in self.shards:
-                length = batch // self.parts * hot[shard.table]
-                for rank in range(world_size):
-                    receive.append(Segment(rank * per_rank + before + part * length, at, length))
-                    at += length
-                before += self.parts * length
-        self._receive_segments = SegmentTable(receive, self.device)

@@ -102,8 +102,9 @@ def test_without_the_loss_nothing_is_forward_or_backward() -> None:
 def test_barriers_of_peer_memory_belong_to_what_they_are_around() -> None:
     kernels = [
         ("_lookup", 0, 5, 7, "embedding_forward"),
+        ("_push_pieces", 0, 2, 5, "input_dist"),
         (BARRIER, 5, 2, 8, "embedding_forward"),
-        (SEND_RECV, 6, 2, 5, "input_dist"),
+        (BARRIER, 6, 2, 5, "input_dist"),
         ("_lookup", 9, 5, 6, "embedding_forward"),
         ("_bce", 10, 5, 7, "dense_forward_backward"),
         (BARRIER, 15, 2, 9, "dense_update"),

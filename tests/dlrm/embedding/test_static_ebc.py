@@ -145,6 +145,12 @@ class World:
         blocks = matrix.view(dist.get_world_size(), self.case.parts, -1, *matrix.shape[1:])
         return blocks.transpose(0, 1).flatten(0, 2)
 
+    def input_dist(self, batch: int, out: DistributedIds | None = None) -> DistributedIds:
+        """Into `out` where given, which all ranks are through with."""
+        out = out or self.ebc.empty_ids()
+        self.ebc.input_dist(self.batches[batch][self.rank], out)
+        return out
+
     def lookup(self, ids: DistributedIds) -> list[Tensor | None]:
         return [self.ebc.lookup(ids, part) for part in range(self.case.parts)]
 
@@ -176,13 +182,13 @@ class World:
 def check_input_dist(ranks: Ranks, world: World) -> None:
     case, out = world.case, world.ebc.empty_ids()
     for batch in (0, 1):  # into the same memory twice
-        world.ebc.input_dist(world.batches[batch][ranks.rank], out)
+        world.input_dist(batch, out)
         blocks = world.global_blocks(batch)
         by_part = [world.by_part(blocks[shard.table]).chunk(case.parts) for shard in world.ebc.shards]
         expected = torch.cat([block.flatten() for part in zip(*by_part, strict=True) for block in part])
         assert torch.equal(out.ids, expected)
         assert out.ids.dtype == torch.int32
-        fresh = world.ebc.input_dist(world.batches[batch][ranks.rank])
+        fresh = world.input_dist(batch)
         assert torch.equal(fresh.ids, expected)
         if case.presort:
             assert torch.equal(out.sorted_ids, fresh.sorted_ids)
@@ -190,11 +196,12 @@ def check_input_dist(ranks: Ranks, world: World) -> None:
             offsets = [0, *torch.tensor([MODEL.rows[s.table] for s in world.ebc.shards]).cumsum(0).tolist()]
             linear = [blocks[s.table].flatten() + first for s, first in zip(world.ebc.shards, offsets, strict=False)]
             assert torch.equal(out.sorted_ids, torch.cat(linear).sort().values)
+        dist.barrier()  # in peer memory the others write to what is read above
 
 
 def check_forward(ranks: Ranks, world: World) -> None:
     case = world.case
-    ids = world.ebc.input_dist(world.batches[0][ranks.rank])
+    ids = world.input_dist(0)
     expected = world.pooled(0, world.tables)
     pooled = world.lookup(ids)
     if not case.peers:
@@ -230,7 +237,7 @@ def check_update(ranks: Ranks, world: World) -> None:
     adagrad = torch.optim.Adagrad(parameters, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
     for batch in (0, 1):
         grad = world.random(case.batch_size * ranks.world_size, MODEL.num_features * DIM, seed=batch)
-        ids = world.ebc.input_dist(world.batches[batch][ranks.rank])
+        ids = world.input_dist(batch)
         pooled = world.lookup(ids)
         world.output(pooled)
         mine = world.mine(grad)
