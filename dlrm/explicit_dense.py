@@ -21,10 +21,8 @@ from dlrm.config import ModelConfig
 from dlrm.model import DenseNetwork
 from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
+from kernels import cross, loss, mlp
 from kernels.column_sums import column_sums
-from kernels.cross import cross_backward, cross_forward
-from kernels.loss import logit_loss_backward
-from kernels.mlp import bias_relu_backward
 
 # The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
 # not 16-byte aligned.
@@ -106,16 +104,29 @@ class ExplicitDense:
         # Inputs of the top MLP's layers; gradients by them, before their ReLU, and by the logits.
         self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
         self._dz_top = [self._dx, *matrices(*model.top_mlp)]
-        self._top_sums: dict[tuple[str, int], Tensor] = {}
-        """Partial column sums by layer and part, for biases: the chain to dx0 does not wait for the rest of the sum."""
         (self._dense,) = matrices(self._padded)
-        # Column sums of each part, by bias; of a single part they are the gradient already.
-        self._bias_sums = {
-            name: torch.zeros(len(self._rows), *self.grad[name].shape, device=device)
-            for bucket in (self.top, *self.cross.values())
-            for name in bucket.starts
-            if name.endswith(".bias") and len(self._rows) > 1
-        }
+        self._make_partial_sums(batch_size, device)
+
+    def _make_partial_sums(self, batch_size: int, device: torch.device) -> None:
+        """Of the biases' gradients, and of the loss: adding them up goes with the weight gradients, so that the chain
+        to dx0 does not wait for it."""
+        model, parts, last = self.model, len(self._rows), len(self.model.top_mlp) - 1
+        rows = batch_size // parts
+
+        def zeros(rows: int, columns: int, parts: int = parts) -> Tensor:
+            return torch.zeros(parts, rows, columns, device=device)
+
+        width = self.x0.shape[1]
+        # By layer: [part, rows, width].
+        self._partials = {f"cross.{i}": zeros(cross.partial_rows(rows), width) for i in range(model.cross_layers)}
+        for i, width in enumerate(model.top_mlp[: last - 1] if last else ()):
+            self._partials[f"top_mlp.{i}"] = zeros(mlp.partial_rows(rows), width)
+        for i, width in enumerate(model.bottom_mlp):
+            self._partials[f"bottom_mlp.{i}"] = zeros(mlp.partial_rows(batch_size), width, parts=1)
+        columns = loss.partial_columns(self._top[last].shape[1], relu=last > 0)
+        self._loss_partials = zeros(loss.partial_rows(rows), columns)
+        self.loss = torch.zeros((), device=device)
+        """Mean over the local batch, as of the last `top_weight_gradients`."""
 
     def state_dict(self, which: DenseState = "master") -> dict[str, Tensor]:
         """Copies of the fp32 weights or of Adagrad's state, under DenseNetwork's names and shapes. Collective."""
@@ -150,7 +161,7 @@ class ExplicitDense:
         x, u, y, out = (t[rows] for t in (self._x[layer], self._u[layer], self._y[layer], self._x[layer + 1]))
         torch.mm(x, v.t(), out=u)
         torch.mm(u, w.t(), out=y)
-        cross_forward(self.x0[rows], x, y, bias, out)
+        cross.cross_forward(self.x0[rows], x, y, bias, out)
 
     def top_hidden_forward(self, part: int = 0) -> Tensor:
         """Input of the top MLP's last layer [rows of the part, its width]."""
@@ -167,23 +178,20 @@ class ExplicitDense:
         weight, bias = self.working[f"{last}.weight"], self.working[f"{last}.bias"]
         return torch.addmm(bias, self.top_hidden_forward(part), weight.t()).view(-1)
 
-    def loss_backward(self, hidden: Tensor, labels: Tensor, loss: Tensor, part: int = 0) -> None:
+    def loss_backward(self, hidden: Tensor, labels: Tensor, part: int = 0) -> None:
         """The top MLP's last layer and the loss, forward and backward.
 
         The gradient is of the GLOBAL mean loss: weight gradients then only need a sum over ranks.
 
-        hidden: what `top_hidden_forward` gives. labels: fp32 [rows of the part]. loss: fp32, one element, set to the
-        part's mean loss.
+        hidden: what `top_hidden_forward` gives. labels: fp32 [rows of the part].
         """
         rows, last = self._rows[part], len(self.model.top_mlp) - 1
         weight, bias = self.working[f"top_mlp.{last}.weight"], self.working[f"top_mlp.{last}.bias"]
         dlogits, dz = self._dz_top[last + 1][rows].view(-1), self._dz_top[last][rows]
-        dbias = self._bias_grad(f"top_mlp.{last}", part)
+        partials = self._loss_partials[part]
         # The input of an only layer is the cross network's output, behind no ReLU.
-        dbias_hidden = self._bias_grad(f"top_mlp.{last - 1}", part) if last else None
-        logit_loss_backward(
-            hidden, weight, bias, labels, loss, dlogits, dbias, dz, dbias_hidden, self.global_batch_size
-        )
+        relu = last > 0
+        loss.logit_loss_backward(hidden, weight, bias, labels, dlogits, dz, partials, self.global_batch_size, relu)
 
     def top_backward(self, part: int = 0) -> None:
         """Gradient by the cross network's output; keeps what `top_weight_gradients` needs."""
@@ -192,7 +200,7 @@ class ExplicitDense:
             dh = self._dz_top[i][rows]
             torch.mm(self._dz_top[i + 1][rows], self.working[f"top_mlp.{i}.weight"], out=dh)
             if i > 0:
-                self._top_sums[f"top_mlp.{i - 1}", part] = bias_relu_backward(dh, self._top[i][rows], dh)
+                mlp.bias_relu_backward(dh, self._top[i][rows], dh, self._partials[f"top_mlp.{i - 1}"][part])
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
         """One cross layer, last layer first; keeps what its `cross_weight_gradients` needs.
@@ -203,46 +211,42 @@ class ExplicitDense:
         x0, dx0, dx, y, du = (t[rows] for t in (self.x0, self.dx0, self._dx, self._y[layer], self._du[layer]))
         last, first = layer == self.model.cross_layers - 1, layer == 0
         # y is read, then overwritten by its own gradient.
-        cross_backward(dx, x0, y, bias, y, dx0, self._bias_grad(f"cross.{layer}", part), not last, first)
+        cross.cross_backward(dx, x0, y, bias, y, dx0, self._partials[f"cross.{layer}"][part], not last, first)
         torch.mm(y, w, out=du)
         (dx0 if first else dx).addmm_(du, v)
 
-    def _bias_grad(self, name: str, part: int) -> Tensor:
-        name += ".bias"
-        return self._bias_sums[name][part] if self._bias_sums else self.grad[name]
-
-    def _add_up_biases(self, prefix: str) -> None:
-        for name, sums in self._bias_sums.items():
-            if name.startswith(prefix):
-                column_sums(sums, self.grad[name])
-
     def top_weight_gradients(self) -> None:
-        """Into `grad`: everything of the top MLP, whose `top_backward` is through."""
-        for i in range(len(self.model.top_mlp) - 1, -1, -1):
+        """Into `grad`: everything of the top MLP, whose `top_backward` is through. And the loss."""
+        last = len(self.model.top_mlp) - 1
+        for i in range(last, -1, -1):
             torch.mm(self._dz_top[i + 1].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
-        for layer_and_part, partials in self._top_sums.items():
-            column_sums(partials, self._bias_grad(*layer_and_part))
-        self._add_up_biases("top_mlp.")
+        hidden = self.grad[f"top_mlp.{last - 1}.bias"] if last else None
+        partials = self._loss_partials.flatten(0, 1)
+        loss.add_up(partials, self.loss, self.grad[f"top_mlp.{last}.bias"], hidden, len(self.x0))
+        for i in range(last - 1):
+            self._bias_gradient(f"top_mlp.{i}")
 
     def cross_weight_gradients(self, layer: int) -> None:
         """Into `grad`: everything of a layer whose `cross_backward` is through."""
         torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
         torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
-        self._add_up_biases(f"cross.{layer}.")
+        self._bias_gradient(f"cross.{layer}")
+
+    def _bias_gradient(self, layer: str) -> None:
+        column_sums(self._partials[layer].flatten(0, 1), self.grad[f"{layer}.bias"])
 
     def bottom_backward(self) -> None:
         """Keeps what `bottom_weight_gradient` needs."""
         dh = self.dx0[:, : self.model.embedding_dim]
-        # By layer, with its partial column sums.
-        self._dz_bottom: dict[int, tuple[Tensor, Tensor]] = {}
+        self._dz_bottom: dict[int, Tensor] = {}
         for i in reversed(range(len(self.model.bottom_mlp))):
-            dz = torch.empty_like(self._bottom[i + 1])
-            self._dz_bottom[i] = dz, bias_relu_backward(dh, self._bottom[i + 1], dz)
+            dz = self._dz_bottom[i] = torch.empty_like(self._bottom[i + 1])
+            mlp.bias_relu_backward(dh, self._bottom[i + 1], dz, self._partials[f"bottom_mlp.{i}"][0])
             if i > 0:
                 dh = torch.mm(dz, self.working[f"bottom_mlp.{i}.weight"])
 
     def bottom_weight_gradient(self, layer: int) -> None:
         """Into `grad`: everything of a layer of the bottom MLP, whose `bottom_backward` is through."""
-        dz, partials = self._dz_bottom[layer]
-        torch.mm(dz.t(), self._bottom[layer], out=self.grad[f"bottom_mlp.{layer}.weight"])
-        column_sums(partials, self.grad[f"bottom_mlp.{layer}.bias"])
+        name = f"bottom_mlp.{layer}"
+        torch.mm(self._dz_bottom[layer].t(), self._bottom[layer], out=self.grad[f"{name}.weight"])
+        self._bias_gradient(name)

@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cross import cross_backward, cross_forward
+from kernels import cross, loss, mlp
 from kernels.flat_adagrad import flat_adagrad
 from kernels.gather_segments import Segment, SegmentTable, gather_segments
-from kernels.loss import logit_loss_backward
-from kernels.mlp import bias_relu_backward
 from kernels.peer_tensors import PeerTensors
 from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from kernels.push_columns import PushTable, push_columns
@@ -188,15 +186,15 @@ def cross_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         for dtype in (BF16, torch.float32):
             x0, x, y, dy, dx0 = torch.randn(5, batch, 3456, device="cuda").to(dtype).unbind()
-            bias, dbias = torch.zeros(2, 3456, device="cuda").unbind()
+            bias, partials = (torch.zeros(*shape, 3456, device="cuda") for shape in ((), (cross.partial_rows(batch),)))
             name = f"[{batch}, 3456], {dtype}"
-            yield Case("cross_forward", name, 4 * x.nbytes, partial(cross_forward, x0, x, y, bias, dy))
+            yield Case("cross_forward", name, 4 * x.nbytes, partial(cross.cross_forward, x0, x, y, bias, dy))
             for accumulate in (False, True):
                 yield Case(
                     "cross_backward",
                     f"{name}{', accumulate' * accumulate}",
                     (6 if accumulate else 5) * x.nbytes,
-                    partial(cross_backward, x, x0, y, bias, dy, dx0, dbias, accumulate),
+                    partial(cross.cross_backward, x, x0, y, bias, dy, dx0, partials, accumulate),
                 )
 
 
@@ -204,11 +202,12 @@ def mlp_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         for width in (1024, 256):
             z, g, dz = torch.randn(3, batch, width, device="cuda").to(BF16).unbind()
+            partials = torch.empty(mlp.partial_rows(batch), width, device="cuda")
             yield Case(
                 "bias_relu_backward",
                 f"[{batch}, {width}], bf16",
                 3 * z.nbytes,
-                partial(bias_relu_backward, g, z, dz),
+                partial(mlp.bias_relu_backward, g, z, dz, partials),
             )
 
 
@@ -217,14 +216,13 @@ def loss_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         h, dz = torch.randn(2, batch, width, device="cuda").to(BF16).unbind()
         weight, bias, dlogits = (torch.zeros(n, dtype=BF16, device="cuda") for n in ((1, width), 1, batch))
-        dbias, dbias_hidden = (torch.zeros(n, dtype=BF16, device="cuda") for n in (1, width))
-        labels, loss = torch.ones(batch, device="cuda"), torch.empty(1, device="cuda")
-        outputs = loss, dlogits, dbias, dz, dbias_hidden
+        labels = torch.ones(batch, device="cuda")
+        partials = torch.empty(loss.partial_rows(batch), loss.partial_columns(width, relu=True), device="cuda")
         yield Case(
             "logit_loss_backward",
             f"[{batch}, {width}], bf16",
             2 * h.nbytes,
-            partial(logit_loss_backward, h, weight, bias, labels, *outputs, 8 * batch),
+            partial(loss.logit_loss_backward, h, weight, bias, labels, dlogits, dz, partials, 8 * batch, relu=True),
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels._triton import cdiv, jit, tl
-from kernels.column_sums import column_sums
 
 # Of one program's block, forward and backward, the fastest on an H200; backward takes _STEPS such blocks.
 _ROWS, _COLUMNS = 8, 256
@@ -24,6 +22,11 @@ def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -
     forward(x0, x, y, bias, out)
 
 
+def partial_rows(batch: int) -> int:
+    """How many rows of partial sums `cross_backward` leaves for so many samples."""
+    return cdiv(batch, _BACKWARD_ROWS * _STEPS)
+
+
 def cross_backward(
     g: Tensor,
     x0: Tensor,
@@ -31,20 +34,21 @@ def cross_backward(
     bias: Tensor,
     dy: Tensor,
     dx0: Tensor,
-    dbias: Tensor,
+    partials: Tensor,
     accumulate: bool,
     first_layer: bool = False,
 ) -> None:
-    """From g = dL/dx': dy = g * x0; dbias = column sums of g * x0; dx0 = g * (y + bias), added to dx0 if `accumulate`.
+    """From g = dL/dx': dy = g * x0; dx0 = g * (y + bias), added to dx0 if `accumulate`; `partials` are partial column
+    sums of dy, before it is rounded: the bias' gradient, once `column_sums` has added them up.
 
     The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here. g,
-    x0, y, dy, dx0: bf16 or fp32 [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. dbias: bf16
-    or fp32 [width], overwritten. Computed in fp32. Width a multiple of 8.
+    x0, y, dy, dx0: bf16 or fp32 [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. partials:
+    fp32 [partial_rows(batch), width], overwritten. Computed in fp32. Width a multiple of 8.
     """
     _check(g, x0, y, dy, dx0, bias=bias)
-    assert dbias.shape == bias.shape, "dbias: [width]"
+    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
     backward = triton_cross_backward if g.is_cuda else plain_cross_backward
-    backward(g, x0, y, bias, dy, dx0, dbias, accumulate, first_layer)
+    backward(g, x0, y, bias, dy, dx0, partials, accumulate, first_layer)
 
 
 def _check(*matrices: Tensor, bias: Tensor) -> None:
@@ -64,7 +68,7 @@ def plain_cross_backward(
     bias: Tensor,
     dy: Tensor,
     dx0: Tensor,
-    dbias: Tensor,
+    partials: Tensor,
     accumulate: bool,
     first_layer: bool = False,
 ) -> None:
@@ -72,7 +76,7 @@ def plain_cross_backward(
     product = g.float() * x0.float()
     through_y = g.float() * (y.float() + bias.float() + (1 if first_layer else 0))
     dx0.copy_(dx0.float() + through_y if accumulate else through_y)
-    dbias.copy_(product.sum(0))
+    partials.zero_()[0] = product.sum(0)
     dy.copy_(product)
 
 
@@ -90,16 +94,14 @@ def triton_cross_backward(
     bias: Tensor,
     dy: Tensor,
     dx0: Tensor,
-    dbias: Tensor,
+    partials: Tensor,
     accumulate: bool,
     first_layer: bool = False,
 ) -> None:
-    """What `cross_backward` does, in two kernels: partial column sums of blocks of rows, then their sum."""
+    """What `cross_backward` does, in one kernel."""
     batch, width = g.shape
-    partials = torch.empty(cdiv(batch, _BACKWARD_ROWS * _STEPS), width, dtype=torch.float32, device=g.device)
     sizes = (batch, width, accumulate, first_layer, _STEPS, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
     _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
-    column_sums(partials, dbias)
 
 
 @jit

@@ -1,4 +1,8 @@
-"""The end of the top MLP in training: the last layer's forward, the loss, and the backward of both, in two launches."""
+"""The end of the top MLP in training: the last layer's forward, the loss, and the backward of both, in one launch.
+
+What it sums over samples, the loss and the gradients of two biases, it leaves as partial sums, which `add_up` finishes:
+no GEMM waits for these.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +16,46 @@ _ROWS, _COLUMNS = 16, 256  # of one program's block; 512 rows still give 32 prog
 _SUM_ROWS, _SUM_COLUMNS = 64, 32  # of a block of partial sums
 
 
+def partial_rows(batch: int) -> int:
+    """How many rows of partial sums `logit_loss_backward` leaves for so many samples."""
+    return cdiv(batch, _ROWS)
+
+
+def partial_columns(width: int, relu: bool) -> int:
+    """Of these rows: the loss, the gradient by the logits, and behind a ReLU the columns of dz."""
+    return 2 + width * relu
+
+
 def logit_loss_backward(
     h: Tensor,
     weight: Tensor,
     bias: Tensor,
     labels: Tensor,
-    loss: Tensor,
     dlogits: Tensor,
-    dbias: Tensor,
     dz: Tensor,
-    dbias_hidden: Tensor | None,
+    partials: Tensor,
     global_batch: int,
+    relu: bool,
 ) -> None:
-    """From h, a last hidden layer behind its ReLU: loss = mean BCE(sigmoid(h @ weight.T + bias), labels), and backward.
+    """The gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean BCE(sigmoid(logits), labels).
 
     dlogits = (sigmoid(logits) - labels) / global_batch: summing weight gradients over ranks gives the global mean's.
-    dz = dlogits @ weight * (h > 0). dbias = sum of dlogits, dbias_hidden = column sums of dz, both before they are
-    rounded. Without a dbias_hidden, h is behind no ReLU, and dz = dlogits @ weight.
+    dz = dlogits @ weight, and times (h > 0) where h is behind a ReLU. partials: partial sums of the losses, of dlogits
+    and of dz, before these are rounded.
 
     h, dz: bf16 or fp32 [batch, width], contiguous, of any width. weight: [1, width], bias: [1], dlogits: [batch], of
-    h's dtype. labels: fp32 [batch]. loss: fp32, one element. dbias: bf16 or fp32 [1], dbias_hidden: [width]. All
-    outputs are overwritten. Computed in fp32; logits and dlogits are rounded to h's dtype before they are used.
+    h's dtype. labels: fp32 [batch]. partials: fp32 [partial_rows(batch), partial_columns(width, relu)]. Outputs are
+    overwritten. Computed in fp32; logits and dlogits are rounded to h's dtype before they are used.
     """
     batch, width = h.shape
     assert batch > 0 and dz.shape == h.shape and labels.shape == dlogits.shape == (batch,), "[batch, width], not empty"
-    assert weight.shape == (1, width) and bias.shape == dbias.shape == (1,), "weight: [1, width], bias, dbias: [1]"
-    assert dbias_hidden is None or dbias_hidden.shape == (width,), "dbias_hidden: [width]"
-    assert all(t.is_contiguous() for t in (h, weight, labels, dlogits, dz)), "contiguous tensors only"
+    assert weight.shape == (1, width) and bias.shape == (1,), "weight: [1, width], bias: [1]"
+    assert partials.shape == (partial_rows(batch), partial_columns(width, relu)), "partials: as it says"
+    assert all(t.is_contiguous() for t in (h, weight, labels, dlogits, dz, partials)), "contiguous tensors only"
     assert h.dtype == weight.dtype == bias.dtype == dlogits.dtype == dz.dtype, "one dtype"
-    assert labels.dtype == loss.dtype == torch.float32 and loss.numel() == 1, "labels and loss: fp32"
+    assert labels.dtype == partials.dtype == torch.float32, "labels and partials: fp32"
     backward = triton_logit_loss_backward if h.is_cuda else plain_logit_loss_backward
-    backward(h, weight, bias, labels, loss, dlogits, dbias, dz, dbias_hidden, global_batch)
+    backward(h, weight, bias, labels, dlogits, dz, partials, global_batch, relu)
 
 
 def plain_logit_loss_backward(
@@ -50,23 +63,23 @@ def plain_logit_loss_backward(
     weight: Tensor,
     bias: Tensor,
     labels: Tensor,
-    loss: Tensor,
     dlogits: Tensor,
-    dbias: Tensor,
     dz: Tensor,
-    dbias_hidden: Tensor | None,
+    partials: Tensor,
     global_batch: int,
+    relu: bool,
 ) -> None:
     """What `logit_loss_backward` does, in PyTorch."""
     logits = torch.mv(h.float(), weight[0].float()).add_(bias.float()).to(h.dtype).float()
-    loss.copy_(functional.binary_cross_entropy_with_logits(logits, labels))
     gradient = (logits.sigmoid() - labels) / global_batch
     dlogits.copy_(gradient)
-    dbias.copy_(gradient.sum())
     dh = torch.outer(dlogits.float(), weight[0].float())
-    if dbias_hidden is not None:
+    sums = partials.zero_()[0]
+    sums[0] = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    sums[1] = gradient.sum()
+    if relu:
         dh *= h > 0
-        dbias_hidden.copy_(dh.sum(0))
+        sums[2:] = dh.sum(0)
     dz.copy_(dh)
 
 
@@ -75,26 +88,47 @@ def triton_logit_loss_backward(
     weight: Tensor,
     bias: Tensor,
     labels: Tensor,
-    loss: Tensor,
     dlogits: Tensor,
-    dbias: Tensor,
     dz: Tensor,
-    dbias_hidden: Tensor | None,
+    partials: Tensor,
     global_batch: int,
+    relu: bool,
 ) -> None:
-    """What `logit_loss_backward` does, in two kernels: rows with their partial sums, then the sums of these.
-
-    Without atomics: equal inputs give equal bits.
-    """
+    """What `logit_loss_backward` does, in one kernel."""
     batch, width = h.shape
-    relu = dbias_hidden is not None
-    # Of each program: the loss, dlogits, and behind a ReLU the columns of dz.
-    partials = torch.empty(cdiv(batch, _ROWS), 2 + width * relu, dtype=torch.float32, device=h.device)
-    programs, columns = partials.shape
     tensors = (h, weight, bias, labels, dlogits, dz, partials)
-    _bce[(programs,)](*tensors, batch, 1 / global_batch, width, relu, _ROWS, min(next_power_of_2(width), _COLUMNS))
+    columns = min(next_power_of_2(width), _COLUMNS)
+    _bce[(len(partials),)](*tensors, batch, 1 / global_batch, width, relu, _ROWS, columns)
+
+
+def add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
+    """loss = the mean over `batch` samples, dbias and dbias_hidden = the biases' gradients, from the partial sums.
+
+    partials: those of `logit_loss_backward`, of one or of several ranges of the samples, one below the other. loss:
+    fp32, one element. dbias: bf16 or fp32 [1], dbias_hidden: [width], None where there is no ReLU. Without atomics:
+    equal inputs give equal bits.
+    """
+    assert loss.numel() == dbias.numel() == 1 and loss.dtype == torch.float32, "loss: fp32, one element, as dbias"
+    hidden = 0 if dbias_hidden is None else dbias_hidden.numel()
+    assert partials.shape[1] == 2 + hidden and partials.is_contiguous(), "partials: [rows, 2 + width]"
+    add = triton_add_up if partials.is_cuda else plain_add_up
+    add(partials, loss, dbias, dbias_hidden, batch)
+
+
+def plain_add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
+    """What `add_up` does, in PyTorch."""
+    sums = partials.sum(0)
+    loss.fill_(sums[0] / batch)
+    dbias.fill_(sums[1])
+    if dbias_hidden is not None:
+        dbias_hidden.copy_(sums[2:])
+
+
+def triton_add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
+    """What `add_up` does, in one kernel."""
+    rows, columns = partials.shape
     grid = (cdiv(columns, _SUM_COLUMNS),)
-    _sum_partials[grid](partials, loss, dbias, dbias_hidden, batch, programs, columns, _SUM_ROWS, _SUM_COLUMNS)
+    _sum_partials[grid](partials, loss, dbias, dbias_hidden, batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
 
 
 @jit

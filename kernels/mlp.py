@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kernels._triton import cdiv, jit, tl
@@ -10,33 +9,42 @@ from kernels._triton import cdiv, jit, tl
 _ROWS, _COLUMNS = 16, 128  # of one program's block
 
 
-def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor) -> Tensor:
-    """dz = g * (out > 0). Returns fp32 [blocks of rows, width]: `column_sums` makes it the bias' gradient.
+def partial_rows(batch: int) -> int:
+    """How many rows of partial sums `bias_relu_backward` leaves for so many samples."""
+    return cdiv(batch, _ROWS * _steps(batch))
 
-    It holds partial sums of dz, before it is rounded. g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's
-    rows, which may lie apart; dz may be g.
+
+def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
+    """dz = g * (out > 0); `partials` are partial column sums of dz, before it is rounded: the bias' gradient, once
+    `column_sums` has added them up.
+
+    g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may lie apart; dz may be g. partials:
+    fp32 [partial_rows(batch), width], overwritten.
     """
     assert g.shape == out.shape == dz.shape, "g, out, dz: [batch, width]"
     assert g.stride(1) == 1 and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only, but for g's rows"
+    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
     backward = triton_bias_relu_backward if g.is_cuda else plain_bias_relu_backward
-    return backward(g, out, dz)
+    backward(g, out, dz, partials)
 
 
-def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor) -> Tensor:
+def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
     """What `bias_relu_backward` does, in PyTorch."""
     masked = g.float() * (out > 0)
+    partials.zero_()[0] = masked.sum(0)
     dz.copy_(masked)
-    return masked.sum(0, keepdim=True)
 
 
-def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor) -> Tensor:
+def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
     """What `bias_relu_backward` does, in one kernel."""
     batch, width = g.shape
-    steps = 1 if batch <= 2048 else 4  # enough programs for every multiprocessor, few partial sums
-    partials = torch.empty(cdiv(batch, _ROWS * steps), width, dtype=torch.float32, device=g.device)
     grid = (cdiv(width, _COLUMNS), len(partials))
-    _backward[grid](g, out, dz, partials, batch, width, g.stride(0), steps, _ROWS, _COLUMNS)
-    return partials
+    _backward[grid](g, out, dz, partials, batch, width, g.stride(0), _steps(batch), _ROWS, _COLUMNS)
+
+
+def _steps(batch: int) -> int:
+    """Blocks of rows of one program: enough programs for every multiprocessor, few partial sums."""
+    return 1 if batch <= 2048 else 4
 
 
 @jit

@@ -103,7 +103,6 @@ class StaticPipeline:
             Peers(memory, inputs) if memory and inputs else None,
         )
         self._rate = config.optimizer.learning_rate
-        self._loss = torch.zeros(parts, device=device)
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, config.overlap)
         make_graphs = None
@@ -135,7 +134,7 @@ class StaticPipeline:
         self._streams.end_iteration()
         self._step += 1
         self._fetch(batches)
-        return self._loss.mean()
+        return self.dense.loss.clone()
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
@@ -270,7 +269,7 @@ class StaticPipeline:
                 for layer in layers:
                     dense.cross_forward(layer, part)
                 streams.join("top")
-                dense.loss_backward(dense.top_hidden_forward(part), now.labels[rows], self._loss[part], part)
+                dense.loss_backward(dense.top_hidden_forward(part), now.labels[rows], part)
                 dense.top_backward(part)
                 if not self._fills_gpu:
                     self._update_top()

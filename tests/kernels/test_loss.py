@@ -1,13 +1,23 @@
 """The end of the top MLP: plain twin against autograd, Triton against the plain twin."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.loss import logit_loss_backward, plain_logit_loss_backward, triton_logit_loss_backward
+from kernels.loss import (
+    add_up,
+    logit_loss_backward,
+    partial_columns,
+    partial_rows,
+    plain_add_up,
+    plain_logit_loss_backward,
+    triton_add_up,
+    triton_logit_loss_backward,
+)
 from tests.kernels.devices import DEVICE, needs_triton
 
 RANKS = 8
@@ -32,6 +42,19 @@ class Outputs:
 
     def all(self) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    def fill(self, values: tuple[Tensor, ...], global_batch: int, backward: Any, add: Any) -> None:
+        """By these two functions."""
+        (batch, width), relu = values[0].shape, self.dbias_hidden is not None
+        partials = torch.full((partial_rows(batch), partial_columns(width, relu)), torch.nan, device=DEVICE)
+        backward(*values, self.dlogits, self.dz, partials, global_batch, relu)
+        add(partials, self.loss, self.dbias, self.dbias_hidden, batch)
+
+    def fill_by_triton(self, values: tuple[Tensor, ...], global_batch: int) -> None:
+        self.fill(values, global_batch, triton_logit_loss_backward, triton_add_up)
+
+    def fill_plainly(self, values: tuple[Tensor, ...], global_batch: int) -> None:
+        self.fill(values, global_batch, plain_logit_loss_backward, plain_add_up)
 
 
 def inputs(batch: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +93,7 @@ def test_equals_autograd(relu: bool) -> None:
     (expected / RANKS).backward()
     got = Outputs.of(h, relu, torch.float32)
     with torch.no_grad():
-        logit_loss_backward(h, weight, bias, labels, *got.all(), RANKS * 37)
+        got.fill((h, weight, bias, labels), RANKS * 37, logit_loss_backward, add_up)
     torch.testing.assert_close(got.loss[0], expected.detach())
     torch.testing.assert_close(got.dlogits, logits.grad)
     torch.testing.assert_close(got.dbias, bias.grad)
@@ -89,10 +112,10 @@ def test_triton_equals_plain(batch: int, width: int, relu: bool, dtype: torch.dt
     torch.manual_seed(batch)
     values = inputs(batch, width, dtype)
     got, again, expected = (Outputs.of(values[0], relu, dtype) for _ in range(3))
-    triton_logit_loss_backward(*values, *got.all(), RANKS * batch)
-    plain_logit_loss_backward(*values, *expected.all(), RANKS * batch)
+    got.fill_by_triton(values, RANKS * batch)
+    expected.fill_plainly(values, RANKS * batch)
     assert_close(got, expected)
-    triton_logit_loss_backward(*values, *again.all(), RANKS * batch)
+    again.fill_by_triton(values, RANKS * batch)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(got.all(), again.all(), strict=True)), "equal bits"
 
 
@@ -104,8 +127,8 @@ def test_rows_of_a_larger_batch() -> None:
     expected = Outputs.of(whole[rows], True, torch.float32)
     values = whole[rows], weight, bias, labels[rows]
     of_rows = Outputs(got.loss, got.dlogits[rows], got.dbias, got.dz[rows], got.dbias_hidden)
-    triton_logit_loss_backward(*values, *of_rows.all(), 96)
-    plain_logit_loss_backward(*values, *expected.all(), 96)
+    of_rows.fill_by_triton(values, 96)
+    expected.fill_plainly(values, 96)
     assert_close(of_rows, expected)
     for t in (got.dlogits, got.dz):
         assert torch.cat((t[:32], t[71:])).isnan().all()
@@ -116,7 +139,7 @@ def test_logits_are_those_of_the_evaluation() -> None:
     """Rounded as a GEMM's output; so little that cutting off and rounding agree."""
     h, weight = (torch.tensor([values], device=DEVICE).bfloat16() for values in ([2.0, 2**-9], [1.0, 1.0]))
     bias, labels, got = h.new_zeros(1), torch.zeros(1, device=DEVICE), Outputs.of(h, True, torch.float32)
-    triton_logit_loss_backward(h, weight, bias, labels, *got.all(), 1)
+    got.fill_by_triton((h, weight, bias, labels), 1)
     logits = torch.addmm(bias, h, weight.t()).view(-1)
     assert logits.item() == 2.0
     expected = functional.binary_cross_entropy_with_logits(logits.float(), labels)
@@ -133,8 +156,8 @@ def test_extreme_logits(logit: float, dtype: torch.dtype) -> None:
     right = torch.full((2,), float(logit > 0), device=DEVICE)
     for labels in (right, 1 - right):
         got, expected = (Outputs.of(h, True, dtype) for _ in range(2))
-        triton_logit_loss_backward(h, weight, bias, labels, *got.all(), 2)
-        plain_logit_loss_backward(h, weight, bias, labels, *expected.all(), 2)
+        got.fill_by_triton((h, weight, bias, labels), 2)
+        expected.fill_plainly((h, weight, bias, labels), 2)
         assert_close(got, expected)
         if logit == 18:  # below zero torch's own loss has no digits left
             assert expected.loss > 0

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from kernels.column_sums import column_sums
-from kernels.mlp import (
-    bias_relu_backward,
-    plain_bias_relu_backward,
-    triton_bias_relu_backward,
-)
+from kernels.mlp import bias_relu_backward, partial_rows, plain_bias_relu_backward, triton_bias_relu_backward
 from tests.kernels.devices import DEVICE, needs_triton
 
 
@@ -17,8 +13,13 @@ def test_equals_autograd() -> None:
     bias = torch.randn(24, device=DEVICE, requires_grad=True)
     leaf = z.clone().requires_grad_()
     (leaf + bias).relu().backward(g)
-    dz, dbias = torch.empty_like(g), torch.empty(24, device=DEVICE)
-    column_sums(bias_relu_backward(g, (leaf + bias).relu().detach(), dz), dbias)
+    dz, dbias, partials = (
+        torch.empty_like(g),
+        torch.empty(24, device=DEVICE),
+        torch.full((1, 24), torch.nan, device=DEVICE),
+    )
+    bias_relu_backward(g, (leaf + bias).relu().detach(), dz, partials)
+    column_sums(partials, dbias)
     torch.testing.assert_close(dz, leaf.grad)
     torch.testing.assert_close(dbias, bias.grad)
 
@@ -33,8 +34,9 @@ def test_triton_equals_plain(shape: tuple[int, int], dtype: torch.dtype, columns
     out = torch.randn(shape, device=DEVICE).to(dtype).relu()
     g = torch.randn(batch, width + columns_apart, device=DEVICE).to(dtype)[:, :width]
     expected_dz = torch.empty_like(out)
-    expected_dbias = plain_bias_relu_backward(g, out, expected_dz).sum(0)
+    got, expected = torch.full((2, partial_rows(batch), width), torch.nan, device=DEVICE)
+    plain_bias_relu_backward(g, out, expected_dz, expected)
     dz = torch.full_like(out, torch.nan) if columns_apart else g
-    dbias = triton_bias_relu_backward(g, out, dz).sum(0)
+    triton_bias_relu_backward(g, out, dz, got)
     assert torch.equal(dz, expected_dz)
-    torch.testing.assert_close(dbias, expected_dbias, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.sum(0), expected.sum(0), rtol=1e-4, atol=1e-4)
