@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dlrm.config import ModelConfig, RunConfig
 from dlrm.embedding.capacity import HEADROOM
-from dlrm.embedding.plan import Shard, imbalance, iteration_us, make_plan, rank_loads
+from dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
 from dlrm.embedding.torchrec_plan import make_torchrec_plan
 
 _H200_BYTES = 141_000_000_000
@@ -22,8 +22,7 @@ def print_plan(config: RunConfig, world_size: int) -> None:
     if config.plan == "torchrec":
         plan = make_torchrec_plan(config, world_size, world_size, "cuda", _H200_BYTES)
     else:
-        sizes = (model, world_size, global_batch_size, config.pooled_bytes)
-        plan = make_plan(*sizes, config.optimizer.embedding, int(_H200_BYTES * HEADROOM))
+        plan = plan_for(config, world_size, int(_H200_BYTES * HEADROOM))
     loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes)
     table = Table(
         title=f"{config.preset} with --ebc static on {world_size} rank(s), global batch {global_batch_size}",

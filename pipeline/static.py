@@ -24,7 +24,7 @@ from dlrm.buckets import Bucket, DenseState
 from dlrm.config import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.embedding.capacity import check_tables_fit, device_memory_bytes, table_memory_bytes
-from dlrm.embedding.plan import make_plan
+from dlrm.embedding.plan import plan_for
 from dlrm.embedding.pooled_exchange import Peers
 from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm.embedding.torchrec_plan import torchrec_plan
@@ -83,8 +83,7 @@ class StaticPipeline:
         if config.plan == "torchrec":
             self._plan = torchrec_plan(config, ranks)
         else:
-            sizes = (model, ranks.world_size, global_batch_size, config.pooled_bytes)
-            self._plan = make_plan(*sizes, config.optimizer.embedding, table_memory_bytes(ranks))
+            self._plan = plan_for(config, ranks.world_size, table_memory_bytes(ranks))
         memory = PeerMemory(ranks) if config.peer_memory else None
         self._memory = memory
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts, memory)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer
+from dlrm.config import ModelConfig, OptimizerConfig, RunConfig, TableOptimizer
 
 # Measured on one H200 (fbgemm-gpu 1.6.0, exact Adagrad, bf16 output): microseconds of FBGEMM's forward and backward for
 # a million ids of distinct rows, by shard width, and for each call of a rank's tables. From a 40M-row table at 5.5
@@ -23,7 +23,9 @@ REPEATED_ID = 0.57
 # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
 ALL_TO_ALL_US = 24.0
 ALL_TO_ALL_BYTES_PER_US = 303e3
-# Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's.
+# Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
+# peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
+# 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), and little more than half of the host's CPU time.
 REPLICATED_ROWS = 256
 # Narrower column shards cost as much (the costs above hardly fall any more), and the sorted update does not take them.
 NARROWEST = 16
@@ -158,6 +160,19 @@ def iteration_us(
     return slowest + all_to_alls_us(columns, world_size, global_batch_size, pooled_bytes)
 
 
+def plan_for(config: RunConfig, world_size: int, memory_bytes: int) -> Plan:
+    """The balanced plan of a run. memory_bytes, ValueError: as for `make_plan`."""
+    return make_plan(
+        config.model,
+        world_size,
+        config.local_batch_size * world_size,
+        config.pooled_bytes,
+        config.optimizer.embedding,
+        memory_bytes,
+        replicate=not config.peer_memory,
+    )
+
+
 def make_plan(
     model: ModelConfig,
     world_size: int,
@@ -165,6 +180,7 @@ def make_plan(
     pooled_bytes: int = 2,
     optimizer: TableOptimizer = "adagrad",
     memory_bytes: int | None = None,
+    replicate: bool = True,
 ) -> Plan:
     """The plan of least `iteration_us` among those of two kinds of ranks that fit.
 
@@ -172,13 +188,13 @@ def make_plan(
     whole. All numbers of split tables, widths and splits of the ranks are tried; within a kind, the most costly shard
     goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no table, and only exact
     Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of one
-    rank may take. ValueError if there are fewer shards than ranks at every width, or no plan fits.
+    rank may take. replicate: whether any table may be. ValueError if there are fewer shards than ranks at every width,
+    or no plan fits.
     """
     dim = model.embedding_dim
     tables = list(range(model.num_features))
-    replicated = tuple(
-        t for t in tables if model.rows[t] <= REPLICATED_ROWS and can_replicate(dim, world_size, optimizer)
-    )
+    replicate = replicate and can_replicate(dim, world_size, optimizer)
+    replicated = tuple(t for t in tables if replicate and model.rows[t] <= REPLICATED_ROWS)
     if len(tables) - len(replicated) < world_size:
         replicated = ()
     cost = {t: _shard_us(Shard(0, t, 0, dim), model, global_batch_size) for t in tables if t not in replicated}

@@ -18,7 +18,7 @@ from dlrm.ranks import Ranks
 from tests.pipeline.test_static import EVALUATE_EVERY, LARGE_BATCH, Trained, assert_bitwise_equal, small, train
 
 STEPS = 2 * EVALUATE_EVERY + 1
-SMALL = small("replicated", STEPS, presort_ids=True, peer_memory=True)
+SMALL = small("tiny tables", STEPS, presort_ids=True, peer_memory=True)
 GRAPH = replace(SMALL, cuda_graph="iteration", overlap=True)
 CONFIGS = {"eager": SMALL, "graph": GRAPH, "large": replace(GRAPH, local_batch_size=LARGE_BATCH)}
 PLACES = [

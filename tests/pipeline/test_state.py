@@ -79,7 +79,7 @@ def move(ranks: Ranks) -> Moved:
     stock.train()
     states["stock"] = stock.pipeline.state_dict()
 
-    pipeline.static.make_plan = lambda *_: HALVES  # type: ignore[assignment]
+    pipeline.static.plan_for = lambda *_: HALVES  # type: ignore[assignment]
     config = replace(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
     static = Training(StaticPipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
     static.train(4)  # past the capture on a GPU; what it has learned is to be forgotten

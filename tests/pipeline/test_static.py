@@ -41,8 +41,8 @@ DENSE: dict[str, Any] = {
     "top_mlp": (24, 16, 1),
 }
 MODELS = {
-    # Four tables small enough to be replicated, five sharded ones.
-    "replicated": ModelConfig(
+    # Four tables small enough to be replicated, which peer memory leaves out, and five others.
+    "tiny tables": ModelConfig(
         num_embeddings=(5000, 7, 30, 9000, REPLICATED_ROWS, 6000, 40, REPLICATED_ROWS + 1, 5200),
         multi_hot_sizes=(3, 1, 2, 12, 1, 4, 1, 2, 1),
         **DENSE,
@@ -58,9 +58,9 @@ LARGE_WAYS = ("presorted", "peer memory")
 PARITY = [
     *[pytest.param(*place, model, way) for place in CPU_PLACES for model in MODELS for way in WAYS],
     # Four processes are slow on few cores: each model and each way once.
-    (4, False, "replicated", "presorted"),
+    (4, False, "tiny tables", "presorted"),
     (4, False, "sharded", "fbgemm"),
-    (4, False, "replicated", "peer memory"),
+    (4, False, "tiny tables", "peer memory"),
     *[
         pytest.param(*place.values, model, way, marks=place.marks)
         for place in GPU_PLACES
@@ -153,23 +153,23 @@ def jobs_of(world_size: int, gpu: bool) -> dict[str, Job]:
         f"{model} {way}": (small(model, **WAYS[way]), STEPS, False) for model in MODELS for way in WAYS
     }
     if world_size == 4:
-        return {name: parity[name] for name in ("replicated presorted", "sharded fbgemm", "replicated peer memory")}
+        return {name: parity[name] for name in ("tiny tables presorted", "sharded fbgemm", "tiny tables peer memory")}
     others: dict[str, Job] = {}
     for way in WAYS:
-        config = small("replicated", **WAYS[way])
+        config = small("tiny tables", **WAYS[way])
         others[f"evaluates {way}"] = (config, 30, True)
         others[f"does not {way}"] = (config, 30, False)
         others |= {f"{steps} batches {way}": (config, steps, False) for steps in range(4)}
     # So large that the pipeline runs weight gradients elsewhere.
     large = {
-        way: small("replicated", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH, **WAYS[way]) for way in LARGE_WAYS
+        way: small("tiny tables", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH, **WAYS[way]) for way in LARGE_WAYS
     }
     others |= {f"large {way}": (config, LARGE_STEPS, False) for way, config in large.items()}
     if world_size == 2:
-        others["stock"] = (replace(small("replicated"), ebc="torchrec"), 30, False)
+        others["stock"] = (replace(small("tiny tables"), ebc="torchrec"), 30, False)
     if gpu:
         for precision, way in product(("fp32", "bf16"), WAYS):
-            eager = small("replicated", **WAYS[way], precision=precision)
+            eager = small("tiny tables", **WAYS[way], precision=precision)
             others[f"eager {precision} {way}"] = (eager, 30, True)
             graph = replace(eager, cuda_graph="iteration", overlap=True)
             others[f"graph {precision} {way}"] = (graph, 30, True)
@@ -221,14 +221,14 @@ def test_losses_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, model
     expected = torch.tensor(plain(small(model), world_size).losses, dtype=torch.float64)
     assert expected.min() > 0.3, "a loss near zero would hide differences"
     torch.testing.assert_close(mean_losses(per_rank, job), expected, rtol=1e-5, atol=0)
-    replicated = 4 if model == "replicated" and world_size > 1 else 0
+    replicated = 4 if model == "tiny tables" and world_size > 1 and way != "peer memory" else 0
     assert {jobs[job].num_replicated for jobs in per_rank} == {replicated}
 
 
 @pytest.mark.parametrize("way", LARGE_WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_losses_of_large_batches_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, way: str) -> None:
-    config = small("replicated", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH)
+    config = small("tiny tables", steps=LARGE_STEPS, local_batch_size=LARGE_BATCH)
     expected = torch.tensor(plain(config, world_size).losses, dtype=torch.float64)
     torch.testing.assert_close(mean_losses(trained(world_size, gpu), f"large {way}"), expected, rtol=1e-5, atol=0)
 
@@ -263,7 +263,7 @@ def test_all_columns_of_all_tables_are_somewhere(trained: Run) -> None:
     held = [
         (table, column)
         for jobs in trained(2, False)
-        for table, columns, *_ in jobs["replicated fbgemm"].tables
+        for table, columns, *_ in jobs["tiny tables fbgemm"].tables
         for column in range(columns.start, columns.stop)
     ]
     assert set(held) == set(product(range(9), range(32)))
@@ -273,7 +273,7 @@ def test_all_columns_of_all_tables_are_somewhere(trained: Run) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_every_batch_is_used_once_and_in_order_to_the_end(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     for jobs in trained(world_size, gpu):
-        whole = jobs[f"replicated {way}"].losses
+        whole = jobs[f"tiny tables {way}"].losses
         assert len(whole) == STEPS
         assert len(set(whole)) > 0.9 * STEPS, "batches are too alike to tell their order"
         for steps in range(4):
@@ -287,7 +287,7 @@ def test_evaluation_leaves_training_as_it_was(trained: Run, world_size: int, gpu
     for jobs in trained(world_size, gpu):
         assert jobs[f"evaluates {way}"].logits
         assert_bitwise_equal(jobs[f"evaluates {way}"], jobs[f"does not {way}"])
-        assert jobs[f"does not {way}"].losses == jobs[f"replicated {way}"].losses[:30]
+        assert jobs[f"does not {way}"].losses == jobs[f"tiny tables {way}"].losses[:30]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -295,7 +295,7 @@ def test_evaluation_leaves_training_as_it_was(trained: Run, world_size: int, gpu
 def test_evaluation_equals_plain_dlrm(trained: Run, world_size: int, gpu: bool, way: str) -> None:
     per_rank = trained(world_size, gpu)
     evaluations = zip(*(jobs[f"evaluates {way}"].logits for jobs in per_rank), strict=True)
-    for logits, expected in zip(evaluations, plain(small("replicated"), world_size).logits, strict=False):
+    for logits, expected in zip(evaluations, plain(small("tiny tables"), world_size).logits, strict=False):
         by_batch = [rank_logits.view(EVALUATION_BATCHES, -1) for rank_logits in logits]
         torch.testing.assert_close(torch.cat(by_batch, dim=1), expected, rtol=1e-4, atol=1e-5)
 
@@ -306,7 +306,7 @@ def test_losses_equal_stock_torchrec(trained: Run, gpu: bool) -> None:
     stock = mean_losses(per_rank, "stock")
     assert len(stock) == 30
     for way in WAYS:
-        torch.testing.assert_close(mean_losses(per_rank, f"replicated {way}")[:30], stock, rtol=1e-5, atol=0)
+        torch.testing.assert_close(mean_losses(per_rank, f"tiny tables {way}")[:30], stock, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -13,7 +13,7 @@ from dlrm.data.random_batches import RandomDataset
 from dlrm.embedding.plan import Plan, Shard
 from dlrm.ranks import Ranks
 from pipeline.static import StaticPipeline
-from tests.cases import PLACES, SMALL_MODEL
+from tests.cases import PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.small_runs import BATCHES, batches_of, small
 from tests.plain_dlrm import PlainDLRM
 
@@ -33,8 +33,8 @@ def config(**changes: Any) -> RunConfig:
 
 def train(ranks: Ranks) -> list[tuple[list[float], Plan]]:
     results = []
-    for presort in (False, True):
-        pipeline = StaticPipeline(config(presort_ids=presort), ranks)
+    for way in WAYS.values():
+        pipeline = StaticPipeline(config(**way), ranks)
         batches = batches_of(config(), ranks)
         losses = [pipeline.train_step(batches).item() for _ in range(BATCHES)]
         results.append((losses, pipeline.ebc.plan))

@@ -64,6 +64,7 @@ def test_small_tables_are_replicated_where_there_are_others_to_shard():
     model = model_of([10**6, REPLICATED_ROWS, 3, 10**6, REPLICATED_ROWS + 1], [1] * 5)
     assert make_plan(model, 2, 1024).replicated == (1, 2)
     assert make_plan(model, 1, 1024).replicated == ()
+    assert make_plan(model, 2, 1024, replicate=False).replicated == ()
     assert make_plan(model_of([3, 3, 3], [1] * 3), 2, 1024).replicated == ()
 
 
