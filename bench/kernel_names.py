@@ -17,6 +17,7 @@ _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 
 # Function of a Triton kernel: (file in kernels/, stage). Triton names a kernel after its function.
 OWN_KERNELS = {
+    "_fetch": ("fetch", _INPUT),
     "_copy_pieces": ("gather_segments", _INPUT),
     "_push_pieces": ("push_segments", _INPUT),
     "_copy_runs": ("regroup", None),

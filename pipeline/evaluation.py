@@ -18,8 +18,7 @@ _EAGER_BATCHES = 2
 class EvaluationSlot(Protocol):
     """What an evaluated batch occupies on the device."""
 
-    staging: Batch
-    labels: Tensor
+    batch: Batch
 
 
 Slot = TypeVar("Slot", bound=EvaluationSlot)
@@ -39,10 +38,10 @@ class Evaluation(Generic[Slot]):
         ranks: Ranks,
         graphs: Callable[[str, Sequence[Callable[[], None]]], Graphs] | None,
     ) -> None:
-        """slots: two. forward: logits [B] of the batch in a slot's staging, which also sets the slot's labels. graphs:
+        """slots: two. forward: logits [B] of a slot's batch. graphs:
         makes graphs of a name and functions; None evaluates eagerly."""
         self.slots, self._forward = slots, forward
-        self._logits = [torch.zeros_like(slot.labels) for slot in slots]
+        self._logits = [torch.zeros_like(slot.batch.labels) for slot in slots]
         works = [partial(self._evaluate, i) for i in range(len(slots))]
         self._works, self.graphs = works, graphs("evaluation", works) if graphs else None
         self._evaluated = 0
@@ -62,7 +61,7 @@ class Evaluation(Generic[Slot]):
             batch = next(batches, None)
             if batch is not None:
                 self._copy(batch, 1 - i)
-            yield self._logits[i].clone(), self.slots[i].labels.clone()
+            yield self._logits[i].clone(), self.slots[i].batch.labels.clone()
             i = 1 - i
 
     def _run(self, i: int) -> None:
@@ -82,11 +81,11 @@ class Evaluation(Generic[Slot]):
 
     def _copy(self, batch: Batch, i: int) -> None:
         """Starts the copy from pinned memory, behind the last reader of the slot."""
-        staging = self.slots[i].staging.storage
+        storage = self.slots[i].batch.storage
         if self._stream is None:
-            staging.copy_(batch.storage)
+            storage.copy_(batch.storage)
             return
         self._stream.wait_event(self._read[i])
         with torch.cuda.stream(self._stream):
-            staging.copy_(batch.storage, non_blocking=True)
+            storage.copy_(batch.storage, non_blocking=True)
             self._copied[i].record()

@@ -33,10 +33,11 @@ from dlrm.model import torchrec_names
 from dlrm.peer_memory import PeerMemory
 from dlrm.ranks import Ranks
 from pipeline.evaluation import Evaluation
+from pipeline.feed import BatchFeed
 from pipeline.graphs import Graphs
 from pipeline.memory import memory_gb
 from pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
-from pipeline.streams import IterationStreams
+from pipeline.streams import MAX_IN_FLIGHT, IterationStreams
 from pipeline.table_load import embedding_load
 
 # Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
@@ -58,11 +59,9 @@ _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
 class _Slot:
     """What one batch in flight occupies on the device; batch n uses slot n % 2."""
 
-    staging: Batch
-    """The batch as it came from the host."""
+    batch: Batch
+    """As it came from the host."""
     ids: DistributedIds
-    dense: Tensor
-    labels: Tensor
 
 
 class StaticPipeline:
@@ -104,6 +103,7 @@ class StaticPipeline:
         self._rate = config.optimizer.learning_rate
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, config.overlap)
+        self._feed = BatchFeed(device, MAX_IN_FLIGHT)
         make_graphs = None
         if config.cuda_graph == "iteration":
             make_graphs = partial(Graphs, ranks=ranks, stream=self._streams.main, fallback=config.cuda_graph_fallback)
@@ -111,28 +111,27 @@ class StaticPipeline:
         self._graphs = make_graphs("iteration", iterations) if make_graphs else None
         self._eval = Evaluation([self._new_slot(sorts=False) for _ in range(2)], self._forward, ranks, make_graphs)
         self._step = 0
-        self._fetched = 0
+        self._named = 0
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch itself: its one buffer in pinned memory is all that travels."""
         return batch
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """One iteration; reads two batches ahead of the one it trains on."""
-        if self._fetched == 0:
+        """One iteration; reads one batch ahead of the one it trains on."""
+        if self._named == 0:
             self._prime(batches)
-        if self._step == self._fetched:
+        if self._step == self._named:
             raise StopIteration
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
-        self._streams.wait_for_copy()
+        self._name(next(batches, None))
         if self._graphs is not None and self._step >= _EAGER_ITERATIONS:
             self._graphs.run(self._step % 2)
         else:
             self._iteration(now, ahead)
         self._streams.end_iteration()
         self._step += 1
-        self._fetch(batches)
         return self.dense.loss.clone()
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,7 +162,7 @@ class StaticPipeline:
             {
                 "tables": [part.weights for part in self.ebc.tables()],
                 "optimizer_state": [part.state for part in self.ebc.tables()],
-                "ids_and_staging": [*self._slots, *self._eval.slots],
+                "batches": [*self._slots, *self._eval.slots],
                 "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
             },
         )
@@ -221,7 +220,7 @@ class StaticPipeline:
     # The five stages
 
     def _iteration(self, now: _Slot, ahead: _Slot) -> None:
-        """Trains on the batch of `now` and distributes the ids of the one in `ahead`."""
+        """Trains on the batch of `now`, and brings the next one to `ahead`."""
         with self._streams.beside("input_dist"):
             self._input_dist(ahead)
         with record_function("embedding_forward"):
@@ -268,7 +267,7 @@ class StaticPipeline:
                 for layer in layers:
                     dense.cross_forward(layer, part)
                 streams.join("top")
-                dense.loss_backward(dense.top_hidden_forward(part), now.labels[rows], part)
+                dense.loss_backward(dense.top_hidden_forward(part), now.batch.labels[rows], part)
                 dense.top_backward(part)
                 if not self._fills_gpu:
                     self._update_top()
@@ -341,17 +340,18 @@ class StaticPipeline:
     def _local_forward(self, slot: _Slot) -> None:
         """What needs no other rank: the replicated tables and the bottom MLP."""
         self.ebc.lookup_replicated(slot.ids, self._interaction_input())
-        self.dense.bottom_forward(slot.dense)
+        self.dense.bottom_forward(slot.batch.dense)
 
     def _input_dist(self, slot: _Slot) -> None:
+        """Of the next batch, which `slot` then holds."""
         with record_function("input_dist"):
-            slot.dense.copy_(slot.staging.dense)
-            slot.labels.copy_(slot.staging.labels)
-            self.ebc.input_dist(slot.staging.ids, slot.ids)
+            self._feed.fetch(slot.batch)
+            self.ebc.input_dist(slot.batch.ids, slot.ids)
 
     def _forward(self, slot: _Slot) -> Tensor:
-        """Logits of the batch in `slot`'s staging, by weights that were gathered before."""
-        self._input_dist(slot)
+        """Logits of `slot`'s batch, by weights that were gathered before."""
+        with record_function("input_dist"):
+            self.ebc.input_dist(slot.batch.ids, slot.ids)
         self._local_forward(slot)
         logits = []
         for part, (_, _, rows) in enumerate(self._batch_parts):
@@ -373,24 +373,20 @@ class StaticPipeline:
 
     def _new_slot(self, sorts: bool = True) -> _Slot:
         """sorts: whether its ids are sorted where those of the training are."""
-        batch = Batch.empty(self._config.local_batch_size, self._config.model)
-        staging = Batch.over(batch.storage.to(self._ranks.device), self._config.local_batch_size, self._config.model)
+        size, model = self._config.local_batch_size, self._config.model
+        batch = Batch.over(Batch.empty(size, model).storage.zero_().to(self._ranks.device), size, model)
         ids = self.ebc.empty_ids()
         if not sorts:
             ids = replace(ids, sorted_ids=None, sorted_bags=None)
-        return _Slot(staging, ids, torch.zeros_like(staging.dense), torch.zeros_like(staging.labels))
+        return _Slot(batch, ids)
 
     def _prime(self, batches: Iterator[Batch]) -> None:
-        self._fetch(batches)
-        self._streams.wait_for_copy()
-        if self._fetched:
+        first = next(batches, None)
+        if first is not None:
+            self._name(first)
             self._input_dist(self._slots[0])
-        self._fetch(batches)
 
-    def _fetch(self, batches: Iterator[Batch]) -> None:
-        """Starts the next batch's copy to the device, if there is one, behind the last reader of its slot."""
-        batch = next(batches, None)
-        if batch is not None:
-            with self._streams.copying():
-                self._slots[self._fetched % 2].staging.storage.copy_(batch.storage, non_blocking=True)
-            self._fetched += 1
+    def _name(self, batch: Batch | None) -> None:
+        """For the next input dist."""
+        self._feed.name(batch)
+        self._named += batch is not None

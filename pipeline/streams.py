@@ -1,6 +1,5 @@
 """The CUDA streams of an iteration of the static pipeline, and how far the host may run ahead of them."""
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,10 +16,12 @@ _LOW = {"input_dist": 0, "second lookup": 0, "tables": 0}
 # nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU is. A sleep costs
 # CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host of an H200).
 _RUN_AHEAD = 4
+MAX_IN_FLIGHT = 2 * _RUN_AHEAD
+"""Iterations that the host may have launched and that have not ended, the one that it launches next included."""
 
 
 class IterationStreams:
-    """The side streams of an iteration and the copy stream; on the CPU, or without overlap, everything is in order.
+    """The side streams of an iteration; on the CPU, or without overlap, everything is in order.
 
     A side stream comes into being when its name is first used; the stream "main" is the one that iterations are
     launched on.
@@ -31,14 +32,11 @@ class IterationStreams:
         self._overlap = self._cuda and overlap
         self._side: dict[str, torch.cuda.Stream] = {}
         self._forked: dict[str, torch.cuda.Stream] = {}
+        self._iterations = 0
         self.main: torch.cuda.Stream | None = None
         if self._cuda:
             self.main = torch.cuda.Stream(priority=_HIGH)
-            self._copy = torch.cuda.Stream()
-            self._copied = torch.cuda.Event()
-            # The ends of the last iterations, oldest first. On a blocking event the host sleeps instead of polling.
-            self._ended = deque(torch.cuda.Event(blocking=i == 0) for i in range(_RUN_AHEAD))
-            self._iterations = 0
+            self._ended = torch.cuda.Event(blocking=True)  # on which the host sleeps instead of polling
 
     @contextmanager
     def beside(self, name: str, *after: str) -> Iterator[None]:
@@ -76,31 +74,13 @@ class IterationStreams:
             self._side[name] = torch.cuda.Stream(priority=priority)
         return self._forked.setdefault(name, self._side[name])
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Copies launched inside run on the copy stream, behind the iteration before the last one."""
-        return self._copying() if self._cuda else nullcontext()
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        # The iteration before the last one has read the slot that this batch goes to.
-        self._copy.wait_event(self._ended[-2])
-        with torch.cuda.stream(self._copy):
-            yield
-            self._copied.record()
-
     def limit_run_ahead(self) -> None:
-        """The host waits, every _RUN_AHEAD iterations, for the one that it launched as many iterations ago."""
+        """Every _RUN_AHEAD iterations the host waits for the one that it launched as many iterations ago."""
         if self._cuda and self._iterations % _RUN_AHEAD == 0:
-            self._ended[0].synchronize()
-
-    def wait_for_copy(self) -> None:
-        """The current stream waits for the last copy."""
-        if self._cuda:
-            torch.cuda.current_stream().wait_event(self._copied)
+            self._ended.synchronize()
 
     def end_iteration(self) -> None:
-        """Marks the end of an iteration on the current stream."""
-        if self._cuda:
-            self._iterations += 1
-            self._ended.rotate(-1)
-            self._ended[-1].record()
+        """Marks the end of an iteration on the current stream, where it is one that the host will wait for."""
+        if self._cuda and self._iterations % _RUN_AHEAD == 0:
+            self._ended.record()
+        self._iterations += 1

@@ -25,7 +25,7 @@ ALL_TO_ALL_US = 24.0
 ALL_TO_ALL_BYTES_PER_US = 303e3
 # Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
 # peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
-# 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), and little more than half of the host's CPU time.
+# 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the CPU time.
 REPLICATED_ROWS = 256
 # Narrower column shards cost as much (the costs above hardly fall any more), and the sorted update does not take them.
 NARROWEST = 16

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pipeline.graphs
+from pipeline.feed import BatchFeed
 
 
 class Replayed:
@@ -17,11 +19,12 @@ class Replayed:
 
 
 def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
-    """In this process. Capturing runs nothing, or, where `fails`, runs until something raises."""
+    """In this process. Capturing runs nothing, or, where `fails`, runs until something raises, and fetches no batch:
+    a capture that fails runs nothing, and fetches count."""
 
     def record(work: Callable[[], None], watch: Any, *_: Any) -> Replayed:
         if fails():
-            with watch:
+            with watch, patch.object(BatchFeed, "fetch", lambda *_: None):
                 work()
         return Replayed(work)
 

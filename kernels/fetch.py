@@ -1,0 +1,59 @@
+"""Fetch what the host named next: a copy from pinned memory that a CUDA graph can hold, whatever it is a copy of.
+
+The host puts addresses into a ring in pinned memory. The device counts what it has taken, reads the next address and
+copies from there over PCIe by a kernel: no launch names the source, so the host launches no copy of its own, and waits
+for none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels._triton import jit, tl
+
+# In flight are what 8 programs copy at a time, 128 KiB: enough for PCIe 5.0 at 2 us, and few multiprocessors.
+_PROGRAMS, _BLOCK, _WARPS = 8, 4096, 8
+
+
+def fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
+    """Copy out.numel() elements from address number `taken` of the ring to `out`, if it is not 0, and count it.
+
+    addresses: int64 [size], a ring in pinned memory; of int32 in pinned memory on 16 bytes. taken: int64, one element,
+    on out's device. out: int32, contiguous, on 16 bytes. An address, and what is there, stays until this is through.
+    """
+    assert addresses.dtype == taken.dtype == torch.int64 and taken.numel() == 1, "addresses and their count: int64"
+    assert out.dtype == torch.int32 and out.is_contiguous() and out.data_ptr() % 16 == 0, "out: int32, on 16 bytes"
+    assert not out.is_cuda or addresses.is_pinned(), "addresses: in pinned memory"
+    fetch = triton_fetch_next if out.is_cuda else plain_fetch_next
+    fetch(addresses, taken, out)
+
+
+def plain_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
+    """What `fetch_next` does, on the CPU."""
+    address = addresses[int(taken) % len(addresses)].item()
+    if address:
+        ctypes.memmove(out.data_ptr(), int(address), out.nbytes)
+    taken += 1
+
+
+def triton_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
+    """What `fetch_next` does, in a kernel that copies and one that counts."""
+    _fetch[(_PROGRAMS,)](
+        addresses, taken, out, len(addresses), out.numel(), _PROGRAMS * _BLOCK, _BLOCK, num_warps=_WARPS
+    )
+    taken += 1
+
+
+@jit
+def _fetch(addresses, taken, out, size, count, stride: tl.constexpr, block: tl.constexpr) -> None:
+    # Past the caches (.cv), which may hold what was at these host addresses before.
+    address = tl.load(addresses + tl.load(taken) % size, cache_modifier=".cv")
+    source = tl.multiple_of(address.to(out.dtype), 16)
+    start = tl.program_id(0) * block
+    while (address != 0) & (start < count):
+        at = start + tl.arange(0, block)
+        tl.store(out + at, tl.load(source + at, at < count, cache_modifier=".cv"), at < count)
+        start += stride
