@@ -57,14 +57,15 @@ class Evaluation(Generic[Slot]):
         if batch is not None:
             self._copy(batch, i)
         while batch is not None:
-            self._run(i)
+            evaluated = self._run(i)
             batch = next(batches, None)
             if batch is not None:
                 self._copy(batch, 1 - i)
-            yield self._logits[i].clone(), self.slots[i].batch.labels.clone()
+            yield evaluated
             i = 1 - i
 
-    def _run(self, i: int) -> None:
+    def _run(self, i: int) -> tuple[Tensor, Tensor]:
+        """Logits and labels of slot i's batch, to keep."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._copied[i])
         if self.graphs is not None and self._evaluated >= _EAGER_BATCHES:
@@ -72,8 +73,10 @@ class Evaluation(Generic[Slot]):
         else:
             self._works[i]()
         self._evaluated += 1
+        evaluated = self._logits[i].clone(), self.slots[i].batch.labels.clone()
         if self._stream is not None:
             self._read[i].record()
+        return evaluated
 
     def _evaluate(self, i: int) -> None:
         with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.fetch import fetch_next, plain_fetch_next, triton_fetch_next
 from tests.kernels.devices import DEVICE, needs_triton
 
-PINNED = DEVICE == "cuda"
+PINNED = DEVICE.type == "cuda"
 WAYS = [
     pytest.param(plain_fetch_next, marks=pytest.mark.skipif(PINNED, reason="the plain one is for the CPU")),
     pytest.param(triton_fetch_next, marks=needs_triton),
