@@ -26,13 +26,20 @@ def triton_column_sums(partials: Tensor, out: Tensor) -> None:
 
 
 @jit
-def _sum_rows(
-    partials, out, rows: tl.constexpr, columns, block_rows: tl.constexpr, block_columns: tl.constexpr
-) -> None:
-    column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+def sum_columns(partials, column, rows: tl.constexpr, columns, block_rows: tl.constexpr, block_columns: tl.constexpr):
+    """fp32 [block_columns]: the sums of these columns, rows in their order by blocks."""
     total = tl.zeros([block_rows, block_columns], tl.float32)
     for start in range(0, rows, block_rows):
         row = start + tl.arange(0, block_rows)[:, None]
         mask = (row < rows) & (column < columns)[None, :]
         total += tl.load(partials + row * columns + column[None, :], mask, other=0.0)
-    tl.store(out + column, tl.sum(total, 0), column < columns)
+    return tl.sum(total, 0)
+
+
+@jit
+def _sum_rows(
+    partials, out, rows: tl.constexpr, columns, block_rows: tl.constexpr, block_columns: tl.constexpr
+) -> None:
+    column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
+    sums = sum_columns(partials, column, rows, columns, block_rows, block_columns)
+    tl.store(out + column, sums, column < columns)

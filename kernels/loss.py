@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels._triton import cdiv, jit, next_power_of_2, tl
+from kernels.column_sums import sum_columns
 
 _ROWS, _COLUMNS = 16, 256  # of one program's block; 512 rows still give 32 programs
 _SUM_ROWS, _SUM_COLUMNS = 64, 32  # of a block of partial sums
@@ -198,12 +199,7 @@ def _sum_partials(
     block_columns: tl.constexpr,
 ) -> None:
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
-    total = tl.zeros([block_rows, block_columns], tl.float32)
-    for start in range(0, rows, block_rows):
-        row = start + tl.arange(0, block_rows)[:, None]
-        mask = (row < rows) & (column < columns)[None, :]
-        total += tl.load(partials + row * columns + column[None, :], mask, other=0.0)
-    sums = tl.sum(total, 0)
+    sums = sum_columns(partials, column, rows, columns, block_rows, block_columns)
     tl.store(loss + column, sums / batch, column == 0)
     tl.store(dbias + column - 1, sums, column == 1)
     if columns > 2:
