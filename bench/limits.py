@@ -58,7 +58,7 @@ _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
     ("table lookup", re.compile(r"embedding\w*_forward|^pooled_lookup"), "embedding_forward", (LOOKUP,)),
     ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", (UPDATE,)),
     ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", (ADAGRAD,)),
-    ("copy of the batch", re.compile("^Memcpy HtoD"), "input_dist", (BATCH_COPY,)),
+    ("copy of the batch", re.compile("^Memcpy HtoD|^fetch"), "input_dist", (BATCH_COPY,)),
 )
 
 _ROOT = Path(__file__).resolve().parents[1]

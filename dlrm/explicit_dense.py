@@ -119,7 +119,7 @@ class ExplicitDense:
         width = self.x0.shape[1]
         # By layer: [part, rows, width].
         self._partials = {f"cross.{i}": zeros(cross.partial_rows(rows), width) for i in range(model.cross_layers)}
-        for i, width in enumerate(model.top_mlp[: last - 1] if last else ()):
+        for i, width in enumerate(model.top_mlp[: max(last - 1, 0)]):
             self._partials[f"top_mlp.{i}"] = zeros(mlp.partial_rows(rows), width)
         for i, width in enumerate(model.bottom_mlp):
             self._partials[f"bottom_mlp.{i}"] = zeros(mlp.partial_rows(batch_size), width, parts=1)

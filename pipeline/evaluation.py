@@ -38,8 +38,8 @@ class Evaluation(Generic[Slot]):
         ranks: Ranks,
         graphs: Callable[[str, Sequence[Callable[[], None]]], Graphs] | None,
     ) -> None:
-        """slots: two. forward: logits [B] of a slot's batch. graphs:
-        makes graphs of a name and functions; None evaluates eagerly."""
+        """slots: two. forward: logits [B] of a slot's batch. graphs: makes graphs of a name and functions; None
+        evaluates eagerly."""
         self.slots, self._forward = slots, forward
         self._logits = [torch.zeros_like(slot.batch.labels) for slot in slots]
         works = [partial(self._evaluate, i) for i in range(len(slots))]

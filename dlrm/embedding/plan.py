@@ -6,7 +6,7 @@ the widest table of a rank, so a narrow column shard beside whole tables is slow
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -119,23 +119,38 @@ def rank_loads(
     plan: Plan, model: ModelConfig, optimizer: OptimizerConfig, global_batch_size: int, pooled_bytes: int
 ) -> list[RankLoad]:
     """The load of each rank. pooled_bytes: as for `all_to_alls_us`."""
-    replicated = [(model.rows[table], model.embedding_dim) for table in plan.replicated]
     loads = []
     for rank in range(plan.world_size):
         shards = plan.of_rank(rank)
-        parts = [*((model.rows[shard.table], shard.columns) for shard in shards), *replicated]
+        table_bytes, state_bytes = _bytes_of_rank(shards, plan.replicated, model, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
         own_us = tables_us(shards, model, global_batch_size)
         loads.append(
             RankLoad(
                 tables_us=own_us,
                 embedding_us=own_us + all_to_alls_us(columns, plan.world_size, global_batch_size, pooled_bytes),
-                table_bytes=4 * sum(rows * columns for rows, columns in parts),
-                state_bytes=4 * sum(rows * optimizer.state_columns(columns) for rows, columns in parts),
+                table_bytes=table_bytes,
+                state_bytes=state_bytes,
                 columns=columns,
             )
         )
     return loads
+
+
+def _bytes_of_rank(
+    shards: Sequence[Shard], replicated: Sequence[int], model: ModelConfig, state_columns: Callable[[int], int]
+) -> tuple[int, int]:
+    """Weights, and optimizer state, of a rank with these shards and the replicated tables."""
+    parts = [(model.rows[shard.table], shard.columns) for shard in shards]
+    parts += [(model.rows[table], model.embedding_dim) for table in replicated]
+    return 4 * sum(rows * n for rows, n in parts), 4 * sum(rows * state_columns(n) for rows, n in parts)
+
+
+def _by_rank(shards: Sequence[Shard], world_size: int) -> list[list[Shard]]:
+    by_rank: list[list[Shard]] = [[] for _ in range(world_size)]
+    for shard in shards:
+        by_rank[shard.rank].append(shard)
+    return by_rank
 
 
 def imbalance(times: Sequence[float]) -> float:
@@ -152,9 +167,7 @@ def iteration_us(
     with 800 of 3328 columns on each of four ranks of eight, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
     of equal shares.
     """
-    by_rank: list[list[Shard]] = [[] for _ in range(world_size)]
-    for shard in shards:
-        by_rank[shard.rank].append(shard)
+    by_rank = _by_rank(shards, world_size)
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
     slowest = max(tables_us(own, model, global_batch_size) for own in by_rank)
     return slowest + all_to_alls_us(columns, world_size, global_batch_size, pooled_bytes)
@@ -202,7 +215,7 @@ def make_plan(
     splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
     best: tuple[float, tuple[Shard, ...]] | None = None
-    least_bytes = math.inf
+    least_bytes, state_columns = math.inf, OptimizerConfig(embedding=optimizer).state_columns
     for split, width, narrow_ranks in product(range(len(costliest) + 1), widths, range(world_size + 1)):
         wide_ranks = world_size - narrow_ranks
         if (split > 0) != (narrow_ranks > 0) or (split < len(costliest)) != (wide_ranks > 0):
@@ -213,17 +226,18 @@ def make_plan(
             continue
         sizes = (model, world_size, global_batch_size, pooled_bytes)
         shards = _place(narrow, range(narrow_ranks), *sizes) + _place(wide, range(narrow_ranks, world_size), *sizes)
-        largest = max(_bytes_of_ranks(shards, replicated, model, world_size, optimizer))
+        ranks = _by_rank(shards, world_size)
+        largest = max(sum(_bytes_of_rank(own, replicated, model, state_columns)) for own in ranks)
         least_bytes = min(least_bytes, largest)
         if memory_bytes is not None and largest > memory_bytes:
             continue
         time = iteration_us(shards, *sizes)
         if best is None or time < best[0]:
             best = (time, tuple(sorted(shards)))
-    if best is None and least_bytes < math.inf:
+    if best is None and memory_bytes is not None and least_bytes < math.inf:
         raise ValueError(
             f"no plan of {world_size} rank(s) fits: the fullest rank's tables and optimizer state take at least "
-            f"{least_bytes / 1e9:.1f} GB of the {(memory_bytes or 0) / 1e9:.1f} GB that a rank has; use more GPUs or "
+            f"{least_bytes / 1e9:.1f} GB of the {memory_bytes / 1e9:.1f} GB that a rank has; use more GPUs or "
             "smaller tables (--model.table-scale)"
         )
     if best is None:
@@ -234,21 +248,6 @@ def make_plan(
     plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
     plan.check(model)
     return plan
-
-
-def _bytes_of_ranks(
-    shards: Sequence[Shard], replicated: Sequence[int], model: ModelConfig, world_size: int, optimizer: TableOptimizer
-) -> list[int]:
-    """Weights and optimizer state of each rank, replicated tables included."""
-    state_columns = OptimizerConfig(embedding=optimizer).state_columns
-
-    def table_bytes(table: int, columns: int) -> int:
-        return 4 * model.rows[table] * (columns + state_columns(columns))
-
-    held = [sum(table_bytes(table, model.embedding_dim) for table in replicated)] * world_size
-    for shard in shards:
-        held[shard.rank] += table_bytes(shard.table, shard.columns)
-    return held
 
 
 def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
