@@ -6,9 +6,9 @@ from torch import Tensor
 
 from kernels._triton import cdiv, jit, tl
 
-# Of one program's block, forward and backward, the fastest on an H200; backward takes _STEPS such blocks.
+# Of one program's block, forward and backward: the fastest on an H200 at 512 and 3456 samples.
 _ROWS, _COLUMNS = 8, 256
-_BACKWARD_ROWS, _BACKWARD_COLUMNS, _STEPS = 32, 64, 2
+_BACKWARD_ROWS, _BACKWARD_COLUMNS = 32, 64
 
 
 def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -24,7 +24,7 @@ def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -
 
 def partial_rows(batch: int) -> int:
     """How many rows of partial sums `cross_backward` leaves for so many samples."""
-    return cdiv(batch, _BACKWARD_ROWS * _STEPS)
+    return cdiv(batch, _BACKWARD_ROWS)
 
 
 def cross_backward(
@@ -100,7 +100,7 @@ def triton_cross_backward(
 ) -> None:
     """What `cross_backward` does, in one kernel."""
     batch, width = g.shape
-    sizes = (batch, width, accumulate, first_layer, _STEPS, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
+    sizes = (batch, width, accumulate, first_layer, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
     _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
 
 
@@ -128,25 +128,21 @@ def _backward(
     width,
     accumulate: tl.constexpr,
     first_layer: tl.constexpr,
-    steps: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
     column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    mask = (row < batch)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
     b = tl.load(bias + column, column < width, other=0.0).to(tl.float32)[None, :]
-    total = tl.zeros([rows, columns], tl.float32)
-    for step in tl.static_range(steps):
-        row = (tl.program_id(1) * steps + step) * rows + tl.arange(0, rows)
-        mask = (row < batch)[:, None] & (column < width)[None, :]
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        grad = tl.load(g + at, mask, other=0.0).to(tl.float32)
-        product = grad * tl.load(x0 + at, mask, other=0.0).to(tl.float32)
-        through_y = grad * (tl.load(y + at, mask, other=0.0).to(tl.float32) + b)
-        if first_layer:
-            through_y += grad
-        if accumulate:
-            through_y += tl.load(dx0 + at, mask, other=0.0).to(tl.float32)
-        total += product
-        tl.store(dy + at, product, mask)
-        tl.store(dx0 + at, through_y, mask)
-    tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), column < width)
+    grad = tl.load(g + at, mask, other=0.0).to(tl.float32)
+    product = grad * tl.load(x0 + at, mask, other=0.0).to(tl.float32)
+    through_y = grad * (tl.load(y + at, mask, other=0.0).to(tl.float32) + b)
+    if first_layer:
+        through_y += grad
+    if accumulate:
+        through_y += tl.load(dx0 + at, mask, other=0.0).to(tl.float32)
+    tl.store(dy + at, product, mask)
+    tl.store(dx0 + at, through_y, mask)
+    tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(product, 0), column < width)

@@ -4,8 +4,10 @@ Nothing ends forked ranks when one of them fails: a rank that does not end by it
 start in a tenth of a second, torchrun in four.
 """
 
+import contextlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -32,9 +34,13 @@ class Ended:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Not one of those that the kernel gives to outgoing connections: it might give it away before a rank listens."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(1024, first_given)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
