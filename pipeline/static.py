@@ -136,7 +136,7 @@ class StaticPipeline:
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Forward only; the batches of the training in flight keep their slots."""
-        for bucket in (*self.dense.cross.values(), self.dense.top):
+        for bucket in (*self.dense.cross.values(), *self.dense.top.values()):
             bucket.all_gather()
         yield from self._eval.run(batches)
 
@@ -240,8 +240,9 @@ class StaticPipeline:
             with streams.beside("cross"):
                 for bucket in dense.cross.values():
                     bucket.all_gather()
-            with streams.beside("top", "cross"):
-                dense.top.all_gather()
+            with streams.beside("top 0", "cross"):
+                for bucket in dense.top.values():
+                    bucket.all_gather()
         with streams.beside("local"):
             self._local_forward(now)
         pooled = []
@@ -266,7 +267,7 @@ class StaticPipeline:
                 streams.join("cross")
                 for layer in layers:
                     dense.cross_forward(layer, part)
-                streams.join("top")
+                streams.join("top 0")
                 dense.loss_backward(dense.top_hidden_forward(part), now.batch.labels[rows], part)
                 dense.top_backward(part)
                 if not self._fills_gpu:
@@ -308,9 +309,10 @@ class StaticPipeline:
 
     def _update_top(self, *after: str) -> None:
         with self._streams.beside("top gradients", *after):
-            self.dense.top_weight_gradients()
-        with self._streams.beside("top", "top gradients"), record_function("dense_update"):
-            self._update(self.dense.top)
+            for layers, bucket in self.dense.top.items():
+                self.dense.top_weight_gradients(layers)
+                with self._streams.beside(f"top {layers[0]}"), record_function("dense_update"):
+                    self._update(bucket)
 
     def _update_cross(self, layers: tuple[int, ...], *after: str) -> list[str]:
         """Weight gradients on the streams of these names, beside one another where there is room, and the update of

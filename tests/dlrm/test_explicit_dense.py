@@ -89,7 +89,8 @@ def forward_backward(
         explicit.top_backward(part)
         for layer in reversed(layers):
             explicit.cross_backward(layer, part)
-    explicit.top_weight_gradients()
+    for of_bucket in explicit.top:
+        explicit.top_weight_gradients(of_bucket)
     for layer in layers:
         explicit.cross_weight_gradients(layer)
     explicit.bottom_backward()
