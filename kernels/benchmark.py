@@ -71,7 +71,7 @@ def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Te
 
 
 def sorted_adagrad_cases() -> Iterator[Case]:
-    memory = torch.empty(2, HOT_ROWS * 128, device="cuda").uniform_(0, 1)
+    memory = torch.empty(2 * HOT_ROWS * 128, device="cuda").uniform_(0, 1)
     rate = torch.tensor([0.004], device="cuda")
     for batch in (55296, 4096):
         for tables, hot, widths in (
@@ -87,7 +87,7 @@ def sorted_adagrad_cases() -> Iterator[Case]:
             distinct = len(torch.unique_consecutive(ordered[0]))
             for columns in widths:
                 rows = sum(tables)
-                weights, state = (part[: rows * columns].view(rows, columns) for part in memory)
+                weights, state = memory[: 2 * rows * columns].view(rows, 2, columns).unbind(1)
                 for dtype in (BF16,) if columns < 128 else (BF16, torch.float32):
                     grad = torch.randn(batch, len(tables) * columns, device="cuda").to(dtype)
                     yield Case(
@@ -146,7 +146,8 @@ def pooled_lookup_cases() -> Iterator[Case]:
     one_very_hot = [(100, HOT_ROWS), (2, 39060), (1, 7122), (1, 17295)]
     rows = [12_000_000, 39060, 17295, 7_424_000, 20265, 3, 7122, 1543, 63, 11_316_796, 2_953_546, 403_346, 10, 2209]
     mixed_tables = list(zip((3, 1, 2, 6, 7, 3, 8, 9, 5, 1, 1, 12, 27, 10), rows, strict=True))
-    weights = torch.rand(sum(rows for _, rows in one_very_hot), columns, device="cuda")
+    # Each row's optimizer state lies behind it.
+    weights = torch.rand(sum(rows for _, rows in one_very_hot), 2, columns, device="cuda")[:, 0]
     for local_batch in (3456, 512):
         for sizes in (one_very_hot, mixed_tables):
             batch, first_row = ranks * local_batch, 0

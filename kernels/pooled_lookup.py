@@ -61,14 +61,16 @@ class LookupTable:
 def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0) -> None:
     """Sum the rows of every bag and store the sum with the rank whose sample it is.
 
-    weights: fp32 [R, C], contiguous, C a power of two from 16 to 128: all tables, one behind another. ids: int32, flat,
+    weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one behind another; columns next to each other,
+    rows any multiple of 4 elements apart. ids: int32, flat,
     [table][sample of the global batch][hot of the table], rows of their table, which is not checked. The sum of sample
     r * local_batch + s of a table, in fp32, rounded to the dtype of `outs`, goes to row first_out_row + s of
     outs.tensors[r], columns [out_column, out_column + C). outs: bf16 or fp32 [rows, width], starting on 16 bytes,
     columns next to each other, row stride a multiple of 8. Equal inputs give equal bits.
     """
     columns, own = weights.shape[1], outs.own
-    assert weights.dtype == torch.float32 and weights.is_contiguous(), "weights: fp32, contiguous"
+    assert weights.dtype == torch.float32, "weights: fp32"
+    assert weights.stride(1) == 1 and weights.stride(0) % 4 == 0, "weights: row-major, row stride a multiple of 4"
     assert columns in _TILES, f"16, 32, 64 or 128 columns, not {columns}"
     assert ids.dtype == torch.int32 and ids.is_contiguous(), "ids: int32, contiguous"
     assert ids.numel() >= table.num_ids, f"{ids.numel()} ids, not {table.num_ids}"
@@ -122,6 +124,7 @@ def triton_pooled_lookup(
         table.local_batch,
         first_out_row,
         outs.own.stride(0),
+        weights.stride(0),
         columns,
         next_power_of_2(len(table.tables)),
         tile,
@@ -142,6 +145,7 @@ def _lookup(
     local_batch,
     first_out_row,
     out_stride,
+    stride: tl.constexpr,
     columns: tl.constexpr,
     table_slots: tl.constexpr,
     tile: tl.constexpr,
@@ -156,7 +160,7 @@ def _lookup(
     program = tl.program_id(0) - tl.sum(tl.where(before, programs, 0), 0)
 
     ids += tl.load(field)
-    weights += tl.load(field + 1) * columns
+    weights += tl.load(field + 1) * stride
     out_column = tl.load(field + 2)
     hot = tl.load(field + 3).to(tl.int32)
     table_step = tl.minimum(tl.load(field + 4).to(tl.int32), widest_step)
@@ -174,6 +178,7 @@ def _lookup(
                 first_out_row,
                 out_stride,
                 out_column,
+                stride,
                 columns,
                 tile >> step_bits,
                 1 << step_bits,
@@ -182,9 +187,9 @@ def _lookup(
 
 
 @jit
-def _sum_rows(weights, row, valid, columns: tl.constexpr):
+def _sum_rows(weights, row, valid, stride: tl.constexpr, columns: tl.constexpr):
     """fp32 [bags, columns]: sums over the second axis of row and valid, [bags, step]."""
-    at = row.to(tl.int64)[:, :, None] * columns + tl.arange(0, columns)[None, None, :]
+    at = row.to(tl.int64)[:, :, None] * stride + tl.arange(0, columns)[None, None, :]
     return tl.sum(tl.load(weights + at, valid[:, :, None], other=0.0), 1)
 
 
@@ -201,6 +206,7 @@ def _add_bags(
     first_out_row,
     out_stride,
     out_column,
+    stride: tl.constexpr,
     columns: tl.constexpr,
     bags: tl.constexpr,
     step: tl.constexpr,
@@ -218,14 +224,14 @@ def _add_bags(
     at = ids + bag.to(tl.int64)[:, None] * hot + nth
     row = tl.load(at, inside[:, None] & (nth < hot), other=0)
     if ends_in_one:
-        total = _sum_rows(weights, row, inside[:, None] & (nth < hot), columns)
+        total = _sum_rows(weights, row, inside[:, None] & (nth < hot), stride, columns)
     else:
         total = tl.zeros([bags, columns], tl.float32)
         start = 0
         while start < hot:
             # The next ids are on their way while these ids' rows are.
             following = tl.load(at + start + step, inside[:, None] & (start + step + nth < hot), other=0)
-            total += _sum_rows(weights, row, inside[:, None] & (start + nth < hot), columns)
+            total += _sum_rows(weights, row, inside[:, None] & (start + nth < hot), stride, columns)
             row = following
             start += step
 

@@ -45,14 +45,16 @@ def adagrad_update(
 ) -> None:
     """In place, per distinct id: g = sum of its bags' gradients; state += g*g; weights -= lr * g / (sqrt(state) + eps).
 
-    weights, state: fp32 [R, C], contiguous, C a power of two from 16 to 128. grad: bf16 or fp32, contiguous, any shape
+    weights, state: fp32 [R, C], C a power of two from 16 to 128; columns next to each other, rows of both equally far
+    apart: state may lie behind each row of the weights. grad: bf16 or fp32, contiguous, any shape
     of bags * C elements: bag b's gradient is row b of its view [-1, C]. sorted_ids, sorted_bags: from `sort_ids`; each
     id below R, which is not checked; negative ids are padding and change nothing. learning_rate: fp32, one element, on
     the weights' device.
     """
     columns = weights.shape[1]
     assert weights.shape == state.shape and weights.dtype == state.dtype == torch.float32, "weights and state: fp32"
-    assert weights.is_contiguous() and state.is_contiguous() and grad.is_contiguous(), "contiguous tensors only"
+    assert weights.stride() == state.stride() and weights.stride(1) == 1, "weights and state: rows equally far apart"
+    assert grad.is_contiguous(), "gradient: contiguous"
     assert columns in (16, 32, 64, 128), f"16, 32, 64 or 128 columns, not {columns}"
     assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
     assert sorted_ids.dtype == sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
@@ -101,9 +103,10 @@ def triton_adagrad_update(
     # Row 0 of a chunk: its share of the run that comes in from the left. Row 1: of the run that first goes out.
     partials = torch.empty(chunks, 2, columns, dtype=torch.float32, device=weights.device)
     tensors = (weights, state, partials, sorted_ids, learning_rate)
-    _update_chunks[(chunks,)](*tensors, grad, sorted_bags, eps, count, columns, chunk, tile, num_warps=1)
+    sizes = (eps, count, weights.stride(0), columns, chunk)
+    _update_chunks[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
     if chunks > 1:
-        _merge_runs[(chunks - 1,)](*tensors, eps, count, columns, chunk, 4096 // columns, num_warps=2)
+        _merge_runs[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
 
 
 @jit
@@ -123,6 +126,7 @@ def _update_chunks(
     bags,
     eps,
     count,
+    stride: tl.constexpr,
     columns: tl.constexpr,
     chunk: tl.constexpr,
     tile: tl.constexpr,
@@ -146,7 +150,7 @@ def _update_chunks(
         # Four columns a thread, as for fp32: the gradient's layout is then that of weights and state.
         at_grad = bag.to(tl.int64)[:, None] * columns + tl.max_contiguous(column, [1, 4])
         rows = tl.load(grad + at_grad, valid[:, None], other=0.0).to(tl.float32)
-        offset = row_id.to(tl.int64)[:, None] * columns + column
+        offset = row_id.to(tl.int64)[:, None] * stride + column
         w = tl.load(weights + offset, finishes[:, None], other=0.0)
         s = tl.load(state + offset, finishes[:, None], other=0.0)
 
@@ -176,6 +180,7 @@ def _merge_runs(
     learning_rate,
     eps,
     count,
+    stride: tl.constexpr,
     columns: tl.constexpr,
     chunk: tl.constexpr,
     width: tl.constexpr,
@@ -196,7 +201,7 @@ def _merge_runs(
             g += tl.sum(tl.load(partials + at, inside[:, None], other=0.0), 0)
             next_chunk += width
             goes_on = tl.sum(inside.to(tl.int32)) == width
-        offset = run_id.to(tl.int64) * columns + column
+        offset = run_id.to(tl.int64) * stride + column
         s = tl.load(state + offset) + g * g
         w = tl.load(weights + offset) - tl.load(learning_rate) * g / (tl.sqrt(s) + eps)
         tl.store(state + offset, s)

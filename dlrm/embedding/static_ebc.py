@@ -117,6 +117,7 @@ class StaticEBC:
             padding,
             parts,
             sorted_updates=presort,
+            fbgemm=peers is None,
         )
         layout = (model, plan, ranks, batch_size // parts, parts)
         self._ids_exchange: IdsExchange = (

@@ -75,6 +75,19 @@ def test_lookup_equals_embedding_bag(tables: int, device: torch.device) -> None:
     torch.testing.assert_close(pooled.detach().view(-1, COLUMNS)[36 * tables + tables - 1], expected[-1][36])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_fbgemm_the_state_of_a_row_lies_behind_its_weights(device: torch.device) -> None:
+    rows = ROWS[:3]
+    tbe = FixedTBE(rows, HOT[:3], COLUMNS, 5, OPTIMIZER, torch.float32, device, sorted_updates=True, fbgemm=False)
+    assert tbe.weights.shape == tbe.state.shape == (sum(rows), COLUMNS)
+    assert tbe.weights[1].data_ptr() - tbe.weights.data_ptr() == 2 * 4 * COLUMNS
+    assert tbe.state.data_ptr() - tbe.weights.data_ptr() == 4 * COLUMNS
+    assert not tbe.state.any()
+    tbe.set_learning_rate(0.5)  # of FBGEMM's backward, which there is not
+    with pytest.raises(AssertionError):
+        tbe.lookup(torch.zeros(tbe.num_ids, dtype=torch.int32, device=device))
+
+
 @pytest.mark.gpu
 def test_lookup_in_bf16_rounds_the_sum_once() -> None:
     """FBGEMM pools in fp32 whatever it puts out."""
