@@ -86,13 +86,14 @@ def test_a_run_that_fails_says_why(
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)  # a shell's background job ignores it
     kill = while_training(tmp_path, lambda: os.kill(ranks_of("x")[-1], signal.SIGKILL))
     # torch elastic names one of those that it finds ended: the one that was killed, or one that missed it by then.
     with pytest.raises(ValueError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
         run_forked([*LONG, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log")
     kill.join()
     assert not ranks_of("x")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def start_ladder(folder: Path) -> "subprocess.Popen[bytes]":
