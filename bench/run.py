@@ -288,7 +288,7 @@ def _write(
 
 
 def _peak_memory(ranks: Ranks) -> list[int] | None:
-    """Largest allocation of each rank's GPU in bytes."""
+    """Of each rank's GPU, in bytes: the most that PyTorch's allocator gave out, which peer memory is no part of."""
     if ranks.device.type != "cuda":
         return None
     peaks = [0] * ranks.world_size

@@ -32,8 +32,8 @@ class PeerMemory:
         self._channels: dict[str, int] = {}
         self._handles: list[Any] = []
         """Of all allocations; the signals of the first one serve the barriers."""
-        self._own: list[Tensor] = []
-        """Of all allocations, kept for the views that `zeros` gives."""
+        self.own: list[Tensor] = []
+        """This rank's, of all allocations; on GPUs PyTorch's allocator does not count them."""
         if self._cuda and not self._alone:
             _check_reach(ranks.world_size)
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
@@ -68,9 +68,14 @@ class PeerMemory:
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         """Of every rank, not initialised."""
+        if self._cuda and not self._alone:
+            return self._allocate_on_gpus(shape, dtype)
         if self._alone:
-            return [torch.empty(shape, dtype=dtype, device=self._ranks.device)]
-        return self._allocate_on_gpus(shape, dtype) if self._cuda else _mapped_files(self._ranks, shape, dtype)
+            tensors = [torch.empty(shape, dtype=dtype, device=self._ranks.device)]
+        else:
+            tensors = _mapped_files(self._ranks, shape, dtype)
+        self.own.append(tensors[self._ranks.rank])
+        return tensors
 
     def _allocate_on_gpus(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric_memory  # registers operators that only GPUs need
@@ -82,7 +87,7 @@ class PeerMemory:
         except RuntimeError as error:
             raise RuntimeError(f"--peer-memory: the GPUs cannot share memory, leave it out: {error}") from error
         self._handles.append(handle)
-        self._own.append(own)
+        self.own.append(own)  # which keeps the views below
         # Where tensors come from a pool, get_buffer counts from the start of their allocation.
         offset = own.data_ptr() - handle.get_buffer(self._ranks.rank, shape, dtype).data_ptr()
         offsets = [offset] * self._ranks.world_size

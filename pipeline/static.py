@@ -118,10 +118,13 @@ class StaticPipeline:
         return batch
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """One iteration; reads one batch ahead of the one it trains on."""
+        """One iteration; reads one batch ahead of the one it trains on. ValueError for batches behind the end: what
+        ran ahead then had none to go on with."""
         if self._named == 0:
             self._prime(batches)
         if self._step == self._named:
+            if self._step > 0 and next(batches, None) is not None:
+                raise ValueError("the batches of this static pipeline have ended: give one iterator over all of them")
             raise StopIteration
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
@@ -164,6 +167,8 @@ class StaticPipeline:
                 "optimizer_state": [part.state for part in self.ebc.tables()],
                 "batches": [*self._slots, *self._eval.slots],
                 "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
+                # Beside other things what of batches and dense weights other ranks write.
+                **({"peer_memory": self._memory.own} if self._memory is not None else {}),
             },
         )
         return {

@@ -18,7 +18,7 @@ MODEL = preset("smoke").model
 BATCH_SIZE = 64
 
 
-def config(embedding: TableOptimizer, presort: bool) -> RunConfig:
+def config(embedding: TableOptimizer, presort: bool, peer_memory: bool) -> RunConfig:
     return RunConfig(
         preset="test",
         model=MODEL,
@@ -26,13 +26,19 @@ def config(embedding: TableOptimizer, presort: bool) -> RunConfig:
         optimizer=OptimizerConfig(embedding=embedding),
         ebc="static",
         presort_ids=presort,
+        peer_memory=peer_memory,
         local_batch_size=BATCH_SIZE,
         precision="fp32",
         iterations=100,
     )
 
 
-JOBS: list[tuple[TableOptimizer, bool]] = [("adagrad", True), ("adagrad", False), ("rowwise_adagrad", False)]
+JOBS: list[tuple[TableOptimizer, bool, bool]] = [
+    ("adagrad", True, True),
+    ("adagrad", True, False),
+    ("adagrad", False, False),
+    ("rowwise_adagrad", False, False),
+]
 
 
 def describe(ranks: Ranks) -> list[list[dict[str, float]]]:
@@ -42,9 +48,9 @@ def describe(ranks: Ranks) -> list[list[dict[str, float]]]:
 @pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.multi_gpu)])
 def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None:
     first, second = run_ranks(2, describe, gpu=gpu)
-    for (embedding, presort), ranks in zip(JOBS, first, strict=True):
+    for (embedding, presort, peer_memory), ranks in zip(JOBS, first, strict=True):
         optimizer = OptimizerConfig(embedding=embedding)
-        plan = make_plan(MODEL, 2, 2 * BATCH_SIZE, 4, embedding)
+        plan = make_plan(MODEL, 2, 2 * BATCH_SIZE, 4, embedding, replicate=not peer_memory)
         loads = rank_loads(plan, MODEL, optimizer, 2 * BATCH_SIZE, 4)
         for rank, (memory, load) in enumerate(zip(ranks, loads, strict=True)):
             assert memory["tables"] * 1e9 == pytest.approx(load.table_bytes, rel=0.01)
@@ -58,8 +64,15 @@ def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None
             needed = 4 * (batch + ids + 3 * local + starts) + (4 * ids if presort else 0)
             assert memory["batches"] * 1e9 == pytest.approx(needed, rel=0.01)
             assert memory["dense_weights"] > 0
+            peers = memory["peer_memory"] if peer_memory else 0
+            if peer_memory:
+                # Gradients of the rank's pooled vectors, inputs of the interaction of its samples.
+                columns = max(sum(shard.columns for shard in plan.of_rank(owner)) for owner in range(2))
+                inputs = BATCH_SIZE * (MODEL.num_features + 1) * MODEL.embedding_dim
+                assert peers * 1e9 > 4 * (2 * BATCH_SIZE * columns + inputs)
             if gpu:
-                assert 0 < sum(list(memory.values())[:4]) <= memory["allocated"] <= memory["reserved"]
+                assert 0 < sum(list(memory.values())[:4]) <= memory["allocated"] + peers
+                assert memory["allocated"] <= memory["reserved"]
                 assert memory["left"] > 0
     assert len(second) == len(first)
 

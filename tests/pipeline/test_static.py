@@ -127,6 +127,9 @@ def train(ranks: Ranks, config: RunConfig, steps: int, evaluates: bool = False) 
             logits.append(torch.cat([values for values, _ in evaluation]).cpu())
     with pytest.raises(StopIteration):
         pipeline.train_step(training)
+    if isinstance(pipeline, StaticPipeline) and losses:
+        with pytest.raises(ValueError, match="have ended"):
+            pipeline.train_step(map(pipeline.prepare, batches[:1]))
     trained = Trained([loss.item() for loss in losses], logits)
     if isinstance(pipeline, StaticPipeline):
         for part in pipeline.ebc.tables():
