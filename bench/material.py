@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.compare import Side, doubts, read_side, side_of_records
+from bench.alike import doubts
+from bench.compare import Side, read_side, side_of_records
 from bench.kernel_names import short_kernel_name
 from bench.ladder import LADDER_JSON, Ladder, read_ladder
 from bench.limits import LIMITS_JSON, Limits, Work, check_same_work, read_limits, work_of_kernels
