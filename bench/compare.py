@@ -4,7 +4,6 @@ dlrm-bench compare A B [...]: every side after the first is compared with the fi
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,34 +14,11 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from bench.alike import SM_CLOCK, different, doubts_of_side, settings_of
 from bench.mlperf_log import MLPerfRun, read_mlperf_log
 from bench.record import RUN_JSON, Record, read_record
 from bench.statistics import Comparison, Metric, Ratio, Verdict, compare, summary_statistics
 
-SHOULD_BE_EQUAL = {
-    "nodes": "machine.nodes",
-    "GPUs": "machine.gpus",
-    "GPU": "machine.gpu",
-    "CPU": "machine.cpu",
-    "cores": "machine.cores",
-    "driver": "machine.driver",
-    "power limit (W)": "machine.power_limit_w",
-    "largest SM clock (MHz)": "machine.sm_clock_max_mhz",
-    "topology": "machine.topology",
-    "CUDA": "machine.cuda",
-    "NCCL": "machine.nccl",
-    "Python": "machine.python",
-    "torch": "machine.torch",
-    "torchrec": "machine.torchrec",
-    "fbgemm_gpu": "machine.fbgemm_gpu",
-    "ranks": "config.world_size",
-    "global batch": "config.global_batch_size",
-    "precision": "config.precision",
-    "tables": "config.model",
-    "data": "config.data.source",
-    "skew of random ids": "config.data.random_skew",
-}
-"""What a reader takes to be the same on both sides, and where a record says it."""
 _NAMES: dict[Metric, str] = {"p50": "median", "p90": "p90", "p99": "p99", "mean": "mean"}
 _CLOCK_TOLERANCE = 0.02  # between the median SM clocks of two runs
 
@@ -156,30 +132,11 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         label=label,
         series=[r.iterations_ms[:, r.run["warmup_iterations"] :].max(axis=0).astype(np.float64) for r in records],
         finished=[record.run["created"] for record in records],
-        settings={name: _different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
-        | {"SM clock during the run (MHz)": _clocks(records)},
+        settings=settings_of(records),
         global_batch_size=records[0].run["config"].get("global_batch_size"),
         mean_only=False,
-        warnings=[*warnings, *_doubts(label, records)],
+        warnings=[*warnings, *doubts_of_side(label, records)],
     )
-
-
-def doubts(record: Record) -> list[str]:
-    """Reasons to doubt a record that is well-formed: code that no commit holds, a machine that was throttled."""
-    run, found = record.run, []
-    if run["git"]["dirty"]:
-        found.append("source tree differed from its commit")
-    conditions = run.get("conditions")
-    if conditions and conditions["throttled"]:
-        reasons = ", ".join(sorted({span["reason"] for span in conditions["throttling"]}))
-        found.append(f"throttled ({reasons})")
-    return found
-
-
-def _doubts(label: str, records: Sequence[Record]) -> list[str]:
-    """The doubts of all records of a side, each said once."""
-    counts = Counter(doubt for record in records for doubt in doubts(record))
-    return [f"{label}: {doubt} in {n} of {len(records)} runs" for doubt, n in counts.items()]
 
 
 def compare_sides(a: Side, b: Side) -> Result:
@@ -193,41 +150,21 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
     usable = [run for run in runs if run.train_ms_per_iteration is not None and run.train_ms_per_iteration > 0]
     if not usable:
         raise ValueError(
-            f"{label}: no run with a run_stop, a batch size and evaluations: there is no latency to compare"
+            f"{label}: no run with a run_stop, a batch size, train_samples and an epoch_num above 0: "
+            "there is no latency to compare"
         )
     damaged = {run.path: run.malformed_lines for run in runs if run.malformed_lines}
     return Side(
         label=label,
         series=[np.array([run.train_ms_per_iteration]) for run in usable],
         finished=[],
-        settings={"global batch": _different(run.global_batch_size for run in usable)},
+        settings={"global batch": different(run.global_batch_size for run in usable)},
         global_batch_size=usable[0].global_batch_size,
         mean_only=True,
         warnings=[f"{path}: {lines} malformed lines" for path, lines in damaged.items()]
         + [f"{run.path}: a run that is {run.status}" for run in runs if run.status != "success"],
         logs=runs,
     )
-
-
-def _different(values: Iterator[Any] | Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if value is not None and value not in found:
-            found.append(value)
-    return found
-
-
-def _lookup(record: Record, field: str) -> Any:
-    value: Any = record.run
-    for name in field.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _clocks(records: Sequence[Record]) -> list[Any]:
-    conditions = [record.run.get("conditions") for record in records]
-    clocks = [c["sm_clock_mhz"][1] for c in conditions if c and c["sm_clock_mhz"]]
-    return [round(float(np.median(clocks)))] if clocks else []
 
 
 def _differences(a: Side, b: Side) -> Iterator[str]:
@@ -238,7 +175,7 @@ def _differences(a: Side, b: Side) -> Iterator[str]:
                 yield f"{name} varies within {side.label}: {_brief(values)}"
         if not left or not right or left == right:
             continue
-        if name.startswith("SM clock") and abs(left[0] / right[0] - 1) < _CLOCK_TOLERANCE:
+        if name == SM_CLOCK and abs(left[0] / right[0] - 1) < _CLOCK_TOLERANCE:
             continue
         yield f"{name} differs: {_brief(left)} in {a.label}, {_brief(right)} in {b.label}"
     yield from a.warnings
@@ -246,7 +183,7 @@ def _differences(a: Side, b: Side) -> Iterator[str]:
 
 
 def _brief(values: list[Any]) -> str:
-    text = ", ".join(str(value) for value in values)
+    text = ", ".join(" + ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
@@ -334,13 +271,15 @@ def verdict_in_words(result: Result) -> str:
     """One sentence that can be quoted."""
     ratio, name = result.ratio, _NAMES[result.metric]
     spread = f"{name}, {abs(ratio.value - 1):.2%} {'less' if ratio.value < 1 else 'more'} time"
-    interval = "" if math.isnan(ratio.low) else f"; 95 % interval {ratio.low:.4f} to {ratio.high:.4f} of A"
+    if math.isnan(ratio.low):
+        return f"no difference proven: too few runs ({spread}; interval unknown)"
+    spread += f"; 95 % interval {ratio.low:.4f} to {ratio.high:.4f} of A"
     if not result.comparison.between_runs:
         these = ratio.verdict if ratio.verdict != "no difference proven" else "not distinguishable"
-        return f"no difference proven: too few runs. Of these very runs, B's were {these} ({spread}{interval})"
+        return f"no difference proven: too few runs. Of these very runs, B's were {these} ({spread})"
     if result.verdict == "no difference proven":
-        return f"no difference proven ({spread}{interval})"
-    return f"B is {result.verdict} ({spread}{interval})"
+        return f"no difference proven ({spread})"
+    return f"B is {result.verdict} ({spread})"
 
 
 def _shared_metrics(result: Result) -> list[Metric]:

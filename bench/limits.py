@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from bench.ceilings import (
     ADAGRAD,
@@ -74,7 +75,8 @@ class Limits(TypedDict):
     git: Git
     machine: Machine
     config: dict[str, Any]
-    """preset, world_size, local_batch_size, precision: what the sizes follow from."""
+    """preset, world_size, local_batch_size, precision, model: what the sizes follow from; since it is recorded,
+    table_optimizer."""
     ceilings: list[Ceiling]
     floor_ms: dict[str, float]
     """Of each stage, and 'iteration'."""
@@ -96,7 +98,12 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
         command=command,
         git=git_state(_ROOT),
         machine=machine,
-        config={**sizes, "world_size": ranks.world_size, "model": dataclasses.asdict(config.model)},
+        config={
+            **sizes,
+            "world_size": ranks.world_size,
+            "model": dataclasses.asdict(config.model),
+            "table_optimizer": config.optimizer.embedding,
+        },
         ceilings=ceilings,
         floor_ms=floor(ceilings),
     )
@@ -137,6 +144,8 @@ def read_limits(path: Path) -> Limits:
     if not isinstance(limits, dict) or limits.get("schema") != LIMITS_SCHEMA:
         raise ValueError(f"{file} is no limits record of schema {LIMITS_SCHEMA}")
     missing = [name for name in Limits.__annotations__ if name not in limits]
+    machine = limits.get("machine") or ()
+    missing += [f"machine.{name}" for name in sorted(Machine.__required_keys__) if name not in machine]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}")
     return limits  # type: ignore[return-value]
@@ -159,7 +168,7 @@ def limits_table(limits: Limits) -> Table:
 def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
     """How far records stand above the floor: the iteration, and each stage where the record is a twin's.
 
-    ValueError if a record has another batch, rank count or model than the limits.
+    Below it, as warnings, the doubts_of_floor. ValueError as for check_same_work.
     """
     table = Table(title="above the floor", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("ms", "floor", *(run["id"] for run in runs)):
@@ -169,6 +178,9 @@ def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
     for stage, least in limits["floor_ms"].items():
         cells = [_multiple(_time_of(run, stage), least) for run in runs]
         table.add_row(stage.replace("_", " "), f"{least:.3f}", *cells)
+    warnings = [f"warning: {run['id']}: {doubt}" for run in runs for doubt in doubts_of_floor(limits, run)]
+    if warnings:
+        table.caption, table.caption_justify, table.caption_style = Text("\n".join(warnings)), "left", "none"
     return table
 
 
@@ -237,11 +249,38 @@ def best_cells(work: Work) -> tuple[str, str]:
 
 
 def check_same_work(limits: Limits, run: RunRecord) -> None:
-    """ValueError, naming the field, if the record's work is not what the limits were measured for."""
+    """ValueError, naming the field, if the record's work is not what the limits were measured for.
+
+    What is smaller than that, doubts_of_floor says.
+    """
     config = json.loads(json.dumps(limits["config"]))
     for name in ("world_size", "local_batch_size", "model"):
         if config[name] != run["config"].get(name):
             raise ValueError(f"{run['id']} has another {name} than {limits['id']}: measure limits with its flags")
+    ran, measured = (x["machine"]["gpu"] or "CPUs" for x in (run, limits))
+    if (ran == "CPUs") != (measured == "CPUs"):
+        raise ValueError(
+            f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}: measure limits on the record's machine"
+        )
+
+
+def doubts_of_floor(limits: Limits, run: RunRecord) -> list[str]:
+    """Why the floor may not be a record's that check_same_work lets pass; what one of them lacks is no reason."""
+    ran, measured = run["machine"], limits["machine"]
+    config, data = run["config"], run["config"].get("data", {})
+    found = []
+    for name, of_run, of_floor in (
+        ("precision", config["precision"], limits["config"].get("precision")),
+        ("table optimizer", config.get("optimizer", {}).get("embedding"), limits["config"].get("table_optimizer")),
+        ("GPU", ran["gpu"], measured["gpu"]),
+        ("CPU", None if ran["gpu"] else ran["cpu"], measured["cpu"]),
+        ("host", " + ".join(ran.get("hosts", ())), " + ".join(measured.get("hosts", ()))),
+    ):
+        if of_run and of_floor and of_run != of_floor:
+            found.append(f"{name} {of_run}, beside a floor of {of_floor}")
+    if data.get("variable_lengths"):
+        found.append("bags of varying length, beside a floor of full ones")
+    return found
 
 
 def _time_of(run: RunRecord, stage: str) -> float | None:

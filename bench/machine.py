@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ class Machine(TypedDict):
 
     nodes: int
     """Distinct host names over all ranks."""
+    hosts: NotRequired[list[str]]
+    """These names, in the order of their first ranks; records of before have none."""
     gpus: int
     """Distinct GPUs over all ranks; 0 on CPUs."""
     gpu: str | None
@@ -93,9 +95,11 @@ def describe_machine() -> Machine:
     uuid = str(gpu.uuid) if gpu else None
     places = _gather_places(_Place(socket.gethostname(), uuid, gpu.name if gpu else None))
     names = sorted({place.gpu for place in places if place.gpu is not None})
+    hosts = list(dict.fromkeys(place.host for place in places))
     nvml = _describe_gpu(uuid, _pci_bus_id(gpu)) if gpu else {}
     return Machine(
-        nodes=len({place.host for place in places}),
+        nodes=len(hosts),
+        hosts=hosts,
         gpus=len({(place.host, place.uuid) for place in places if place.uuid is not None}),
         gpu=" + ".join(names) or None,
         gpu_memory_gb=round(gpu.total_memory / 1e9, 1) if gpu else None,

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.compare import Side, doubts, read_side, side_of_records
+from bench.alike import doubts
+from bench.compare import Side, read_side, side_of_records
 from bench.kernel_names import short_kernel_name
 from bench.ladder import LADDER_JSON, Ladder, read_ladder
-from bench.limits import LIMITS_JSON, Limits, Work, check_same_work, read_limits, work_of_kernels
+from bench.limits import LIMITS_JSON, Limits, Work, check_same_work, doubts_of_floor, read_limits, work_of_kernels
 from bench.record import RUN_JSON, Record, read_record
 
 
@@ -114,16 +115,24 @@ def twins(material: Material) -> dict[str, Record]:
 
 
 def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:
-    """The kernels of each twin that has any, and the id of the limits beside them where there are some of its work."""
+    """The kernels of each twin that has any, and the id of the limits beside them where there are some of its work.
+
+    What makes the limits doubtful follows their id.
+    """
     found: dict[str, tuple[str | None, list[Work]]] = {}
     for label, twin in twins(material).items():
         kernels = twin.run.get("kernels")
         precision = twin.run["config"]["precision"]
         fitting = [limits for limits in material.limits if same_work(limits, [twin])]
-        # The newest of its precision.
-        limits = max(fitting, key=lambda x: (x["config"].get("precision") == precision, x["created"]), default=None)
+        # Of its precision, if there are any; of these the least doubtful, and the newest.
+        limits = max(
+            fitting,
+            key=lambda x: (x["config"].get("precision") == precision, -len(doubts_of_floor(x, twin.run)), x["created"]),
+            default=None,
+        )
         if limits is not None and kernels:
-            found[label] = (limits["id"], work_of_kernels(limits, twin.run))
+            beside = "; ".join((limits["id"], *doubts_of_floor(limits, twin.run)))
+            found[label] = (beside, work_of_kernels(limits, twin.run))
         elif kernels:
             alone = [
                 Work(name := short_kernel_name(k["name"]), [name], k["stage"], k["calls"], k["us"], None)
@@ -166,7 +175,7 @@ def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
     for record in records:
         try:
             check_same_work(limits, record.run)
-        except ValueError:  # measured for another preset
+        except ValueError:  # measured for another preset, or on CPUs
             continue
         same.append(record)
     return same

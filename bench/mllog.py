@@ -33,7 +33,7 @@ class MLPerfLog:
 
     Global rank 0 passes a path, every other rank None, which makes each method do nothing. An event has reached the
     file when its method returns. Any thread may call close(), after which nothing more is logged. `epoch_num` is
-    always the fraction of the epoch that has been trained, 0 to 1.
+    always the fraction of the epoch, which has `train_samples`, that has been trained, 0 to 1.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -133,7 +133,8 @@ class MLPerfLog:
             if self._open_eval is not None:
                 self._log(self._mllog.end, constants.EVAL_STOP, epoch_num=self._open_eval)
             if self._running:
-                self._log(self._mllog.end, constants.RUN_STOP, status=status)
+                # run_stop tells how far too, as in NVIDIA's logs: a run without evaluations says it nowhere before.
+                self._log(self._mllog.end, constants.RUN_STOP, status=status, epoch_num=epoch_num)
                 self._log(self._mllog.end, constants.EPOCH_STOP, epoch_num=epoch_num)
             self._closed = True
             for handler in self._logger.handlers:

@@ -64,7 +64,7 @@ class Training(TypedDict):
     best_auc: float | None
     """The best AUC that any model can reach on this data, where that is known."""
     epoch_num: float
-    """Fraction of the epoch trained."""
+    """Fraction of the epoch trained; of the planned iterations where random batches have none. Once 0 for these."""
     status: TrainingStatus
 
 

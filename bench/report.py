@@ -22,7 +22,7 @@ from PIL import Image
 from bench import plots
 from bench.kernel_names import OTHER, STAGES
 from bench.ladder import HOST_COLUMNS, host_cells
-from bench.limits import WORK_SHOWN, best_cells
+from bench.limits import WORK_SHOWN, Limits, best_cells, doubts_of_floor
 from bench.material import (
     Material,
     all_doubts,
@@ -225,13 +225,14 @@ def _floors(material: Material) -> Iterator[Picture]:
     for limits in material.limits:
         least = limits["floor_ms"]
         for family, sides in families(material).items():
-            same = [(k, side.metrics()["p50"]) for k, (side, records) in sides.items() if same_work(limits, records)]
+            same = {k: same_work(limits, records) for k, (_, records) in sides.items() if same_work(limits, records)}
             if same:
+                medians = [(label, least["iteration"], sides[label][0].metrics()["p50"]) for label in same]
                 yield Picture(
                     name=_file_name("floor", limits["id"], family),
                     alt="Median latency of each configuration beside the floor of an iteration",
-                    caption=f"{family}: median latency beside the floor of {limits['id']}.",
-                    figure=plots.above_floor([(label, least["iteration"], ms) for label, ms in same]),
+                    caption=f"{family}: median latency beside the floor of {limits['id']}.{_doubtful(limits, same)}",
+                    figure=plots.above_floor(medians),
                 )
         stages = {label: t.run["stages_ms"] for label, t in twins(material).items() if same_work(limits, [t])}
         known = [(label, times) for label, times in stages.items() if times]
@@ -239,9 +240,19 @@ def _floors(material: Material) -> Iterator[Picture]:
             yield Picture(
                 name=_file_name("stages", limits["id"], label),
                 alt=f"Stages of {label} beside their floor",
-                caption=f"Stages of {label} beside the floor of {limits['id']}.",
+                caption=f"Stages of {label} beside the floor of {limits['id']}."
+                + _doubtful(limits, {label: [twins(material)[label]]}),
                 figure=plots.above_floor([(stage, least[stage], times[stage]) for stage in STAGES]),
             )
+
+
+def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
+    """Why the floor may not be that of these records, by label, in words; empty where there is no reason."""
+    found: dict[str, list[str]] = {}
+    for label, records in beside.items():
+        for doubt in dict.fromkeys(doubt for record in records for doubt in doubts_of_floor(limits, record.run)):
+            found.setdefault(doubt, []).append(label)
+    return "".join(f" Doubtful: {doubt} ({', '.join(labels)})." for doubt, labels in found.items())
 
 
 def _file_name(*parts: str) -> str:

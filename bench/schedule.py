@@ -1,6 +1,5 @@
 """How many iterations a run has, and when it evaluates."""
 
-import math
 from dataclasses import dataclass
 
 from dlrm.config import RunConfig
@@ -15,13 +14,14 @@ class Schedule:
     evaluate_every: int | None
     """None where the run has no target."""
     iterations_per_epoch: float
-    """Not rounded: MLPerf's epoch_num is samples seen over train samples. Infinite for random batches."""
+    """Not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have no end: the samples that
+    the run is to see are their epoch."""
 
     @staticmethod
     def of(config: RunConfig, train_samples: int | None, world_size: int) -> "Schedule":
         """ValueError, naming the flag, if the data set cannot fill the iterations that `config` asks for.
 
-        train_samples: of one epoch; None for random batches, which have no end.
+        train_samples: of one epoch; None for random batches.
         """
         global_batch_size = config.local_batch_size * world_size
         if train_samples is None:
@@ -30,7 +30,7 @@ class Schedule:
                 global_batch_size=global_batch_size,
                 iterations=config.iterations,
                 evaluate_every=None,
-                iterations_per_epoch=math.inf,
+                iterations_per_epoch=config.iterations,
             )
         per_epoch = train_samples // global_batch_size  # the last partial batch is dropped
         iterations = config.iterations or per_epoch

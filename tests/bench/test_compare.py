@@ -131,6 +131,9 @@ def test_one_mlperf_log_a_side_has_no_interval(tmp_path: Path) -> None:
     as_json = json.loads(json.dumps(result_as_json(result), allow_nan=False))
     assert as_json["ratios"]["mean"] == {"value": pytest.approx(0.9935, abs=1e-3), "low": None, "high": None}
     assert "unknown" in list(result_table(result).columns[4].cells)
+    assert re.fullmatch(
+        r"no difference proven: too few runs \(mean, 0\.\d+% less time; interval unknown\)", verdict_in_words(result)
+    )
 
 
 def test_logs_that_are_damaged_or_unfinished_say_so(tmp_path: Path) -> None:

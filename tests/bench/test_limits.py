@@ -26,6 +26,7 @@ from bench.limits import (
     LIMITS_JSON,
     Limits,
     distance_table,
+    doubts_of_floor,
     floor,
     limits_table,
     read_limits,
@@ -35,7 +36,7 @@ from bench.limits import (
 from bench.machine import Git
 from bench.record import RunRecord, read_record
 from bench.trace import Kernel
-from dlrm.config import OptimizerConfig
+from dlrm.config import DataConfig, OptimizerConfig
 from dlrm.model import DenseNetwork
 from dlrm.presets import MLPERF_MODEL, preset
 from tests.bench.records import H200, configured, instruments, kernel, recorded_runs, write
@@ -196,6 +197,60 @@ def test_a_record_of_other_work_is_refused(tmp_path: Path) -> None:
         distance_table(some_limits(), [other])
 
 
+def test_a_floor_of_cpus_is_none_for_gpus(tmp_path: Path) -> None:
+    record = read_record(write(tmp_path / "x", recorded_runs()[0])).run
+    on_cpus: Any = {**H200, "gpu": None, "gpus": 0}
+    with pytest.raises(ValueError, match="x ran on NVIDIA H200, and limits is of CPUs: measure limits on"):
+        distance_table(some_limits(machine=on_cpus), [record])
+    other = read_record(write(tmp_path / "y", recorded_runs()[0], machine=on_cpus)).run
+    with pytest.raises(ValueError, match="y ran on CPUs, and limits is of NVIDIA H200"):
+        distance_table(some_limits(), [other])
+
+
+@pytest.mark.parametrize(
+    ("measured", "ran", "said"),
+    [
+        ({}, {"config": configured(precision="bf16")}, "precision bf16, beside a floor of tf32"),
+        ({"gpu": "NVIDIA H100"}, {}, "GPU NVIDIA H200, beside a floor of NVIDIA H100"),
+        (
+            {"gpu": None, "cpu": "x86"},
+            {"machine": {**H200, "gpu": None, "cpu": "Arm"}},
+            "CPU Arm, beside a floor of x86",
+        ),
+        ({"hosts": ["a", "b"]}, {"machine": {**H200, "hosts": ["c"]}}, "host c, beside a floor of a + b"),
+        (
+            {},
+            {"config": configured(optimizer=OptimizerConfig(embedding="sgd"))},
+            "table optimizer sgd, beside a floor of adagrad",
+        ),
+        (
+            {},
+            {"config": configured(ebc="static", data=DataConfig(variable_lengths=True))},
+            "bags of varying length, beside a floor of full ones",
+        ),
+    ],
+)
+def test_a_floor_of_other_work_is_doubtful(
+    tmp_path: Path, measured: dict[str, Any], ran: dict[str, Any], said: str
+) -> None:
+    limits = some_limits(machine={**H200, **measured})
+    limits["config"]["table_optimizer"] = "adagrad"
+    record = read_record(write(tmp_path / "x", recorded_runs()[0], **ran)).run
+    assert doubts_of_floor(limits, record) == [said]
+    assert str(distance_table(limits, [record, record]).caption) == "\n".join([f"warning: x: {said}"] * 2)
+
+
+def test_what_limits_or_record_do_not_say_is_no_doubt(tmp_path: Path) -> None:
+    nameless = {name: value for name, value in H200.items() if name != "hosts"}
+    ran_by_sgd = configured(optimizer=OptimizerConfig(embedding="sgd"))
+    record = read_record(write(tmp_path / "x", recorded_runs()[0], machine=nameless, config=ran_by_sgd)).run
+    named = some_limits(machine={**H200, "hosts": ["a"]})
+    assert doubts_of_floor(named, record) == []
+    assert distance_table(named, [record]).caption is None
+    renamed = read_record(write(tmp_path / "y", recorded_runs()[0], machine={**H200, "hosts": ["b"]})).run
+    assert doubts_of_floor(some_limits(machine=nameless), renamed) == []
+
+
 def test_reading(tmp_path: Path) -> None:
     limits, file = some_limits(), tmp_path / LIMITS_JSON
     with pytest.raises(ValueError, match=r"limits\.json cannot be read"):
@@ -207,6 +262,7 @@ def test_reading(tmp_path: Path) -> None:
         (b"\xfe", "corrupt at byte 0"),
         (b"3", "no limits record of schema 1"),
         (b'{"schema": 1}', "lacks id"),
+        (json.dumps(limits | {"machine": {}}).encode(), r"lacks machine\.cores, machine\.cpu"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):

@@ -179,16 +179,16 @@ def test_names(fields: dict[str, Any], short: str, platform: str) -> None:
 
 
 def _describe_on_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    socket.gethostname = lambda: f"node{rank}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    socket.gethostname = lambda: f"node{1 - rank // 2}"
     description = describe_machine()
-    Path(folder, f"rank{rank}").write_text(f"{description['nodes']}")
+    Path(folder, f"rank{rank}").write_text(f"{description['nodes']}: {', '.join(description['hosts'])}")
     dist.destroy_process_group()
 
 
 def test_nodes_are_the_distinct_hosts_of_all_ranks(tmp_path: Path) -> None:
-    mp.spawn(_describe_on_rank, args=(str(tmp_path),), nprocs=2)
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
+    mp.spawn(_describe_on_rank, args=(str(tmp_path),), nprocs=3)
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["2: node1, node0"] * 3
 
 
 def git(root: Path, *arguments: str) -> str:

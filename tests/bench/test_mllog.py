@@ -170,6 +170,7 @@ def test_abort_within_an_evaluation_closes_it_with_its_own_epoch_num(tmp_path: P
     assert started["key"] == "eval_start"
     assert (eval_stop["key"], eval_stop["metadata"]["epoch_num"]) == ("eval_stop", 0.25)
     assert (run_stop["key"], run_stop["metadata"]["status"]) == ("run_stop", "aborted")
+    assert run_stop["metadata"]["epoch_num"] == 0.3
     assert (epoch_stop["key"], epoch_stop["metadata"]["epoch_num"]) == ("epoch_stop", 0.3)
 
 

@@ -1,6 +1,7 @@
 """The log reader on published logs, on our own, and on every kind of damage."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -8,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.mllog import MLPerfLog
+from bench.compare import read_side
+from bench.mllog import MLPerfLog, check_compliance
 from bench.mlperf_log import LOG_COLUMNS, MLPerfRun, log_row, read_mlperf_log
+from bench.record import read_record
+from bench.run import LOG_NAME
 from dlrm.config import MLPerfConfig, OptimizerConfig
+from tests.launched import forked_launch
 
 LOGS = Path(__file__).resolve().parents[1] / "data" / "mlperf_logs" / "nvidia_8xh200_v4.0"
 PUBLISHED = LOGS / "result_0.txt"
@@ -85,6 +90,24 @@ def test_our_own_log(tmp_path: Path) -> None:
     (run,) = read_mlperf_log(path)
     assert (run.org, run.platform, run.iterations, run.auc) == ("Example", "8 x NVIDIA H200", 50, 0.8)
     assert (run.status, run.malformed_lines) == ("success", 0)
+
+
+def test_our_own_log_of_random_batches(tmp_path: Path) -> None:
+    """Without evaluations: how many iterations there were, run_stop says."""
+    flags = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--target-auc", "None"]
+    flags += ["--iterations", "12", "--warmup-iterations", "2", "--local-batch-size", "16"]
+    ended = forked_launch(2, tmp_path, [*flags, "--results-dir", str(tmp_path), "--run-id", "x"])
+    assert ended.statuses == [0, 0], ended
+    record = read_record(tmp_path / "x").run
+    assert record["training"] is not None
+    assert record["training"]["epoch_num"] == 1
+    (run,) = read_mlperf_log(tmp_path / "x" / LOG_NAME)
+    assert (run.iterations, run.train_samples, run.epoch_num, run.malformed_lines) == (12, 12 * 32, 1, 0)
+    (mean,) = read_side(tmp_path / "x" / LOG_NAME).series
+    assert 0 < mean[0] == run.train_ms_per_iteration
+    complaints = re.findall("Required .*", check_compliance(tmp_path / "x" / LOG_NAME).output)
+    assert len(complaints) == 3
+    assert all("eval_" in complaint for complaint in complaints)  # it lacks nothing else
 
 
 def test_train_time_leaves_out_evaluations(tmp_path: Path) -> None:

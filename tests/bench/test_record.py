@@ -280,6 +280,7 @@ def test_latency_is_the_slowest_ranks_after_the_warmup() -> None:
         summarize_latency(ms, warmup=5)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(2**-10, 2**20, width=32), min_size=1, max_size=60))
 def test_the_interval_lies_within_the_values_and_does_not_depend_on_chance(values: list[float]) -> None:
     series = np.array(values, dtype=np.float32)

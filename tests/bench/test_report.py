@@ -1,5 +1,6 @@
 """The page from records of every kind, and in a real browser where there is one."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from bench.record import TrainingOutcome, read_record
 from bench.report import _marks, write_report
 from bench.rungs import Rung
 from dlrm.config import OptimizerConfig
-from tests.bench.records import conditions, instruments, recorded_runs, write
+from tests.bench.records import H200, conditions, configured, edit, instruments, recorded_runs, write
 from tests.bench.test_limits import some_limits
 from tests.bench.test_mlperf_log import LOGS
 
@@ -29,8 +30,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One of everything."""
-    import json
-
     results = tmp_path / "results"
     runs = iter(RUNS)
 
@@ -98,6 +97,35 @@ def test_kernels_without_limits_and_twins_without_counts(tmp_path: Path) -> None
     text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
     assert "no limits record of this work" in text
     assert re.search(r"<td>nvtx</td><td>1.000</td><td>2.000</td>\s*(<td>missing</td>\s*){5}", text)
+
+
+def test_a_twin_with_empty_blocks_has_missing_cells(tmp_path: Path) -> None:
+    edit(write(tmp_path / "results" / "twin", RUNS[0], instruments=instruments()), host={}, gpu={"computing_ms": 1.0})
+    text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
+    assert re.search(r"<td>twin</td>\s*(<td>missing</td>\s*){8}</tr>", text)
+
+
+def test_a_floor_of_other_work_or_another_machine_says_so(tmp_path: Path) -> None:
+    config = configured(precision="bf16")
+    machine = {**H200, "hosts": ["node1"]}
+    folder = tmp_path / "results"
+    write(folder / "timed", RUNS[0], config=config, machine=machine)
+    write(folder / "twin", RUNS[1], config=config, machine=machine, instruments=instruments())
+    for i, host in enumerate(("node0", "node1", "node2")):
+        (folder / f"limits-{host}").mkdir()
+        known = {"id": f"limits-{host}", "created": f"2026-11-21T00:0{i}:00+00:00"}
+        limits = some_limits(machine={**H200, "hosts": [host]}, **known)
+        (folder / f"limits-{host}" / LIMITS_JSON).write_text(json.dumps(limits))
+    text = write_report([folder], tmp_path / "out").read_text()
+    assert "on this machine" not in text
+    precision, host = "precision bf16, beside a floor of tf32", "host node1, beside a floor of node2"
+    timed = "median latency beside the floor of limits"
+    assert f"{timed}-node2. Doubtful: {precision} (timed). Doubtful: {host} (timed).<" in text
+    assert f"{timed}-node1. Doubtful: {precision} (timed).<" in text
+    stages = "Stages of twin beside the floor of limits-node2."
+    assert f"{stages} Doubtful: {precision} (twin). Doubtful: {host} (twin).<" in text
+    assert f"<summary>twin, beside limits-node1; {precision}</summary>" in text  # of its machine, and not the newest
+    assert re.search(r"<td>hosts</td><td[^>]*>node1</td>", text)
 
 
 def test_a_page_from_one_record(tmp_path: Path) -> None:
