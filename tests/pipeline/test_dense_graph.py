@@ -3,10 +3,12 @@
 import logging
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.model_parallel import get_module
@@ -138,6 +140,19 @@ def unused(ranks: Ranks) -> None:
     theirs, _ = train(ranks, None, data, add_unused)
     assert_equal(ours, theirs)
     assert not any("idle" in name and "sum" in name and value.any() for name, value in ours.state.items())
+
+
+def timeout(ranks: Ranks) -> None:
+    signal.alarm(TIMEOUT)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(hours=3))
+    pipeline.five_stage.why_not_graphed = lambda model, device: None
+    _, trainer = train(ranks, DENSE, batches(ranks, 2), plan="TW")
+    assert trainer._graph._group._get_backend(ranks.device).options._timeout == timedelta(hours=3)
+
+
+def test_its_group_has_the_timeout_of_the_default_one(run_ranks):
+    run_ranks(1, timeout)
 
 
 def test_gradients_lie_aligned_in_one_buffer_a_dtype():
