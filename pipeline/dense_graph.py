@@ -80,8 +80,8 @@ class DenseGraph:
     flow and Python numbers of the model stay as they were at the capture.
 
     What torch.autograd.grad cannot run, such as checkpoints with use_reentrant=True, is seen in the first batch: it and
-    all others run with Tensor.backward then, on every rank, without DDP's forward, so that its hooks do nothing.
-    However a rank makes its gradients, the only collective of an iteration is that of `all_reduce`.
+    all others run with Tensor.backward then, on every rank. However a rank makes its gradients, the one collective of
+    an iteration is that of `all_reduce`.
     """
 
     def __init__(self, model: nn.Module, collection: nn.Module, device: torch.device, ranks: list[int]) -> None:
@@ -185,38 +185,48 @@ class DenseGraph:
         return self._backward(batch, features, _leaf(pooled))
 
     def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
-        # Autograd waits for the stream on which a leaf was first used. That of the parameters is not the capturing one:
-        # leaves of now, over the same memory, stand in for them.
-        weights = {name: p.detach().requires_grad_() for name, p in zip(self._names, self._parameters, strict=True)}
+        weights = self._stand_ins()
 
         def call(batch: Any) -> tuple[Tensor, Any]:
-            return functional_call(self._model, weights, (batch,))
+            return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
 
         losses, output = call_dense(call, self._collection, batch, features, pooled)
-        # A module that holds parameters in a list of its own reads these, not what stands in for them.
-        own = {name: p for name, p in zip(self._names, self._parameters, strict=True) if p.requires_grad}
-        inputs = [pooled.values(), *weights.values(), *own.values()]
-        of_pooled, *of_all = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
-        grads = dict(zip(weights, of_all, strict=False))
-        past = {n: grad for n, grad in zip(own, of_all[len(weights) :], strict=True) if grad is not None}
-        for name, grad in past.items():
-            within = grads[name]
-            grads[name] = grad if within is None else within + grad
-        if past and self.failure is None and self._captured is None:
-            self.failure = f"the model reads {next(iter(past))} past the module that it is a parameter of"
-        self._keep(list(grads.values()))
+        inputs = [pooled.values(), *weights, *(p for p in self._parameters if p.requires_grad)]
+        of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
+        rest = iter(grads[len(weights) :])
+        past = [next(rest) if p.requires_grad else None for p in self._parameters]
+        self._keep(list(grads[: len(weights)]), past)
         return output, of_pooled
 
     def _backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
-        """As without a graph, but for the gradients' memory and DDP."""
+        """The same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that has not
+        trained yet count the call as its first, and its own training later, of a static graph, goes wrong."""
+        weights, step = self._stand_ins(), _Step(self._model)
         for parameter in self._parameters:
             parameter.grad = None
-        losses, output = call_dense(self._model, self._collection, batch, features, pooled)
-        torch.sum(losses, dim=0).backward()
-        self._keep([parameter.grad for parameter in self._parameters])
+
+        def call(batch: Any) -> tuple[Tensor, Any]:
+            within = {f"model.{name}": weight for name, weight in zip(self._names, weights, strict=True)}
+            return functional_call(step, within, (batch,))
+
+        _, output = call_dense(call, self._collection, batch, features, pooled)
+        self._keep([weight.grad for weight in weights], [p.grad for p in self._parameters])
         return output, pooled.values().grad
 
-    def _keep(self, grads: list[Tensor | None]) -> None:
+    def _stand_ins(self) -> list[Tensor]:
+        """Leaves of now over the parameters' memory. Autograd waits for the stream on which a leaf was first used, and
+        that of the parameters is not the capturing one."""
+        return [parameter.detach().requires_grad_() for parameter in self._parameters]
+
+    def _keep(self, grads: list[Tensor | None], past: list[Tensor | None]) -> None:
+        """past: the gradients of the parameters themselves, which a module that holds them in a list of its own reads
+        instead of what stands in for them."""
+        for i, grad in enumerate(past):
+            if grad is not None:
+                within = grads[i]
+                grads[i] = grad if within is None else within + grad
+                if self.failure is None and self._captured is None:
+                    self.failure = f"the model reads {self._names[i]} past the module that it is a parameter of"
         self._used = [grad is not None for grad in grads]
         pairs = [(flat, grad) for flat, grad in zip(self._grads, grads, strict=True) if grad is not None]
         if pairs:
@@ -252,6 +262,19 @@ class DenseGraph:
             return False
         self._captured = captured
         return True
+
+
+class _Step(nn.Module):
+    """Forward and backward in one: checkpoints run parts of the model again, which must have the same parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        losses, output = self.model(batch)
+        torch.sum(losses, dim=0).backward()
+        return losses, output
 
 
 class FeaturesRead:

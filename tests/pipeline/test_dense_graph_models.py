@@ -17,7 +17,7 @@ from pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 from tests.pipeline.test_dense_graph import DENSE, TIMEOUT, assert_equal, train
-from tests.pipeline.torchrec_models import BATCH, batches, build
+from tests.pipeline.torchrec_models import BATCH, Trained, batches, build, drain, state
 
 ONE = [(1, False), GPU_PLACES[0]]
 TWO = [(2, False), *GPU_PLACES]
@@ -101,6 +101,29 @@ def checkpointed(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), TWO)
 def test_what_autograd_grad_cannot_run_trains_as_by_ddp(run_ranks, world_size, gpu):
     run_ranks(world_size, checkpointed, gpu=gpu)
+
+
+def ddp_afterwards(ranks: Ranks) -> None:
+    """One model, without DDP until its first iterations are done."""
+    tolerance = start(ranks)
+
+    def change(model: DLRMTrain) -> None:
+        model.model.over_arch.model.insert(1, Checkpointed(True))
+
+    expected, _ = train(ranks, None, batches(ranks, 9), change)
+    model, optimizer = build(ranks, "mixed", change=change)
+    torch.manual_seed(7)
+    trained, data = Trained(), batches(ranks, 9)
+    for options, part in ((DENSE, data[:4]), (FiveStageOptions(), data[4:])):
+        with FiveStagePipeline(model, optimizer, ranks.device, options) as trainer:
+            trained.outputs += drain(trainer, iter(part)).outputs
+    trained.state = state(model, optimizer)
+    assert_equal(trained, expected, tolerance)
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), TWO)
+def test_ddp_trains_on_afterwards(run_ranks, world_size, gpu):
+    run_ranks(world_size, ddp_afterwards, gpu=gpu)
 
 
 class Fails(nn.Module):
