@@ -199,8 +199,8 @@ class DenseGraph:
         return output, of_pooled
 
     def _backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
-        """The same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that has not
-        trained yet count the call as its first, and its own training later, of a static graph, goes wrong."""
+        """The same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that has
+        not trained yet would count it as its first pass; of a static graph, that lets DDP reduce wrongly afterwards."""
         weights, step = self._stand_ins(), _Step(self._model)
         for parameter in self._parameters:
             parameter.grad = None
