@@ -6,13 +6,13 @@ as TorchRec does, the model is called once, up to its embedding collection, and 
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
@@ -41,13 +41,16 @@ def find_features(model: nn.Module, collection: nn.Module, batch: Any, device: t
     Calls the model, without gradients, up to there; random numbers and buffers are put back afterwards. ValueError
     where the collection is not called, or with a KJT that the batch does not hold as it is.
     """
-    with forward_replaced(collection, _arrive), torch.no_grad(), _undisturbed(model, collection, device):
-        try:
+    put_back = snapshot(model, collection, device)
+    try:
+        with forward_replaced(collection, _arrive), torch.no_grad():
             model(batch)
-        except _ArrivedError as arrived:
-            features = arrived.features
-        else:
-            raise ValueError("the model's forward does not call its ShardedEmbeddingBagCollection: nothing to pipeline")
+    except _ArrivedError as arrived:
+        features = arrived.features
+    else:
+        raise ValueError("the model's forward does not call its ShardedEmbeddingBagCollection: nothing to pipeline")
+    finally:
+        put_back()
     path = next((path for path, value in _walk(batch, (), _DEPTH) if value is features), None)
     if path is None or not isinstance(features, KeyedJaggedTensor):
         raise ValueError(
@@ -74,31 +77,65 @@ def map_fields(batch: Any, function: Callable[[Any], Any], features: Any = None,
     def rebuild(value: Any) -> Any:
         if features is not None and value is features:
             return replacement
+        if _is_leaf(value):
+            return function(value)
+        if isinstance(value, MutableMapping):
+            duplicate = copy.copy(value)
+            for key, item in value.items():
+                duplicate[key] = rebuild(item)
+            return duplicate
         if isinstance(value, Mapping):
             return {key: rebuild(item) for key, item in value.items()}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(rebuild, value))
         if isinstance(value, (tuple, list)):
             return type(value)(map(rebuild, value))
-        if _has_fields(value):
-            duplicate = copy.copy(value)
-            for name, item in _attributes(value):
-                object.__setattr__(duplicate, name, rebuild(item))
-            return duplicate
-        return function(value)
+        duplicate = copy.copy(value)
+        for name, item in _attributes(value):
+            object.__setattr__(duplicate, name, rebuild(item))
+        return duplicate
 
     return rebuild(batch)
 
 
 def leaves(batch: Any, features: Any = None) -> Iterator[Any]:
     """What map_fields gives its function, in the same order, without a copy."""
-    steps = None if features is not None and batch is features else list(_steps(batch))
-    if steps is None:
+    if features is not None and batch is features:
         return
-    if not steps and not isinstance(batch, (Mapping, tuple, list)) and not _has_fields(batch):
+    if _is_leaf(batch):
         yield batch
-    for _, item in steps:
+        return
+    for _, item in _steps(batch):
         yield from leaves(item, features)
+
+
+def leaf_names(batch: Any, features: Any = None, name: str = "batch") -> Iterator[str]:
+    """What a reader calls each of the leaves, such as batch.dense or batch["ids"][3]."""
+    if features is not None and batch is features:
+        return
+    if _is_leaf(batch):
+        yield name
+        return
+    for (kind, key), item in _steps(batch):
+        yield from leaf_names(item, features, f"{name}.{key}" if kind == "attribute" else f"{name}[{key!r}]")
+
+
+def snapshot(model: nn.Module, collection: nn.Module, device: torch.device) -> Callable[[], None]:
+    """A function that puts back what a call of the model changes: random numbers, and buffers outside `collection`."""
+    tables = set(map(id, collection.buffers()))
+    before = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in tables]
+    random = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        torch.set_rng_state(random)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+    return put_back
 
 
 class _ArrivedError(BaseException):  # not an Exception: a model that catches those must not catch this
@@ -108,17 +145,6 @@ class _ArrivedError(BaseException):  # not an Exception: a model that catches th
 
 def _arrive(*args: Any, **kwargs: Any) -> NoReturn:
     raise _ArrivedError(next(iter((*args, *kwargs.values())), None))
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, collection: nn.Module, device: torch.device) -> Iterator[None]:
-    tables = set(map(id, collection.buffers()))
-    before = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in tables]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 def _walk(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
@@ -135,6 +161,10 @@ def _steps(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         yield from ((("item", i), item) for i, item in enumerate(value))
     elif _has_fields(value):
         yield from ((("attribute", name), item) for name, item in _attributes(value))
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) or not (isinstance(value, (Mapping, tuple, list)) or _has_fields(value))
 
 
 def _has_fields(value: Any) -> bool:

@@ -8,6 +8,7 @@ by some ranks there and not by others, which NCCL does not promise to survive.
 
 import logging
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -15,20 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import get_module
 from torchrec.distributed.types import LazyNoWait
 
-from dlrm.cuda_graph import destroy, record
-from pipeline.batch_fields import forward_replaced, leaves, map_fields
+from dlrm.cuda_graph import captures, destroy, record
+from dlrm.ranks import group_timeout
+from pipeline.batch_fields import forward_replaced, leaf_names, leaves, map_fields, snapshot
 
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Iterations of the shape to capture that run eagerly: cuBLAS and the autograd thread set themselves up in them."""
 _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
+_CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+"""What a model may put out beside tensors while captured: it stays as it was at the capture."""
+_SHOWN = 60  # characters of a field's value in a message
 
 Call = Callable[[Any], tuple[Tensor, Any]]
 
@@ -74,6 +78,10 @@ class DenseGraph:
     registers there see them. They lie in flat buffers for good, and `all_reduce` makes them the parameters' `.grad`,
     for the user's optimizer, whose learning rate is its own business. A graph freezes what Python decides: control
     flow and Python numbers of the model stay as they were at the capture.
+
+    What torch.autograd.grad cannot run, such as checkpoints with use_reentrant=True, is seen in the first batch: it and
+    all others run with Tensor.backward then, on every rank. However a rank makes its gradients, the one collective of
+    an iteration is that of `all_reduce`.
     """
 
     def __init__(self, model: nn.Module, collection: nn.Module, device: torch.device, ranks: list[int]) -> None:
@@ -84,23 +92,38 @@ class DenseGraph:
         self._names, self._parameters = list(named), list(named.values())
         self._flat, self._grads = _flat_gradients(self._parameters)
         self._used = [False] * len(self._parameters)
-        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
+        self._run: Callable[[Any, Any, KeyedTensor], tuple[Any, Tensor | None]] | None = None
         self._captured: _Captured | None = None
-        self._warm = 0
+        self._batches = self._warm = 0
         self._form: list[Any] | None = None
+        self._difference = ""
         self.failure: str | None = None
-        """Why the capture failed, if it did."""
+        """Why the dense part is not captured, if it cannot be."""
         self.eager_batches = 0
-        """Batches of another shape, dtype or autocast state than the captured one."""
+        """Batches that a graph cannot run, of another form than the first: shapes, dtypes, values that are no tensors,
+        autocast."""
         self._reduce: torch.cuda.CUDAGraph | None = None
         self._mean()  # sets the communicator up, which a capture cannot
-        if device.type == "cuda" and len(ranks) > 1:
+        if captures(device) and len(ranks) > 1:
             self._reduce = record(self._mean)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All that gradients are made for."""
         return self._parameters
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why batches have run eagerly, and how many; None while none but those before the capture have."""
+        if self.failure is not None:
+            return f"the dense part cannot be captured: {self.failure}"
+        if not self.eager_batches:
+            return None
+        return (
+            f"{self.eager_batches} of {self._batches} batches ran eagerly, as they were not of the form of the first "
+            f"one: {self._difference}"
+        )
 
     def forward_backward(
         self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor
@@ -112,18 +135,21 @@ class DenseGraph:
         values = pooled.values()
         fields = list(leaves(batch, features))
         form = _form(fields, values)
+        self._batches += 1
         if self._form is None:
             self._form = form
         if form != self._form:
-            self._say_eager(form)
+            self._say_eager(form, batch, features)
         elif self._captured is not None:
             return self._captured.replay(fields, values)
-        elif self._device.type == "cuda" and self.failure is None:
+        elif captures(self._device) and self.failure is None:
             self._warm += 1
             if self._warm > WARM_UP and self._capture(batch, features, pooled):
                 assert self._captured is not None
                 return self._captured.replay(fields, values)
-        return self._forward_backward(batch, features, with_values(pooled, values.detach().requires_grad_()))
+        if self._run is None:
+            return self._first(batch, features, pooled)
+        return self._run(batch, features, _leaf(pooled))
 
     def all_reduce(self) -> None:
         """The mean of the gradients over all ranks, on the current stream, as `.grad` of the parameters. Collective."""
@@ -140,22 +166,71 @@ class DenseGraph:
         destroy([graph for graph in (own, self._reduce) if graph is not None])
         self._captured = self._reduce = None
 
+    def _first(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
+        """The first batch, and how all ranks run the next ones. Collective, so that collectives within a model are run
+        again by all ranks or by none."""
+        put_back = snapshot(self._model, self._collection, self._device)
+        result, why = None, "another rank could not run its first batch by torch.autograd.grad"
+        try:
+            result = self._forward_backward(batch, features, _leaf(pooled))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        failed = torch.tensor(float(result is None), device=self._device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        if result is not None and not failed.item():
+            self._run = self._forward_backward
+            return result
+        put_back()
+        self.failure, self._run = why, self._backward
+        return self._backward(batch, features, _leaf(pooled))
+
     def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
-        # Autograd waits for the stream on which a leaf was first used. That of the parameters is not the capturing one:
-        # leaves of now, over the same memory, stand in for them.
-        weights = {name: p.detach().requires_grad_() for name, p in zip(self._names, self._parameters, strict=True)}
+        weights = self._stand_ins()
 
         def call(batch: Any) -> tuple[Tensor, Any]:
-            return functional_call(self._model, weights, (batch,))
+            return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
 
         losses, output = call_dense(call, self._collection, batch, features, pooled)
-        inputs = [pooled.values(), *weights.values()]
+        inputs = [pooled.values(), *weights, *(p for p in self._parameters if p.requires_grad)]
         of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
+        rest = iter(grads[len(weights) :])
+        past = [next(rest) if p.requires_grad else None for p in self._parameters]
+        self._keep(list(grads[: len(weights)]), past)
+        return output, of_pooled
+
+    def _backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
+        """The same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that has
+        not trained yet would count it as its first pass; of a static graph, that lets DDP reduce wrongly afterwards."""
+        weights, step = self._stand_ins(), _Step(self._model)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+        def call(batch: Any) -> tuple[Tensor, Any]:
+            within = {f"model.{name}": weight for name, weight in zip(self._names, weights, strict=True)}
+            return functional_call(step, within, (batch,))
+
+        _, output = call_dense(call, self._collection, batch, features, pooled)
+        self._keep([weight.grad for weight in weights], [p.grad for p in self._parameters])
+        return output, pooled.values().grad
+
+    def _stand_ins(self) -> list[Tensor]:
+        """Leaves of now over the parameters' memory. Autograd waits for the stream on which a leaf was first used, and
+        that of the parameters is not the capturing one."""
+        return [parameter.detach().requires_grad_() for parameter in self._parameters]
+
+    def _keep(self, grads: list[Tensor | None], past: list[Tensor | None]) -> None:
+        """past: the gradients of the parameters themselves, which a module that holds them in a list of its own reads
+        instead of what stands in for them."""
+        for i, grad in enumerate(past):
+            if grad is not None:
+                within = grads[i]
+                grads[i] = grad if within is None else within + grad
+                if self.failure is None and self._captured is None:
+                    self.failure = f"the model reads {self._names[i]} past the module that it is a parameter of"
         self._used = [grad is not None for grad in grads]
         pairs = [(flat, grad) for flat, grad in zip(self._grads, grads, strict=True) if grad is not None]
         if pairs:
             torch._foreach_copy_([flat for flat, _ in pairs], [grad for _, grad in pairs])
-        return output, of_pooled
 
     def _mean(self) -> None:
         """DDP's average: divided, then summed. NCCL does both in one pass."""
@@ -165,15 +240,18 @@ class DenseGraph:
             else:
                 dist.all_reduce(flat.div_(self._group.size()), group=self._group)
 
-    def _say_eager(self, form: list[Any]) -> None:
+    def _say_eager(self, form: list[Any], batch: Any, features: Any) -> None:
         self.eager_batches += 1
-        if self.eager_batches == 1 and self.failure is None:
-            logger.warning(
-                "the dense part's CUDA graph is of one form of batch, %s; this batch and all others that are not run "
-                "eagerly: %s",
-                self._form,
-                form,
-            )
+        if self.eager_batches == 1:
+            assert self._form is not None
+            names = [*leaf_names(batch, features), "the tensor of pooled vectors", "autocast's dtype"]
+            self._difference = _difference(names, self._form, form)
+            if self.failure is None:
+                logger.warning(
+                    "the dense part's CUDA graph is of one form of batch; this batch and all others that are not run "
+                    "eagerly: %s",
+                    self._difference,
+                )
 
     def _capture(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> bool:
         captured = _Captured(batch, features, pooled)
@@ -184,6 +262,19 @@ class DenseGraph:
             return False
         self._captured = captured
         return True
+
+
+class _Step(nn.Module):
+    """Forward and backward in one: checkpoints run parts of the model again, which must have the same parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        losses, output = self.model(batch)
+        torch.sum(losses, dim=0).backward()
+        return losses, output
 
 
 class FeaturesRead:
@@ -216,8 +307,7 @@ class _Captured:
         finally:
             torch.clear_autocast_cache()
         ((output, self._grad),) = returned
-        flat, self._structure = pytree.tree_flatten(output)
-        self._output = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self._output = map_fields(output, _of_graph)
 
     def replay(self, fields: list[Any], values: Tensor) -> tuple[Any, Tensor | None]:
         """The output, copied out, and the gradient of the pooled values, which the next replay overwrites.
@@ -227,8 +317,7 @@ class _Captured:
         with torch.no_grad():
             torch._foreach_copy_(self._tensors, _tensors(fields, values))
             self.graph.replay()
-            output = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._output]
-        return pytree.tree_unflatten(output, self._structure), self._grad
+            return map_fields(self._output, _copied), self._grad
 
 
 def _flat_gradients(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
@@ -252,6 +341,27 @@ def _empty_like(leaf: Any) -> Any:
     return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
+def _of_graph(leaf: Any) -> Any:
+    """A leaf of the output, which is in the graph's memory. ValueError for one that cannot be copied out of there."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if isinstance(leaf, _CONSTANT):
+        return leaf
+    found = "the batch's KJT" if isinstance(leaf, FeaturesRead) else f"a {type(leaf).__name__}"
+    raise ValueError(
+        f"the model's output holds {found}, which the next replay might overwrite: put out tensors, numbers and "
+        "strings, in dataclasses, tuples, lists and dicts"
+    )
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _leaf(pooled: KeyedTensor) -> KeyedTensor:
+    return with_values(pooled, pooled.values().detach().requires_grad_())
+
+
 def _tensors(fields: Iterable[Any], values: Tensor) -> list[Tensor]:
     return [*(leaf for leaf in fields if isinstance(leaf, Tensor)), values]
 
@@ -263,3 +373,18 @@ def _form(fields: list[Any], pooled: Tensor) -> list[Any]:
     return [
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in (*fields, pooled, autocast)
     ]
+
+
+def _difference(names: list[str], first: list[Any], form: list[Any]) -> str:
+    """The first difference between forms. names: of the fields of the latter."""
+    if len(first) != len(form):
+        return f"a batch with {len(form) - 2} fields besides its KJT, where the first had {len(first) - 2}"
+    name, was, now = next(of for of in zip(names, first, form, strict=True) if of[1] != of[2])
+    return f"{name} is {_shown(now)}, where the first had {_shown(was)}"
+
+
+def _shown(of_form: Any) -> str:
+    if isinstance(of_form, tuple):
+        shape, dtype = of_form
+        return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+    return of_form if len(of_form) <= _SHOWN else f"{of_form[: _SHOWN - 3]}..."

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Adagrad
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.adagrad import adagrad
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from dlrm.cuda_graph import captures, destroy, record
 
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 WARM_UP = 3
 """Eager steps with the same hyperparameters and memory before one is captured."""
 _FROZEN = ("lr", "weight_decay", "eps", "maximize", "foreach", "lr_decay", "differentiable", "fused")
+_WATCHED = "hooks or a learning rate scheduler wait for calls of the optimizer's step"
+_CHANGED = (
+    "Adagrad's hyperparameters, or the tensors that hold its parameters, gradients and state, had changed within "
+    f"{WARM_UP} steps"
+)
 
 
 class DenseUpdate:
@@ -43,36 +49,63 @@ class DenseUpdate:
         self._optimizer = optimizer
         own = set(map(id, parameters))
         self._graphs: dict[int, _AdagradGraph] = {}
-        for part in _parts(optimizer) if captures(device) else ():
-            of_part = [p for group in part.param_groups for p in group["params"]] if type(part) is Adagrad else []
-            if of_part and all(id(p) in own and not p.is_complex() for p in of_part):
+        self._above: dict[int, torch.optim.Optimizer] = {}
+        self._never = [] if captures(device) else [f"there are no CUDA graphs on {device}"]
+        for chain in _chains(optimizer) if captures(device) else ():
+            part = chain[-1]
+            if (why := _why_never(part, own)) is not None:
+                self._never.append(why)
+            elif type(part) is Adagrad:
                 self._graphs[id(part)] = _AdagradGraph(part)
+                self._above |= {id(above): above for above in chain}
+        self._steps = 0
+        self._eager: dict[str, int] = {}
+
+    @property
+    def why_not(self) -> str | None:
+        """What steps eagerly, or did but for the very first steps, and why; None if there is nothing of the kind."""
+        counted = dict(self._eager)
+        if any(map(_step_is_watched, self._above.values())):
+            counted.setdefault(_WATCHED, 0)
+        ran = {why: f"{count} of {self._steps} steps ran eagerly: " if count else "" for why, count in counted.items()}
+        some = [numbers + why for why, numbers in ran.items()]
+        return "; ".join([*self._never, *some]) or None
 
     def step(self) -> None:
         """On the current stream."""
-        if self._graphs:
-            self._step(self._optimizer)
-        else:
+        if not self._graphs:
             self._optimizer.step()
+            return
+        self._steps += 1
+        for why in self._step(self._optimizer):
+            if why not in self._eager:
+                logger.warning("the dense update runs eagerly: %s", why)
+            self._eager[why] = self._eager.get(why, 0) + 1
 
     def close(self) -> None:
         """Destroys the graphs."""
         for graph in self._graphs.values():
             graph.forget()
         self._graphs.clear()
+        self._above.clear()
 
-    def _step(self, optimizer: Any) -> None:
+    def _step(self, optimizer: Any) -> set[str]:
+        """Why something stepped eagerly that is to be replayed."""
         if _step_is_watched(optimizer):
             optimizer.step()
-        elif type(optimizer) is CombinedOptimizer:
+            return {_WATCHED} if id(optimizer) in self._above else set()
+        if type(optimizer) is CombinedOptimizer:
+            reasons: set[str] = set()
             for _, part in optimizer.optimizers:
-                self._step(part)
-        elif type(optimizer) is KeyedOptimizerWrapper:
-            self._step(optimizer._optimizer)
-        elif id(optimizer) in self._graphs:
-            self._graphs[id(optimizer)].step()
-        else:
+                reasons |= self._step(part)
+            return reasons
+        if type(optimizer) is KeyedOptimizerWrapper:
+            return self._step(optimizer._optimizer)
+        if id(optimizer) not in self._graphs:
             optimizer.step()
+            return set()
+        why = self._graphs[id(optimizer)].step()
+        return set() if why is None else {why}
 
 
 class _AdagradGraph:
@@ -82,21 +115,25 @@ class _AdagradGraph:
         self._optimizer = optimizer
         self._frozen: list[Any] = []
         self._memory: list[Tensor | None] = []
-        self._unchanged = 0
+        self._steps = self._unchanged = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._counts: list[Tensor] = []
         self._one = torch.tensor(1.0)
-        self._failed = False
+        self._failure: str | None = None
 
-    def step(self) -> None:
+    def step(self) -> str | None:
+        """Why it ran eagerly, if so and the very first steps are over."""
+        self._steps += 1
         self._look_for_changes()
-        if self._graph is None and self._unchanged >= WARM_UP and not self._failed and self._can_be_captured():
-            self._capture()
+        why: str | None = None
+        if self._graph is None:
+            why = self._failure or self._obstacle() or (_CHANGED if self._unchanged < WARM_UP else self._capture())
         if self._graph is None:
             self._optimizer.step()
-            return
+            return why if self._steps > WARM_UP else None
         self._graph.replay()
         torch._foreach_add_(self._counts, self._one, alpha=1.0)
+        return None
 
     def forget(self) -> None:
         if self._graph is not None:
@@ -119,18 +156,25 @@ class _AdagradGraph:
         self.forget()
         self._unchanged, self._frozen, self._memory = 0, frozen, memory
 
-    def _can_be_captured(self) -> bool:
-        groups = self._optimizer.param_groups
-        plain = all(g["lr_decay"] == 0 and not g["differentiable"] and not g["fused"] for g in groups)
+    def _obstacle(self) -> str | None:
+        """What cannot be captured."""
+        if any(isinstance(value, Tensor) for value in self._frozen):
+            return "a hyperparameter of Adagrad is a tensor, whose value may change unnoticed"
+        if any(g["lr_decay"] != 0 or g["differentiable"] or g["fused"] for g in self._optimizer.param_groups):
+            return "Adagrad has lr_decay, differentiable or fused set"
         # GradScaler leaves these to optimizers.
-        scaled = any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return "a gradient scaler leaves the scaling to Adagrad"
         _, grads, sums, counts = (self._memory[i::4] for i in range(4))
-        state = zip(grads, sums, counts, strict=True)
-        known = all(s is not None and n is not None and n.is_cpu for grad, s, n in state if grad is not None)
-        return plain and not scaled and known and any(grad is not None for grad in grads)
+        state = [(s, n) for grad, s, n in zip(grads, sums, counts, strict=True) if grad is not None]
+        if not state:
+            return "no parameter of Adagrad has a gradient"
+        if not all(s is not None and n is not None and n.is_cpu for s, n in state):
+            return "Adagrad's state is not what torch.optim.Adagrad makes: a sum, and a step on the host"
+        return None
 
-    def _capture(self) -> None:
-        """Runs nothing on the GPU, and counts nothing. Where it fails, steps stay eager."""
+    def _capture(self) -> str | None:
+        """Runs nothing on the GPU, and counts nothing. Where it fails, steps stay eager, and it says why."""
         groups = []
         self._counts = []
         for group in self._optimizer.param_groups:
@@ -148,15 +192,40 @@ class _AdagradGraph:
             with torch.no_grad():
                 self._graph = record(work)
         except Exception as error:
-            self._failed = True
-            logger.warning("the dense update runs eagerly: its capture failed: %s: %s", type(error).__name__, error)
+            self._failure = f"its capture failed: {type(error).__name__}: {error}"
+        return self._failure
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """Optimizers behind TorchRec's."""
+def _chains(optimizer: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Optimizers behind TorchRec's, each at the end of a chain of those through which its steps come."""
+    chain = (*above, optimizer)
     if type(optimizer) is CombinedOptimizer:
-        return [leaf for _, part in optimizer.optimizers for leaf in _parts(part)]
-    return _parts(optimizer._optimizer) if type(optimizer) is KeyedOptimizerWrapper else [optimizer]
+        return [found for _, part in optimizer.optimizers for found in _chains(part, chain)]
+    return _chains(optimizer._optimizer, chain) if type(optimizer) is KeyedOptimizerWrapper else [chain]
+
+
+def _why_never(part: Any, own: set[int]) -> str | None:
+    """What keeps an optimizer's steps out of a graph for good. own: ids of the parameters that may be in one."""
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    if not parameters or _steps_in_backward(part):
+        return None
+    if type(part) is not Adagrad:
+        return f"it is {type(part).__name__}'s, and only torch.optim.Adagrad's step is captured"
+    if not all(id(p) in own for p in parameters):
+        return (
+            "Adagrad has parameters whose gradients do not stay in their memory, of data-parallel tables for example: "
+            "give these an optimizer of their own"
+        )
+    return "Adagrad has complex parameters" if any(p.is_complex() for p in parameters) else None
+
+
+def _steps_in_backward(optimizer: Any) -> bool:
+    """Of tables; what is left to `step` is their learning rate."""
+    if isinstance(optimizer, OptimizerWrapper):
+        return _steps_in_backward(optimizer._optimizer)
+    if isinstance(optimizer, CombinedOptimizer):
+        return all(_steps_in_backward(part) for _, part in optimizer.optimizers)
+    return isinstance(optimizer, FusedOptimizer)
 
 
 def _step_is_watched(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,45 +27,23 @@ from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm.embedding.trimmed_sharder import TrimmedEBC
+from dlrm.ranks import group_timeout
 from pipeline.batch_fields import Path, find_features, follow
 from pipeline.dense_graph import DenseGraph, call_dense, why_not_graphed, with_values
 from pipeline.dense_update import DenseUpdate
+from pipeline.five_stage_options import FiveStageOptions, few_queues
 from pipeline.input_dist import Distribution, InputDist, Step
 from pipeline.launching_thread import LaunchingThread
 from pipeline.stage_streams import StageStreams, stage
+
+__all__ = ["FiveStageOptions", "FiveStagePipeline"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class FiveStageOptions:
-    """The optimisations. All but the CUDA graph change nothing that a model could see, whatever the model."""
-
-    avoid_record_streams: bool = True
-    """Tensors that cross streams are held by references instead of record_stream; see FiveStagePipeline.
-
-    NCCL's own calls torch has left out by default since 2.9, and one call of TorchRec's is out of reach, on the result
-    of the pooled all-to-all (comm_ops.py, Request._wait_impl).
-    """
-    pinned_d2h: bool = True
-    """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
-    cuda_graph: Literal["none", "dense"] = "none"
-    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph. So is
-    stage 5, where it is torch.optim.Adagrad's: see DenseUpdate."""
-    launch_threads: Literal[1, 2] = 1
-    """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
-
-    It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
-    hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
-    waits, and handing work over takes the host longer than doing it: 2.05 ms an iteration where one thread takes 1.74
-    (results/20261121T073247Z-4xh200-launch-bound-ladder).
-
-    optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
-    tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
-    """
+_DEFAULTS = FiveStageOptions()
 
 
 @dataclass(slots=True)
@@ -99,21 +76,18 @@ class FiveStagePipeline(Generic[In, Out]):
     not queue behind one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
     """
 
-    switched_off: dict[str, str]
-    """Options that were asked for and are off, or off in part, and why."""
-
     def __init__(
         self,
         model: DistributedModelParallel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        options: FiveStageOptions = FiveStageOptions(),
+        options: FiveStageOptions = _DEFAULTS,
     ) -> None:
         """Collective over the model's ranks. ValueError where the model has not one ShardedEmbeddingBagCollection."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
-        self.switched_off = {}
+        self._off: dict[str, str] = {}
         self._collection = _collection(model)
         self._features: Path | None = None
         self._streams = StageStreams(device)
@@ -129,9 +103,13 @@ class FiveStagePipeline(Generic[In, Out]):
         self._graph: DenseGraph | None = None
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
-        if options.cuda_graph == "dense" and "cuda_graph" not in self.switched_off:
+        if options.cuda_graph == "dense" and "cuda_graph" not in self._off:
             self._graph = DenseGraph(model.module, self._collection, device, ranks)
             self._graphed_update = DenseUpdate(optimizer, self._graph.parameters, device)
+            if self._graphed_update.why_not is not None:
+                self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
+        if (why := few_queues(options, device)) is not None:
+            self._warn("%s", why)
         self._in_flight: deque[_InFlight[In]] = deque()
         self._held: list[_InFlight[In]] = []
         self._spent: list[Distribution] = []
@@ -164,6 +142,16 @@ class FiveStagePipeline(Generic[In, Out]):
             raise StopIteration
         return output[0]
 
+    @property
+    def switched_off(self) -> dict[str, str]:
+        """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
+        why = []
+        if self._graph is not None and self._graph.why_eager is not None:
+            why.append(self._graph.why_eager)
+        if self._graphed_update is not None and self._graphed_update.why_not is not None:
+            why.append(f"the dense update: {self._graphed_update.why_not}")
+        return {**self._off, "cuda_graph": "; ".join(why)} if why else dict(self._off)
+
     def close(self) -> None:
         """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
         block. Before the process group is destroyed: NCCL waits for graphs that have captured its collectives."""
@@ -183,10 +171,8 @@ class FiveStagePipeline(Generic[In, Out]):
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._failed = self._failed or error is not None
+    def __exit__(self, *_: object) -> None:
+        # What is raised between calls, StopIteration above all, leaves no iteration unfinished: it is no failure.
         self.close()
 
     # The five stages
@@ -318,8 +304,11 @@ class FiveStagePipeline(Generic[In, Out]):
         return follow(of.batch, self._features)
 
     def _release(self) -> None:
-        """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring."""
-        if not self._held and not self._spent:
+        """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring.
+
+        Without either, too: after two ends of data a caller may still let go of outputs that share a batch's memory.
+        """
+        if not self._options.avoid_record_streams and not self._held and not self._spent:
             return
         self._streams.hold("input_dist", self._spent_at)
         self._spent_at = self._streams.mark()
@@ -352,10 +341,13 @@ class FiveStagePipeline(Generic[In, Out]):
 
     def _switch_off(self, option: str, why: str) -> None:
         """Says it once: on rank 0, or where a rank alone has this reason, there."""
-        if option not in self.switched_off:
-            self.switched_off[option] = why
-            if dist.get_rank() == 0 or self._features is not None:
-                logger.warning("%s is off: %s", option, why)
+        if option not in self._off:
+            self._off[option] = why
+            self._warn("%s is off: %s", option, why)
+
+    def _warn(self, message: str, *arguments: str) -> None:
+        if dist.get_rank() == 0 or self._features is not None:
+            logger.warning(message, *arguments)
 
 
 def _collection(model: DistributedModelParallel) -> ShardedEmbeddingBagCollection:
@@ -388,6 +380,6 @@ def _communicates(optimizer: torch.optim.Optimizer) -> bool:
 
 def _new_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     """A communicator, set up here and now: its first collective would wait for all ranks in the midst of others."""
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group

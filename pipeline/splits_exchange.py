@@ -22,7 +22,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, _get_recat
 from torchrec.distributed.types import Awaitable
 
-_CACHED = 64
+from dlrm.embedding.batch_size_cache import bound
 
 
 class SplitsExchange:
@@ -44,7 +44,7 @@ class SplitsExchange:
         """Positions in [lengths per key of all requests the host knows, strides, those it does not know] by rank."""
         key = tuple((*request.splits, request.on_host is None) for request in requests)
         if key not in self._positions:
-            _bound(self._positions)
+            bound(self._positions)
             positions = torch.tensor(_positions(requests))
             self._positions[key] = _to_device(positions, self._device)
         return self._positions[key]
@@ -53,7 +53,7 @@ class SplitsExchange:
         keys, equal = request.splits[request.rank], len(set(strides)) == 1
         key = (keys, len(strides), request.stagger, None if equal else tuple(strides))
         if key not in self._recats:
-            _bound(self._recats)
+            bound(self._recats)
             self._recats[key] = _get_recat(keys, len(strides), request.stagger, self._device, strides)
         return self._recats[key]
 
@@ -215,9 +215,3 @@ def _positions(requests: list[ExchangeRequest]) -> list[int]:
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Asynchronously, through pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _bound(cache: dict[Any, Any]) -> None:
-    """Batch sizes that vary must not fill the memory."""
-    if len(cache) >= _CACHED:
-        cache.clear()

@@ -35,8 +35,13 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             schedule.close()
 
     def describe(self) -> dict[str, Any]:
-        """What the model's says; switches that were off although asked for, and why; features by their input dist."""
-        described = {**super().describe(), "switched_off": dict(self._train.switched_off)}
+        """What the model's says; switches that were off although asked for, and why; features by their input dist.
+
+        Collective, and the same on every rank.
+        """
+        everyone: list[dict[str, str]] = [{}] * self._ranks.world_size
+        dist.all_gather_object(everyone, dict(self._train.switched_off))
+        described = {**super().describe(), "switched_off": merged_reasons(everyone)}
         for module in self._model.modules():
             if isinstance(module, TrimmedEBC):
                 described["input_dist"] = module.trimmed_features()
@@ -71,3 +76,18 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             launch_threads=config.launch_threads if training else 1,
         )
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
+
+
+def merged_reasons(everyone: list[dict[str, str]]) -> dict[str, str]:
+    """switched_off of all ranks in one: a reason that not all ranks have is told with the ranks that have it."""
+    merged = {}
+    for option in dict.fromkeys(option for of_rank in everyone for option in of_rank):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(everyone):
+            if option in of_rank:
+                ranks_of.setdefault(of_rank[option], []).append(rank)
+        merged[option] = "; ".join(
+            why if len(ranks) == len(everyone) else f"rank {', '.join(map(str, ranks))}: {why}"
+            for why, ranks in ranks_of.items()
+        )
+    return merged

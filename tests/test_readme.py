@@ -14,8 +14,8 @@ from dlrm.config import RunConfig
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", ROOT / "results" / "README.md"]
 OURS = 'pipeline = FiveStagePipeline(model, optimizer, device, FiveStageOptions(cuda_graph="dense"))'
-STOCK = """from torchrec.distributed import TrainPipelineSparseDist
-pipeline = TrainPipelineSparseDist(model, optimizer, device)"""
+STOCK = "pipeline = TrainPipelineSparseDist(model, optimizer, device)"
+CLOSE = "pipeline.close()"
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -47,10 +47,18 @@ def losses(script: Path) -> list[str]:
 
 
 def test_the_example_prints_what_stock_torchrec_prints(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", READMES[0].read_text(encoding="utf-8"), re.DOTALL)
-    assert example.count(OURS) == 1
+    """With the two lines changed that the text says, and nothing else."""
+    readme = READMES[0].read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    text = " ".join(readme.split())
+    theirs, ours = STOCK.removeprefix("pipeline = "), OURS.removeprefix("pipeline = ")
+    assert f"Two lines are ours. With `{theirs}` in the place of `{ours}`, and without `{CLOSE}`" in text
+    lines = example.splitlines()
+    (called,), (closed,) = ([n for n, line in enumerate(lines) if line.startswith(start)] for start in (OURS, CLOSE))
+    assert lines[called] == OURS
+    lines[called], lines[closed] = STOCK, ""
     printed = []
-    for name, text in {"ours": example, "stock": example.replace(OURS, STOCK).replace("pipeline.close()", "")}.items():
+    for name, text in {"ours": example, "stock": "\n".join(lines)}.items():
         script = tmp_path / f"{name}.py"
         script.write_text(text, encoding="utf-8")
         printed.append(losses(script))

@@ -22,6 +22,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import Awaitable
 
 from dlrm.cuda_graph import GraphedFunction
+from dlrm.embedding.batch_size_cache import bound, memory_owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,23 +186,18 @@ class StaticDist:
         self._starts: dict[str, int] | None = None
         if all(key in sizes for key in keys):
             self._starts = dict(zip(keys, accumulate((sizes[key] for key in keys), initial=0), strict=False))
-        self._layouts: dict[tuple[int, torch.dtype], _Layout] = {}
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        self._replayed: tuple[tuple[int, torch.dtype], _Layout] | None = None
 
     def start(self, features: KeyedJaggedTensor) -> InFlight:
         """One batch, whose lengths are trusted. A stride seen for the first time puts its indices on the device."""
         lengths = features.lengths_or_none()
-        key = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._lay_out(*key)
-            if self._cuda_graph and self._starts is not None and not self._layouts:
-                layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
-            self._layouts[key] = layout
-        return _StaticInFlight(self, layout, features)
+        kind = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
+        return _StaticInFlight(self, self._layout_of(kind), features)
 
     def graphed(self) -> list[GraphedFunction]:
         """That of batches like the first one, if any."""
-        return [layout.graphed for layout in self._layouts.values() if layout.graphed is not None]
+        return [] if self._replayed is None or self._replayed[1].graphed is None else [self._replayed[1].graphed]
 
     def exchange(self, layout: _Layout, values: Tensor) -> tuple[Tensor, ...]:
         """From an input's values those that this rank looks up for all ranks; `kept` too, if it needs its own batch."""
@@ -225,6 +221,21 @@ class StaticDist:
             return None
         sent = kept[: sum(layout.send_splits)]
         return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._peers)
+
+    def _layout_of(self, kind: tuple[int, torch.dtype]) -> _Layout:
+        """kind: the stride and the dtype of lengths."""
+        if self._replayed is not None and self._replayed[0] == kind:
+            return self._replayed[1]
+        if self._replayed is None and self._cuda_graph and self._starts is not None:
+            layout = self._lay_out(*kind)
+            layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
+            self._replayed = kind, layout  # for good: the graph reads its memory
+            return layout
+        key = (*kind, memory_owner(self._peers.device))
+        if key not in self._layouts:
+            bound(self._layouts)
+            self._layouts[key] = self._lay_out(*kind)
+        return self._layouts[key]
 
     def _lay_out(self, stride: int, dtype: torch.dtype) -> _Layout:
         world_size, device = self._peers.world_size, self._peers.device

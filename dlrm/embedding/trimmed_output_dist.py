@@ -20,6 +20,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from dlrm.cuda_graph import GraphedFunction
+from dlrm.embedding.batch_size_cache import bound, memory_owner
 
 
 class TrimmedOutputDist(nn.Module):
@@ -36,10 +37,11 @@ class TrimmedOutputDist(nn.Module):
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
         self._rank = dist.get_rank(self._group)
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}
+        self._replayed: tuple[tuple[int, ...], _Exchange] | None = None
 
     def graphed(self) -> list[GraphedFunction]:
         """Both ways of batches of the first one's size, if any."""
-        return [graphed for exchange in self._exchanges.values() for graphed in exchange.graphed]
+        return [] if self._replayed is None else self._replayed[1].graphed
 
     @staticmethod
     def can_replace(stock: nn.Module) -> bool:
@@ -53,14 +55,25 @@ class TrimmedOutputDist(nn.Module):
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
-        divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
-        exchange = self._exchanges.get((divides, *sizes))
-        if exchange is None:
-            exchange = _Exchange(self._group, self._dims, sizes, self._rank, divides, local_embs.device)
-            if self._cuda_graph and not self._exchanges:
-                exchange.replay()
-            self._exchanges[divides, *sizes] = exchange
-        return _PooledOnTheirWay(local_embs, exchange)
+        sizes = tuple(sharding_ctx.batch_size_per_rank)
+        return _PooledOnTheirWay(local_embs, self._exchange_of(get_gradient_division(), sizes, local_embs.device))
+
+    def _exchange_of(self, divides: bool, sizes: tuple[int, ...], device: torch.device) -> "_Exchange":
+        """For batches of these sizes."""
+        kind = (divides, *sizes)
+        if self._replayed is not None and self._replayed[0] == kind:
+            return self._replayed[1]
+        arguments = self._group, self._dims, sizes, self._rank, divides, device
+        if self._replayed is None and self._cuda_graph:
+            exchange = _Exchange(*arguments)
+            exchange.replay()
+            self._replayed = kind, exchange  # for good: the graphs read its memory
+            return exchange
+        key = (*kind, memory_owner(device))
+        if key not in self._exchanges:
+            bound(self._exchanges)
+            self._exchanges[key] = _Exchange(*arguments)
+        return self._exchanges[key]
 
 
 class _Exchange:

@@ -51,6 +51,7 @@ from dlrm.cuda_graph import GraphedFunction
 from dlrm.embedding.trimmed_dist import FirstWait, Group, InFlight, Peers, StaticDist
 from dlrm.embedding.trimmed_dynamic_dist import DynamicDist
 from dlrm.embedding.trimmed_output_dist import TrimmedOutputDist
+from dlrm.ranks import group_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -286,12 +287,16 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on
         GPUs replay each all-to-all, and what is around it, as a CUDA graph, where sizes are declared, for batches of
         the first one's size; all of it is then on the caller's stream, and `close` of what this makes belongs before
-        the end of the process group. ValueError where a size is not a positive integer.
+        the end of the process group. ValueError where a size is not a positive integer, or a switch neither True nor
+        False.
         """
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        wrong = {name: size for name, size in multi_hot_sizes.items() if not isinstance(size, int) or size < 1}
+        wrong = {name: size for name, size in multi_hot_sizes.items() if type(size) is not int or size < 1}
         if wrong:
             raise ValueError(f"multi_hot_sizes must be positive integers, not {wrong}")
+        for name, switch in (("validate", validate), ("cuda_graph", cuda_graph)):
+            if not isinstance(switch, bool):
+                raise ValueError(f"TrimmedEBCSharder's {name} must be True or False, not {switch!r}")
         self._multi_hot_sizes, self._validate, self._cuda_graph = dict(multi_hot_sizes), validate, cuda_graph
 
     def shard(
@@ -331,11 +336,12 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room.
     """
-    options = None
+    options, timeout = None, group_timeout()
     if dist.get_backend(group) == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # torch warns where they differ
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
+    return dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
 
 
 def _names(groups: list[Group]) -> list[str]:

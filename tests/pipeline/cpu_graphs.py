@@ -4,6 +4,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pipeline.dense_graph
+import pipeline.five_stage
 import pipeline.graphs
 from pipeline.feed import BatchFeed
 
@@ -30,3 +37,42 @@ def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
 
     pipeline.graphs.require_gpu = lambda _: None  # type: ignore[assignment]
     pipeline.graphs.record = record  # type: ignore[assignment]
+
+
+class Rerun(TorchDispatchMode):
+    """Stands for a graph: replays the operators that `work` calls, on the memory that it has called them with."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        random = torch.get_rng_state()
+        with self:
+            work()
+        torch.set_rng_state(random)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self._calls.append((operator, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for operator, args, kwargs, result in self._calls:
+                again = operator(*args, **kwargs)
+                for was, now in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
+                    if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
+                        was.copy_(now)
+
+    def reset(self) -> None:
+        """There is nothing to free."""
+
+
+def dense_graph_on_cpu() -> None:
+    """In this process: the dense part is captured. What it does in place, such as to buffers, the capture does too."""
+
+    def record(work: Callable[[], None]) -> Replayed | Rerun:
+        return Replayed(work) if work.__name__ == "_mean" else Rerun(work)  # a collective has no memory to be frozen
+
+    pipeline.five_stage.why_not_graphed = lambda model, device: None
+    pipeline.dense_graph.captures = lambda device: True  # type: ignore[assignment]
+    pipeline.dense_graph.record = record  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """The KJT of a batch is found wherever the batch holds it, without a trace of the search in the model."""
 
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from pipeline.batch_fields import find_features, follow, forward_replaced, leaves, map_fields
+from pipeline.batch_fields import find_features, follow, forward_replaced, leaf_names, leaves, map_fields
 
 CPU = torch.device("cpu")
 
@@ -124,3 +124,32 @@ def test_maps_every_field_but_the_kjt(name):
     before, after = list(leaves(batch, get(batch))), list(leaves(mapped, stands_in))
     assert len(before) == len(after) == {"itself": 0}.get(name, len(before))
     assert all(torch.equal(b + 1, a) for b, a in zip(before, after, strict=True) if isinstance(b, Tensor))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_names_lead_to_the_leaves(name):
+    make, get = BATCHES[name]
+    batch = make(kjt())
+    names, found = list(leaf_names(batch, get(batch))), list(leaves(batch, get(batch)))
+    assert len(names) == len(found)
+    assert all(eval(name, {"batch": batch}) is leaf for name, leaf in zip(names, found, strict=True))
+
+
+def test_mappings_keep_their_type():
+    for batch in (OrderedDict(b=1, a=2), defaultdict(list, a=1)):
+        mapped = map_fields(batch, lambda leaf: leaf + 1)
+        assert type(mapped) is type(batch)
+        assert list(mapped.items()) == [(key, value + 1) for key, value in batch.items()]
+        assert getattr(mapped, "default_factory", None) is getattr(batch, "default_factory", None)
+
+
+def test_the_search_leaves_no_trace_of_a_model_that_fails():
+    def fail(batch: Any) -> Any:
+        raise BaseException("of the model")  # an Exception it catches
+
+    model = Model(fail)
+    random, before = torch.get_rng_state(), model.norm.running_mean.clone()
+    with pytest.raises(BaseException, match="of the model"):
+        find_features(model, model.collection, kjt(), CPU)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model.norm.running_mean, before)

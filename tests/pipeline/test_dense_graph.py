@@ -3,10 +3,12 @@
 import logging
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.model_parallel import get_module
@@ -140,6 +142,19 @@ def unused(ranks: Ranks) -> None:
     assert not any("idle" in name and "sum" in name and value.any() for name, value in ours.state.items())
 
 
+def timeout(ranks: Ranks) -> None:
+    signal.alarm(TIMEOUT)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(hours=3))
+    pipeline.five_stage.why_not_graphed = lambda model, device: None
+    _, trainer = train(ranks, DENSE, batches(ranks, 2), plan="TW")
+    assert trainer._graph._group._get_backend(ranks.device).options._timeout == timedelta(hours=3)
+
+
+def test_its_group_has_the_timeout_of_the_default_one(run_ranks):
+    run_ranks(1, timeout)
+
+
 def test_gradients_lie_aligned_in_one_buffer_a_dtype():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (), (64,))]
     parameters.insert(1, nn.Parameter(torch.zeros(7, dtype=torch.bfloat16)))
@@ -208,7 +223,9 @@ def captured(ranks: Ranks) -> None:
             eager, _ = train(ranks, FiveStageOptions(launch_threads=threads), data, change)
             graphed, trainer = train(ranks, options, data, change)
             assert graphed.captured
-            assert trainer.switched_off.keys() <= {"launch_threads"}
+            # The plan has data-parallel tables.
+            assert trainer.switched_off.keys() - {"launch_threads"} == {"cuda_graph"}
+            assert trainer.switched_off["cuda_graph"].startswith("the dense update: Adagrad has parameters")
             assert_equal(graphed, eager, 1e-5)
 
 
@@ -251,7 +268,7 @@ def cannot_capture(ranks: Ranks) -> None:
 
         eager, _ = train(ranks, FiveStageOptions(), data, change)
         graphed, trainer = train(ranks, DENSE, data, change)
-        assert ("cuda_graph" in trainer.switched_off) == fails
+        assert ("cannot be captured" in trainer.switched_off["cuda_graph"]) == fails
         assert_equal(graphed, eager, 1e-5)
         torch.rand(4, device=ranks.device)  # the generator is out of the capture
 

@@ -1,8 +1,9 @@
 """Adagrad's step as a graph is Adagrad's step, whatever happens to the optimizer on the way."""
 
 import copy
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 from torch import nn
 from torch.optim import Adagrad
 from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import pipeline.dense_update
 import pipeline.five_stage
 from dlrm.ranks import Ranks
-from pipeline.dense_update import WARM_UP, DenseUpdate
+from pipeline.dense_update import _CHANGED, _WATCHED, WARM_UP, DenseUpdate
 from pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import Replayed
@@ -101,6 +105,9 @@ def test_a_replay_is_a_step(arguments):
     assert twins.run(10) == ANEW
     assert twins.run(10) == (0, 10)
     assert twins.optimizers[1][1].state[twins.graphed["p0"]]["step"] == 20
+    assert twins.update.why_not is None
+    twins.update.close()
+    assert twins.update.why_not is None
 
 
 def change_learning_rate(adagrad: Adagrad) -> None:
@@ -117,7 +124,11 @@ def test_a_change_is_noticed(change):
     twins = Twins()
     twins.run(10)
     twins.both(change)
+    assert twins.update.why_not is None
     assert twins.run(10) == ANEW
+    assert twins.update.why_not == f"{WARM_UP} of 20 steps ran eagerly: {_CHANGED}"
+    twins.update.close()
+    assert twins.update.why_not is not None
 
 
 @pytest.mark.usefixtures("graphed")
@@ -137,9 +148,24 @@ def test_state_that_is_written_in_place_is_read():
 
 
 @pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize("arguments", [{"lr_decay": 0.1}, {"lr": torch.tensor(0.1)}])
-def test_what_changes_from_step_to_step_is_eager(arguments):
-    assert Twins(**arguments).run(10) == (0, 0)
+@pytest.mark.parametrize(
+    ("arguments", "why"), [({"lr_decay": 0.1}, "lr_decay"), ({"lr": torch.tensor(0.1)}, "is a tensor")]
+)
+def test_what_changes_from_step_to_step_is_eager(arguments, why):
+    twins = Twins(**arguments)
+    assert twins.run(10) == (0, 0)
+    assert re.match(rf"{10 - WARM_UP} of 10 steps ran eagerly: .*{why}", twins.update.why_not or "")
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_learning_rate_set_before_every_step_is_said():
+    twins = Twins()
+    for step in range(10):
+        twins.both(lambda adagrad, rate=0.1 * 0.9**step: adagrad.param_groups[0].update(lr=rate))
+        assert twins.run(1) == (0, 0)
+        assert twins.update.why_not == (
+            f"{step + 1 - WARM_UP} of {step + 1} steps ran eagerly: {_CHANGED}" if step >= WARM_UP else None
+        )
 
 
 @pytest.mark.usefixtures("graphed")
@@ -147,19 +173,79 @@ def test_whoever_watches_steps_sees_them():
     twins, seen = Twins(), []
     twins.run(10)
     handle = twins.optimizers[1][1].register_step_post_hook(lambda *_: seen.append(1))
+    assert twins.update.why_not == _WATCHED
     assert twins.run(10) == (0, 0)
     assert len(seen) == 10
     handle.remove()
     assert twins.run(10)[1] > 0
+    assert twins.update.why_not == f"10 of 30 steps ran eagerly: {_WATCHED}"
     twins.both(lambda adagrad: torch.optim.lr_scheduler.ConstantLR(adagrad, factor=1.0))
     assert twins.run(10) == (0, 0)
+    assert twins.update.why_not == f"20 of 40 steps ran eagerly: {_WATCHED}"
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_scheduler_of_before_is_known_at_once(level):
+    twins = Twins()
+    for optimizers in twins.optimizers:
+        torch.optim.lr_scheduler.LambdaLR(optimizers[level], lambda step: 1.0)
+    twins.update = DenseUpdate(twins.optimizers[1][0], twins.graphed.values(), CPU)
+    assert twins.update.why_not == _WATCHED
+    assert twins.run(10) == (0, 0)
+    assert twins.update.why_not == f"10 of 10 steps ran eagerly: {_WATCHED}"
 
 
 @pytest.mark.usefixtures("graphed")
 def test_an_adagrad_with_parameters_of_others_is_left_alone():
     twins = Twins()
     twins.update = DenseUpdate(twins.optimizers[1][0], list(twins.graphed.values())[1:], CPU)
+    assert "give these an optimizer of their own" in (twins.update.why_not or "")
     assert twins.run(10) == (0, 0)
+
+
+class Clipping(GradientClippingOptimizer):
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        named = {str(i): parameter for i, parameter in enumerate(parameters)}
+        super().__init__(KeyedOptimizerWrapper(named, lambda params: Adagrad(params, lr=0.1)), GradientClipping.NORM)
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, Clipping])
+def test_other_optimizers_are_named(optimizer):
+    parameters = {"p": nn.Parameter(torch.ones(3)), "q": nn.Parameter(torch.ones(2))}
+    own = optimizer(parameters.values())
+    assert DenseUpdate(own, parameters.values(), CPU).why_not == (
+        f"it is {optimizer.__name__}'s, and only torch.optim.Adagrad's step is captured"
+    )
+
+
+class Fused(FusedOptimizer):
+    def __init__(self) -> None:
+        table = nn.Parameter(torch.ones(3))
+        super().__init__({"table": table}, {}, [{"params": [table], "lr": 0.1}])
+
+    def step(self, closure: Any = None) -> None:
+        """The backward has done it."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """There is none."""
+
+
+@pytest.mark.usefixtures("graphed")
+def test_tables_that_step_in_the_backward_need_no_graph():
+    fused = Fused()
+    parameters = {"p": nn.Parameter(torch.ones(3))}
+    warm_up = WarmupOptimizer(fused, [WarmupStage(WarmupPolicy.NONE)])
+    keyed = KeyedOptimizerWrapper(parameters, lambda params: Adagrad(params, lr=0.1))
+    for tables in (fused, warm_up):
+        update = DenseUpdate(CombinedOptimizer([("tables", tables), ("dense", keyed)]), parameters.values(), CPU)
+        assert update.why_not is None
+        assert len(update._graphs) == 1
+
+
+def test_without_a_gpu_nothing_is_captured():
+    assert Twins().update.why_not == "there are no CUDA graphs on cpu"
 
 
 @pytest.mark.usefixtures("graphed")
@@ -170,6 +256,7 @@ def test_a_capture_that_fails_leaves_steps_eager(monkeypatch):
     monkeypatch.setattr(pipeline.dense_update, "record", record)
     twins = Twins()
     assert twins.run(10) == (0, 0)
+    assert twins.update.why_not == f"{10 - WARM_UP} of 10 steps ran eagerly: its capture failed: RuntimeError: no"
 
 
 def train(ranks: Ranks, options: FiveStageOptions | None, steps: int = 12) -> tuple[Trained, Any]:

@@ -128,7 +128,9 @@ def test_every_plan_with_all_switches_on(run_ranks, world_size):
 def test_every_plan_with_all_switches_on_gpu(run_ranks, world_size, gpu):
     cases = [Case(plan, ALL_ON, kind) for plan in PLANS for kind in ("dcn", "dot")]
     for of_rank in run_ranks(world_size, parity, cases, 1e-5, gpu=gpu):
-        assert all("launch_threads" in off or not off for off in of_rank)
+        # A rate that changes with every step, or data-parallel tables, leave the dense update eager.
+        assert all(off["cuda_graph"].startswith("the dense update: ") for off in of_rank)
+        assert all(off.keys() <= {"cuda_graph", "launch_threads"} for off in of_rank)
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)

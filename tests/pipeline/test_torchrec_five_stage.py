@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dlrm.data.random_batches import RandomDataset
 from dlrm.ranks import Ranks
 from pipeline import build_pipeline
 from pipeline.state import ModelState
-from pipeline.torchrec_five_stage import TorchRecFiveStagePipeline
+from pipeline.torchrec_five_stage import TorchRecFiveStagePipeline, merged_reasons
 from pipeline.torchrec_stock import StockPipeline
 from tests.cases import PLACES, SMALL_MODEL
 
@@ -159,9 +160,31 @@ def test_what_was_off_and_what_was_trimmed_is_described(trained, world_size, gpu
     assert rank["all off"].described["switched_off"] == {}
     described = rank["all on"].described
     assert set(described["switched_off"]) <= ALL_ON.keys() - {"row_wise"}
-    assert ("cuda_graph" in described["switched_off"]) == (not gpu)
+    # With data-parallel tables in the plan the dense update stays eager.
+    why = "the dense update: Adagrad has parameters" if gpu else "CUDA graphs need a GPU"
+    assert described["switched_off"].get("cuda_graph", why if gpu else "").startswith(why)
     kinds = described["input_dist"].values()
     assert sorted(name for names in kinds for name in names) == sorted(SMALL_MODEL.feature_names)
     assert described["input_dist"]["static"]
     assert (described["graphed_dists"] == []) == (not gpu or world_size == 1)
     assert ("no CUDA graphs on cpu" in described["switched_off"].get("graph_dists", "")) == (not gpu)
+
+
+def test_reasons_of_all_ranks_in_one():
+    everyone = [{"a": "x", "b": "y"}, {"a": "x"}, {"a": "x", "b": "y", "c": "z"}, {"b": "w", "a": "x"}]
+    assert merged_reasons(everyone) == {"a": "x", "b": "rank 0, 2: y; rank 3: w", "c": "rank 2: z"}
+    assert merged_reasons([{}]) == {}
+
+
+def off_on_one_rank(ranks: Ranks) -> dict[str, str]:
+    with Training(ranks, config(pipeline="five-stage")) as training:
+        schedule = training.pipeline._train
+        off = {"cuda_graph": "an error"} if ranks.rank == 1 else {}
+        training.pipeline._train = SimpleNamespace(switched_off=off)
+        described = training.pipeline.describe()["switched_off"]
+        training.pipeline._train = schedule
+    return described
+
+
+def test_what_was_off_on_another_rank_only_is_described(run_ranks):
+    assert run_ranks(2, off_on_one_rank) == [{"cuda_graph": "rank 1: an error"}] * 2

@@ -272,7 +272,7 @@ def test_what_it_has_no_way_for_is_refused(run_ranks):
     assert "one process group" in no_group
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5])
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_sizes_are_positive_integers(size):
     with pytest.raises(ValueError, match=r"positive integers, not \{'f1'"):
         TrimmedEBCSharder({"f0": 1, "f1": size})

@@ -1,0 +1,69 @@
+"""What a user of the five-stage pipeline can choose."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+_ALLOWED = {
+    "avoid_record_streams": (False, True),
+    "pinned_d2h": (False, True),
+    "cuda_graph": ("none", "dense"),
+    "launch_threads": (1, 2),
+}
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ENOUGH = 32
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FiveStageOptions:
+    """The optimisations. All but the CUDA graph change nothing that a model could see, whatever the model.
+
+    ValueError where a field is none of its allowed values.
+    """
+
+    avoid_record_streams: bool = True
+    """Tensors that cross streams are held by references instead of record_stream; see FiveStagePipeline.
+
+    NCCL's own calls torch has left out by default since 2.9, and one call of TorchRec's is out of reach, on the result
+    of the pooled all-to-all (comm_ops.py, Request._wait_impl).
+    """
+    pinned_d2h: bool = True
+    """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
+    cuda_graph: Literal["none", "dense"] = "none"
+    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph. So is
+    stage 5, where it is torch.optim.Adagrad's: see DenseUpdate."""
+    launch_threads: Literal[1, 2] = 1
+    """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
+
+    It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
+    hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
+    waits, and handing work over takes the host longer than doing it: 2.05 ms an iteration where one thread takes 1.74
+    (results/20261121T073247Z-4xh200-launch-bound-ladder).
+
+    optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
+    tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
+    """
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
+            # By type too: True is no number of threads.
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                values = " or ".join(map(repr, allowed))
+                raise ValueError(f"FiveStageOptions.{name} must be {values}, not {value!r}")
+
+
+def few_queues(options: FiveStageOptions, device: torch.device) -> str | None:
+    """Why the kernels of two launching threads may wait for one another on the GPU, if they may."""
+    if options.launch_threads == 1 or device.type != "cuda":
+        return None
+    connections = os.environ.get(_CONNECTIONS)
+    if connections is not None and connections.strip().isdecimal() and int(connections) >= _ENOUGH:
+        return None
+    return (
+        f"launch_threads=2 has collectives of several communicators in flight, and {_CONNECTIONS} is "
+        f"{connections or 'not set'}: set {_CONNECTIONS}={_ENOUGH} in the environment before CUDA starts, or one of "
+        "them may stand in a hardware queue behind another that waits for it, without end"
+    )
