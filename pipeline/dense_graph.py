@@ -9,6 +9,7 @@ by some ranks there and not by others, which NCCL does not promise to survive.
 import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -184,17 +185,22 @@ class DenseGraph:
         self.failure, self._run = why, self._backward
         return self._backward(batch, features, _leaf(pooled))
 
-    def _forward_backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
+    def _forward_backward(
+        self, batch: Any, features: Any, pooled: KeyedTensor, capturing: bool = False
+    ) -> tuple[Any, Tensor | None]:
+        """capturing: nothing is asked of the parameters themselves, whose leaves are of another stream; the batches
+        before have shown that the model reads none of them."""
         weights = self._stand_ins()
+        asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
 
         def call(batch: Any) -> tuple[Tensor, Any]:
             return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
 
         losses, output = call_dense(call, self._collection, batch, features, pooled)
-        inputs = [pooled.values(), *weights, *(p for p in self._parameters if p.requires_grad)]
+        inputs = [pooled.values(), *weights, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
         of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
         rest = iter(grads[len(weights) :])
-        past = [next(rest) if p.requires_grad else None for p in self._parameters]
+        past = [next(rest) if ask else None for ask in asked]
         self._keep(list(grads[: len(weights)]), past)
         return output, of_pooled
 
@@ -256,7 +262,7 @@ class DenseGraph:
     def _capture(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> bool:
         captured = _Captured(batch, features, pooled)
         try:
-            captured.capture(self._forward_backward)
+            captured.capture(partial(self._forward_backward, capturing=True))
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             return False
