@@ -25,7 +25,8 @@ from dlrm.ranks import Ranks
 _KEY = f"dlrm/abort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _FOREVER = timedelta(days=3650)
 # An error that strikes all ranks alike, as bad input does, gets this long to reach each of them by itself: then every
-# rank says what is wrong, and ends with the status that belongs to it.
+# rank says what is wrong, and ends with the status that belongs to it. As long does a rank whose collective broke wait
+# for a peer to say why: a peer's end closes its connections, and what it announced before is the reason.
 _GRACE_S = 0.5
 
 
@@ -39,6 +40,8 @@ class AbortWatch:
         self._ranks = ranks
         self._on_abort = on_abort
         self._ending = threading.Lock()
+        self._reason = ""
+        self._told = threading.Event()
 
     def __enter__(self) -> "AbortWatch":
         if self._ranks.world_size > 1:
@@ -57,6 +60,9 @@ class AbortWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            broken = isinstance(error, RuntimeError) and self._ranks.world_size > 1  # as gloo and NCCL raise it
+            if broken and self._told.wait(_GRACE_S):
+                self._end(self._reason, 1, announce=False)
             self._ending.acquire()
             try:
                 self._on_abort()
@@ -83,11 +89,12 @@ class AbortWatch:
         try:
             store = _connect()
             store.wait([_KEY], _FOREVER)
-            reason = store.get(_KEY).decode()
+            self._reason = store.get(_KEY).decode()
         except RuntimeError:  # the store went away: torchrun is taking the ranks down
             return
+        self._told.set()
         time.sleep(_GRACE_S)
-        self._end(reason, 1, announce=False)
+        self._end(self._reason, 1, announce=False)
 
     def _end(self, reason: str, code: int, announce: bool) -> None:
         if not self._ending.acquire(blocking=False):

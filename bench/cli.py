@@ -1,6 +1,7 @@
 """dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command.
 
-Exit status: 0; 1 where --fail-on found a regression or a run failed; 2 for bad input and what --strict refuses.
+Exit status: 0; 1 where --fail-on found a regression or a run that the command started failed, whatever the reason; 2
+for bad input and what --strict refuses; 128 and its number after a signal.
 """
 
 import json
@@ -30,9 +31,7 @@ from bench.progress import StillBar, stderr_console
 from bench.record import create_run_folder, new_run_id, read_record
 from bench.report import write_report
 from bench.rungs import ladder_called
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
+from dlrm.command_line import EXIT_FAILED, exit_status
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -169,7 +168,7 @@ class Host:
         flags, processes = list(forwarded), self.nproc
         if self.record is not None:
             flags, recorded = twin_flags(read_record(self.record))
-            processes = processes or recorded
+            processes = recorded if processes is None else processes
         folder = _measure("nvtx" if self.nvtx else "host", flags, _processes(processes), self.results_dir)
         twin = read_record(folder).run
         for table in (host_table(twin), timeline_table(twin), kernel_table(twin)):
@@ -241,19 +240,21 @@ Command = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status. Flags from --preset (or --) on are those of launch/dlrm.py."""
-    own, forwarded = _split(sys.argv[1:] if arguments is None else arguments)
+    return exit_status(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    own, forwarded = _split(arguments)
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
-    try:
-        _check_forwarded(command, forwarded)
-        return command.run(_console(), forwarded)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    _check_forwarded(command, forwarded)
+    # At least as wide as the tables, which are cut off otherwise.
+    return command.run(_Console(width=max(130, Console().width)), forwarded)
 
 
-def _console() -> Console:
-    """At least as wide as the tables, which are cut off otherwise."""
-    return Console(width=max(130, Console().width))
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Ends as print() would: rich alone exits with status 1, which here means something."""
+        raise BrokenPipeError
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ rung is compared with another round by round. With --host an instrumented twin o
 ladder.json and the members' records and output stay together in one folder.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -111,19 +112,13 @@ def run_ladder(
     """Runs everything and writes folder/ladder.json; yields the id of each run when it has ended.
 
     folder: exists and is empty. flags: of launch/dlrm.py, for all rungs; a rung's own flags come after them. host: run
-    one instrumented twin of each rung too, after all that is timed. ValueError, with what it said, if a timed run
-    fails; the records made so far stay. A twin that fails leaves its log, and its rung without a host block.
+    one instrumented twin of each rung too, after all that is timed. FailedError, with what it said, if a timed run
+    fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
+    them, whatever ends the ladder. A twin that fails leaves its log, and its rung without a host block.
     """
     members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
-    order: list[str] = []
-    for round_number, rung in draw_order(rungs, rounds, seed):
-        run_id = f"{round_number:02d}-{rung.name}"
-        place = ["--results-dir", str(folder), "--run-id", run_id]
-        run_forked([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
-        members[rung.name].append(read_record(folder / run_id))
-        order.append(run_id)
-        yield run_id
     twins: dict[str, HostCost | None] = {}
+    order: list[str] = []
 
     def write() -> None:
         ladder = Ladder(
@@ -138,17 +133,46 @@ def run_ladder(
         )
         (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
 
-    write()
-    for rung in rungs if host else ():
-        run_id = twin_id(rung.name)
-        place = ["--results-dir", str(folder), "--run-id", run_id]
-        try:
-            run_forked(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
-            twins[rung.name] = host_cost(read_record(folder / run_id))
-        except ValueError:  # hours of timed rounds must not be lost for it
-            twins[rung.name] = None
+    with _naming_what_is_kept(folder, order):
+        for round_number, rung in draw_order(rungs, rounds, seed):
+            run_id = f"{round_number:02d}-{rung.name}"
+            place = ["--results-dir", str(folder), "--run-id", run_id]
+            run_forked([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
+            members[rung.name].append(_timed(read_record(folder / run_id)))
+            order.append(run_id)
+            yield run_id
         write()
-        yield run_id
+        for rung in rungs if host else ():
+            run_id = twin_id(rung.name)
+            place = ["--results-dir", str(folder), "--run-id", run_id]
+            try:
+                run_forked(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
+                twins[rung.name] = host_cost(read_record(folder / run_id))
+            except ValueError:  # hours of timed rounds must not be lost for it
+                twins[rung.name] = None
+            write()
+            yield run_id
+
+
+@contextlib.contextmanager
+def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
+    """order: ids of the timed runs that have ended."""
+    try:
+        yield
+    except BaseException as error:
+        if order:
+            error.add_note(f"finished before, and kept in {folder}: {', '.join(order)}")
+        raise
+
+
+def _timed(record: Record) -> Record:
+    """The record; ValueError if it has no latency: hours of other runs later it would be of no more use."""
+    if record.run["latency_ms"] is None:
+        raise ValueError(
+            f"{record.folder} ended after {len(record.losses)} iterations, within its warm-up: lower "
+            f"--warmup-iterations ({record.run['warmup_iterations']}), or raise --target-auc"
+        )
+    return record
 
 
 def twin_id(rung: str) -> str:

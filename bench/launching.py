@@ -25,10 +25,13 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from dlrm.command_line import FailedError
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = ROOT / "launch" / "dlrm.py"
@@ -39,6 +42,8 @@ MEASURE = ROOT / "launch" / "measure.py"
 _PRELOADED = ["launch.dlrm", "launch.measure", "bench.cli"]
 _PATIENCE_S = 5
 """For a rank whose parent is gone to close its log, before it is killed."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""That torch elastic, and torchrun with it, ends its ranks upon."""
 
 
 def start_server() -> None:
@@ -47,17 +52,20 @@ def start_server() -> None:
     # Imports ask whether there is a GPU: of NVML, because no fork of a process that has initialised CUDA can use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
+    with _signal_handlers_kept():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's from its start: it ends with this process
+        forkserver.ensure_running()
 
 
 def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
     """One run of `launcher` on `processes` ranks forked from the server, whose output goes to a file.
 
     Each rank gets the environment (that of the server's start), sys.argv and standard streams that torchrun would give
-    it, and torch elastic watches over it, as under torchrun, from this process. ValueError with what a rank said if one
-    fails. A signal to this process ends the ranks, and then this process.
+    it, and torch elastic watches over it, as under torchrun, from this process. FailedError with what a rank said if
+    one fails. A signal to this process ends the ranks, and then this process.
     """
     start_server()
+    _await_server()
     output.write_bytes(b"")
     with TemporaryDirectory() as logs, _elastic_logs_to(output), _signal_handlers_kept():
         config = LaunchConfig(
@@ -76,26 +84,53 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             status = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
-            raise ValueError(_failed(launcher, flags, f"rank {rank} ended with {status}", output)) from None
+            raise FailedError(_failed(launcher, flags, f"rank {rank} ended with {status}", output)) from None
         except (RuntimeError, OSError) as error:  # of torch elastic, or of a server that is gone
-            raise ValueError(_failed(launcher, flags, f"it could not be run: {error}", output)) from error
+            raise FailedError(_failed(launcher, flags, f"it could not be run: {error}", output)) from error
         except SignalException as stop:
-            interrupted = stop.sigval == signal.SIGINT
-            raise KeyboardInterrupt if interrupted else SystemExit(128 + stop.sigval) from None
+            raise _end_by(stop.sigval) from None
+
+
+def _await_server() -> None:
+    """Until it has imported everything: a rank that is asked for before is forked even if this process is gone by then,
+    and has a traceback of what it misses."""
+    nothing = multiprocessing.get_context("forkserver").Process()
+    nothing.start()
+    nothing.join()
 
 
 def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
     """The same under torchrun, for a run that comes alone: `nsys profile` does not follow forks into the ranks.
 
-    ValueError with what a rank said if it fails.
+    FailedError with what a rank said if it fails. A signal to this process ends torchrun with its ranks, and then this
+    process; one that it was started to ignore, as by nohup, does nothing.
     """
+    process: subprocess.Popen[bytes] | None = None
+    stopped: int | None = None
+
+    def forward(number: int, _: FrameType | None) -> None:
+        nonlocal stopped
+        if stopped is None:  # while torchrun ends its ranks, which it does within 30 s, another one would end it alone
+            stopped = number
+            if process is not None:
+                process.send_signal(number)
+
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ  # what torchrun chooses too, with a warning
-    with output.open("w", encoding="utf-8") as file:
+    with output.open("w", encoding="utf-8") as file, _signal_handlers_kept():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, forward)
         command = [*torchrun, str(launcher), *flags]
-        status = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+        # In a process group of its own, or Ctrl-C would reach it twice.
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+        if stopped is not None:  # as it was being started
+            process.send_signal(stopped)
+        status = process.wait()
+    if stopped is not None:
+        raise _end_by(stopped)
     if status:
-        raise ValueError(_failed(launcher, flags, f"torchrun ended with status {status}", output))
+        raise FailedError(_failed(launcher, flags, f"torchrun ended with status {status}", output))
 
 
 def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
@@ -146,9 +181,8 @@ def _elastic_logs_to(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """torch elastic sets handlers for these, and leaves them."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    """As they were before; torch elastic sets some, and leaves them."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -156,10 +190,20 @@ def _signal_handlers_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _end_by(number: int) -> BaseException:
+    """What ends this process as the signal would."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
 def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str:
-    """What the ranks said; torch elastic's own account of a failure comes after it and says less."""
+    """What the ranks said: first what they know to be wrong, which a long traceback of another rank may follow.
+
+    torch elastic's own account of a failure comes after it and says less.
+    """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if re.match(r"rank \d+: error: ", line)]
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
-    said = "\n".join([*lines[max(first, last - 30) : last], f"(all of it: {output})"])
+    others = [line for line in lines[max(first, last - 30) : last] if line not in errors]
+    said = "\n".join([*errors, *others, f"(all of it: {output})"])
     return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{said}"

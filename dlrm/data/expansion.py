@@ -47,7 +47,7 @@ def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes:
 
     They depend on all rows and sizes together (one random sequence runs through them), so each model has its own
     folder. It appears by a rename when complete. One process draws while others that ask for the same wait.
-    Raises OSError, with a note, where the directory cannot be written.
+    ValueError where they are missing and the directory cannot be written.
     """
     key = hashlib.sha256(json.dumps([list(rows), list(multi_hot_sizes)]).encode()).hexdigest()[:16]
     folder = directory / FOLDER / key
@@ -56,11 +56,10 @@ def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes:
             _create(folder, rows, multi_hot_sizes)
         except OSError as error:
             ids = sum(r * (hot - 1) for r, hot in zip(rows, multi_hot_sizes, strict=True))
-            error.add_note(
-                f"expansion tables from 1-hot to multi-hot ids are kept under {folder.parent}: it must be writable, "
-                f"with {4 * ids / 1e9:.1f} GB free"
-            )
-            raise
+            raise ValueError(
+                f"the tables that expand 1-hot ids cannot be written to {folder.parent} ({error.strerror or error}): "
+                f"make it writable, with {4 * ids / 1e9:.1f} GB free, or choose another --data.path"
+            ) from error
     return ExpansionTables(
         tuple(
             map_array(folder / f"{feature}.npy", np.int32, hot - 1) if hot > 1 else np.empty((r, 0), dtype=np.int32)

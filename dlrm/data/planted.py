@@ -6,6 +6,7 @@ multi-hot and 1-hot, and hold the same samples.
 """
 
 import fcntl
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 import tyro
 from numpy.typing import NDArray
 
+from dlrm.command_line import exit_status
 from dlrm.config import ModelConfig
 from dlrm.data import criteo
 from dlrm.data.distributions import log_counts, zipf_ids
@@ -30,6 +32,7 @@ from dlrm.metrics import exact_auc
 from dlrm.presets import preset
 
 CHUNK = 1 << 15  # Samples generated at a time.
+MOST = 100  # Of skew and signal: far beyond any use, and nothing overflows.
 GENERATOR_VERSION = 1  # Raised when equal parameters would give other files.
 DAY_FILE = re.compile(r"day_\d+_(dense\.npy|labels\.npy|sparse\.npy|sparse_multi_hot\.npz)")
 
@@ -63,10 +66,14 @@ class PlantedConfig:
     """Replace a data set that this program made with other parameters."""
 
     def __post_init__(self) -> None:
-        for flag, least in (("samples_per_day", 2), ("days", 2), ("seed", 0), ("skew", 0), ("signal", 0)):
+        # Half a day, rounded up, evaluates: one sample alone would have no AUC.
+        for flag, least in (("samples_per_day", 3), ("days", 2), ("seed", 0)):
             value = getattr(self, flag)
             if value is not None and value < least:
                 raise ValueError(f"--{flag.replace('_', '-')} is {value}: choose at least {least}")
+        for flag, value in (("skew", self.skew), ("signal", self.signal)):
+            if not 0 <= value <= MOST:
+                raise ValueError(f"--{flag} is {value}: choose 0 <= {flag} <= {MOST}")
         if not 0 < self.base_rate < 1:
             raise ValueError(f"--base-rate is {self.base_rate}: choose 0 < rate < 1")
 
@@ -167,6 +174,12 @@ def _write(path: Path, config: PlantedConfig, model: ModelConfig, days: int, par
     labels = np.empty(0)
     for day in range(days):
         labels = _write_day(path, day, config, model, tables, teacher, probabilities)
+    if not 0 < labels[:eval_samples].sum() < eval_samples:
+        enough = math.ceil(20 / min(config.base_rate, 1 - config.base_rate))
+        raise ValueError(
+            f"--samples-per-day is {samples}: all {eval_samples} evaluation samples have label {labels[0]}, and no "
+            f"AUC; choose at least {enough}, or another --base-rate, --signal or --seed"
+        )
     return Manifest(
         parameters=parameters,
         rows=list(model.rows),
@@ -220,24 +233,26 @@ def _expand(one_hot: Ids, model: ModelConfig, tables: ExpansionTables) -> list[I
     return blocks
 
 
-def main() -> None:
-    """Command line entry."""
+def main() -> int:
+    """Command line entry; returns the exit status."""
+    return exit_status(_run)
+
+
+def _run() -> int:
     config = tyro.cli(
         PlantedConfig,
         prog="python -m dlrm.data.planted",
         description=__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    try:
-        path, manifest, written = generate(config)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    path, manifest, written = generate(config)
     print(
         f"{'wrote' if written else 'nothing to do, complete with these parameters:'} {path}: "
         f"{len(manifest.samples_per_day)} days, {manifest.train_samples} training and {manifest.eval_samples} "
         f"evaluation samples, multi-hot and 1-hot\nbest AUC {manifest.best_auc:.5f}"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

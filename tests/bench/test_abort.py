@@ -84,6 +84,44 @@ def test_an_error_on_one_rank_ends_all(tmp_path, failing):
         assert (tmp_path / f"closed_{rank}").exists()
 
 
+def waiting(failing_rank: int, error: type[Exception]) -> int:
+    """`failing_rank` raises at once, the others are in a collective with it."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    with AbortWatch(ranks, lambda: None):
+        dist.barrier()
+        if ranks.rank == failing_rank:
+            raise error("no disk")
+        dist.all_reduce(torch.ones(1))
+    return 0
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_broken_collective_is_not_taken_for_the_reason(tmp_path, error):
+    ended = wait(fork(2, tmp_path, waiting, 1, error), tmp_path, ENDS_WITHIN_S + 10)
+    assert ended.statuses[0] == 1
+    assert f"rank 0: rank 1 failed: {error.__name__}: no disk" in ended.outputs[0]
+    assert "Traceback" not in ended.outputs[0]
+    assert f"{error.__name__}: no disk" in ended.outputs[1]
+
+
+def broken_alone() -> int:
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    with AbortWatch(ranks, lambda: None):
+        raise RuntimeError("out of memory")
+    return 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_errors_of_its_own_keep_their_traceback(tmp_path, world_size):
+    ended = wait(fork(world_size, tmp_path, broken_alone), tmp_path, ENDS_WITHIN_S + 10)
+    assert 0 not in ended.statuses
+    assert -9 not in ended.statuses
+    assert any("Traceback" in output for output in ended.outputs)
+    assert all("RuntimeError: out of memory" in output for output in ended.outputs)
+
+
 def test_a_rank_ends_although_its_log_cannot_be_closed(tmp_path):
     processes = fork(2, tmp_path, watched, tmp_path, None, True)
     os.kill(pids(tmp_path, 2)[1], signal.SIGTERM)

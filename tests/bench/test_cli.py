@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import cli
+from bench import cli, ladder
 from bench.cli import main
 from bench.launching import ROOT
 from bench.rungs import LADDERS
+from dlrm.command_line import FailedError
 from tests.bench.records import conditions, recorded_runs, write
 from tests.bench.test_mlperf_log import LOGS
 from tests.bench.test_rungs import parses
@@ -90,9 +92,85 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         assert message in error
 
 
+def test_files_that_are_no_folders_are_named(
+    two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for arguments in (
+        ["host", str(file)],
+        ["limits", "--above", str(file), *SMOKE],
+        ["host", "--results-dir", str(file), *SMOKE],
+        ["limits", "--results-dir", str(file), *SMOKE],
+        ["ladder", "--results-dir", str(file), *SMOKE],
+        ["report", two[0], "--out", str(file)],
+        ["compare", two[0], "/dev/null"],
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {file}" if "/dev/null" not in arguments else "error: /dev/null")
+        assert error.count("\n") == 1
+
+
+def test_a_run_that_fails_is_no_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise FailedError("rank 1 died")
+
+    monkeypatch.setattr(cli, "torchrun", fail)
+    monkeypatch.setattr(ladder, "run_forked", fail)
+    for command in ("host", "limits", "ladder"):
+        assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 1
+        assert capsys.readouterr().err == "error: rank 1 died\n"
+
+
+def test_an_interrupted_command_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "torchrun", interrupt)
+    monkeypatch.setattr(ladder, "run_forked", interrupt)
+    for command in ("host", "ladder"):
+        assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 130
+        assert capsys.readouterr().err == ""
+
+
+def test_a_twin_has_the_processes_that_are_asked_for(
+    two: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[int] = []
+
+    def measure(what: str, flags: list[str], processes: int, results_dir: Path) -> None:
+        started.append(processes)
+        raise FailedError
+
+    monkeypatch.setattr(cli, "_measure", measure)
+    record = f"{two[0]}/run0"
+    assert [main(["host", record]), main(["host", record, "--nproc", "3"])] == [1, 1]
+    assert started == [2, 3]
+    capsys.readouterr()
+    assert main(["host", record, "--nproc", "0"]) == 2
+    assert "--nproc is 0" in capsys.readouterr().err
+    assert started == [2, 3]
+
+
+@pytest.mark.parametrize("flags", [["--json"], []])
+def test_a_reader_may_leave(two: tuple[str, str], flags: list[str]) -> None:
+    command = [sys.executable, "-m", "bench.cli", "compare", *two, *flags]
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert process.stderr == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nvtx_ranges_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["host", "--nvtx", "--nproc", "1", "--results-dir", str(tmp_path), *SMOKE]) == 2
+    assert main(["host", "--nvtx", "--nproc", "1", "--results-dir", str(tmp_path), *SMOKE]) == 1
     assert "NVTX ranges need a GPU" in capsys.readouterr().err
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]  # and no folder of a run
 
@@ -117,8 +195,8 @@ def test_ladder_host_limits_and_report_for_real(
     assert "static-fp32" in out
     assert "no GPU" in out
     assert "missing" not in out
-    (ladder,) = (tmp_path / "results").glob("*-cpu-smoke-ladder")
-    (record, *_) = ladder.glob("00-stock-fp32")
+    (folder,) = (tmp_path / "results").glob("*-cpu-smoke-ladder")
+    (record, *_) = folder.glob("00-stock-fp32")
     assert main(["host", str(record), *place]) == 0
     out = capsys.readouterr().out
     assert "kernel launches" in out

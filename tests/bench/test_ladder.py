@@ -19,6 +19,7 @@ from bench.ladder import (
 )
 from bench.launching import LAUNCHER, MEASURE
 from bench.rungs import Rung
+from dlrm.command_line import FailedError
 from tests.bench.records import instruments, recorded_runs, write
 
 RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision", "bf16")), Rung("c", ()))
@@ -145,6 +146,42 @@ def test_a_twin_that_fails_loses_nothing_else(tmp_path: Path, monkeypatch: pytes
         *cells(ladder, slice(1, 7))[2:],
     ]
     assert "missing" not in cells(ladder, slice(1, 7))[2]
+
+
+def test_a_member_that_ends_within_its_warm_up_ends_the_ladder_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def pretend(flags: list[str], *_: Any) -> None:
+        run_id = flags[flags.index("--run-id") + 1]
+        ran.append(run_id)
+        write(tmp_path / run_id, recorded_runs()[0] if len(ran) < 3 else np.empty(0))
+
+    monkeypatch.setattr(module, "run_forked", pretend)
+    with pytest.raises(
+        ValueError, match=r"after 10 iterations, within its warm-up: lower --warmup-iterations"
+    ) as caught:
+        make(tmp_path)
+    assert len(ran) == 3
+    assert str(caught.value).startswith(str(tmp_path / ran[2]))
+    assert caught.value.__notes__ == [f"finished before, and kept in {tmp_path}: {ran[0]}, {ran[1]}"]
+
+
+@pytest.mark.parametrize("ending", [FailedError("dead"), KeyboardInterrupt(), SystemExit(143)])
+def test_what_ends_a_ladder_names_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException
+) -> None:
+    def pretend(flags: list[str], *_: Any) -> None:
+        if any(tmp_path.iterdir()):
+            raise ending
+        write(tmp_path / flags[flags.index("--run-id") + 1], recorded_runs()[0])
+
+    monkeypatch.setattr(module, "run_forked", pretend)
+    with pytest.raises(type(ending)):
+        make(tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert ending.__notes__ == [f"finished before, and kept in {tmp_path}: {kept.name}"]
 
 
 def test_a_ladder_from_before_twins_is_read(made: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.launching import MEASURE, ROOT, run_forked, torchrun
+from bench.launching import LAUNCHER, MEASURE, ROOT, _failed, run_forked, torchrun
 from bench.record import read_record
 from bench.run import LOG_NAME
-from tests.launched import wait_until
+from dlrm.command_line import FailedError
+from tests.launched import end, ranks_naming, wait_until
 
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
 UNTIL = ["--target-auc", "None", "--iterations"]
@@ -79,7 +80,7 @@ def test_a_run_that_fails_says_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], why: str
 ) -> None:
     message = rf"`dlrm\.py --preset smoke .*` failed: rank 0 ended with status 2:\n(.|\n)*{why}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FailedError, match=message):
         run_forked([*SHORT, *arguments, "--results-dir", str(tmp_path)], 1, tmp_path / "x.log")
     assert capfd.readouterr() == ("", "")  # torch elastic's account is in the file
     assert "failed (exitcode: 2)" in (tmp_path / "x.log").read_text()
@@ -89,7 +90,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)  # a shell's background job ignores it
     kill = while_training(tmp_path, lambda: os.kill(ranks_of("x")[-1], signal.SIGKILL))
     # torch elastic names one of those that it finds ended: the one that was killed, or one that missed it by then.
-    with pytest.raises(ValueError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
+    with pytest.raises(FailedError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
         run_forked([*LONG, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log")
     kill.join()
     assert not ranks_of("x")
@@ -113,6 +114,67 @@ def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.S
     log = (tmp_path / "x" / LOG_NAME).read_text()
     assert '"status": "aborted"' in log
     assert f"stopped by {number.name}" in (tmp_path / "x.log").read_text()
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name: str, status: int) -> None:
+    script, results = tmp_path / "script.py", tmp_path / "results"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'rank_' + os.environ['RANK']).touch()\n"
+        "time.sleep(600)\n"
+    )
+    call = (
+        "import signal, sys; from pathlib import Path; from bench import cli;"
+        f"signal.signal(signal.{name}, signal.SIG_DFL);"  # a shell's background job ignores SIGINT
+        f"cli.MEASURE = Path({str(script)!r});"
+        f"sys.exit(cli.main(['host', '--nproc', '2', '--results-dir', {str(results)!r}, '--preset', 'smoke']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("rank_*"))) == 2, "the ranks have started")
+        process.send_signal(signal.Signals[name])
+        _, said = process.communicate(timeout=15)
+        assert process.returncode == status
+        assert said == ""
+        assert not list(ranks_naming(str(script)))
+    finally:
+        end([process], str(script))
+
+
+def test_ctrl_c_while_the_server_imports_says_nothing(tmp_path: Path) -> None:
+    command = ["ladder", "--nproc", "2", "--results-dir", str(tmp_path), *LONG]
+    call = (
+        "import signal, sys; from bench import cli;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it
+        f"sys.exit(cli.main({command}))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_until(lambda: any(tmp_path.iterdir()), "the ladder has begun")
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)  # the server's too, to its end
+        assert (process.returncode, said) == (130, "")
+        (ladder,) = tmp_path.iterdir()
+        assert not any(ladder.iterdir())
+    finally:
+        end([process], str(tmp_path))
+
+
+def test_what_a_rank_knows_comes_before_another_ones_traceback(tmp_path: Path) -> None:
+    output = tmp_path / "x.log"
+    known, trace = (
+        "rank 1: error: day_0.npy: dense feature 3 is nan",
+        ["rank 0 failed:", *["  gloo"] * 60, "RuntimeError"],
+    )
+    output.write_text("\n".join(["warning", known, *trace, "E1121 00:00:00 elastic", "rank 2: error: x"]))
+    first, *lines = _failed(LAUNCHER, ["--seed", "1"], "rank 0 ended with status 1", output).splitlines()
+    assert first == "`dlrm.py --seed 1` failed: rank 0 ended with status 1:"
+    assert lines[:2] == [known, "rank 2: error: x"]
+    assert lines[2:] == [*trace[-30:], f"(all of it: {output})"]
 
 
 def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from bench.schedule import Schedule
 from dlrm.config import ModelConfig
 from dlrm.data.batch import Batch
 from dlrm.data.criteo import multi_hot_file
+from dlrm.data.expansion import FOLDER
 from dlrm.data.manifest import read_manifest
 from dlrm.data.npy import member_span
 from dlrm.data.planted import PlantedConfig, generate
@@ -193,6 +194,31 @@ def test_bad_input_is_refused_on_every_rank(data, tmp_path, arguments, error):
     assert not (tmp_path / "results" / "x" / "run.json").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--ebc", "static", "--cuda-graph", "iteration"], "--cuda-graph iteration needs a GPU"),
+        (["--pipeline", "fused-sparse-dist"], "--pipeline fused-sparse-dist needs a GPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_before_anything_is_made(data, tmp_path, arguments, error):
+    ended = launch(data, tmp_path, *arguments)
+    assert ended.statuses == [2, 2], ended
+    assert all(f"rank {rank}: error: {error}" in output for rank, output in enumerate(ended.outputs))
+    assert not (tmp_path / "results").exists()
+
+
+def test_expansion_tables_that_cannot_be_kept(data, tmp_path):
+    shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns(FOLDER))
+    (tmp_path / "data" / FOLDER).touch()
+    ended = launch(tmp_path / "data", tmp_path, "--data.source", "one_hot")
+    assert ended.statuses == [2, 2], ended
+    for output in ended.outputs:
+        assert "GB free, or choose another --data.path" in output
+        assert "Traceback" not in output
+
+
 def test_tables_that_do_not_fit(data, tmp_path):
     ended = launch(data, tmp_path, "--preset", "launch-bound", "--precision", "fp32", "--model.embedding-dim", "65536",
                    "--model.bottom-mlp", "65536")  # fmt: skip
@@ -246,6 +272,9 @@ def test_a_bad_id_that_one_rank_reads(data, tmp_path, reader):
     assert error in ended.outputs[reader]
     assert "error: " in ended.outputs[reader]
     assert "Traceback" not in ended.outputs[reader]
+    if reader == 1:  # rank 0 holds the store here, which torchrun otherwise does, and takes it along
+        assert f"rank 0: rank 1 failed: ValueError: {tmp_path / 'data'}/{error}" in ended.outputs[0]
+        assert "Traceback" not in ended.outputs[0]
     assert len(values(tmp_path, "eval_accuracy")) >= 4
 
 

@@ -1,5 +1,6 @@
 import fcntl
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from dlrm.config import DataConfig
 from dlrm.data import planted
 from dlrm.data.dataset import open_dataset
 from dlrm.data.manifest import MANIFEST, MARKER
-from dlrm.data.planted import PlantedConfig, generate
+from dlrm.data.planted import MOST, PlantedConfig, generate
 from dlrm.presets import preset
 
 MODEL = preset("smoke").model
@@ -152,11 +153,30 @@ def test_foreign_day_files_are_left_alone(config: PlantedConfig) -> None:
 
 @pytest.mark.parametrize(
     ("change", "flag"),
-    [({"days": 1}, "--days"), ({"samples_per_day": 0}, "--samples-per-day"), ({"base_rate": 1.0}, "--base-rate")],
+    [
+        ({"days": 1}, "--days is 1: choose at least 2"),
+        ({"samples_per_day": 2}, "--samples-per-day is 2: choose at least 3"),
+        ({"base_rate": 1.0}, "--base-rate"),
+        ({"base_rate": math.nan}, "--base-rate"),
+        ({"signal": math.nan}, "--signal is nan: choose 0 <= signal <= 100"),
+        ({"signal": math.inf}, "--signal is inf"),
+        ({"skew": math.nan}, "--skew is nan"),
+        ({"skew": -1.0}, "--skew is -1.0: choose 0 <= skew <= 100"),
+    ],
 )
 def test_bad_flags(change: dict[str, float], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         PlantedConfig(**change)  # type: ignore[arg-type]
+
+
+def test_evaluation_samples_of_one_label_are_refused(config: PlantedConfig) -> None:
+    with pytest.raises(ValueError, match=r"--samples-per-day is 4: all 2 .* label 0, .*choose at least 20000"):
+        generate(replace(config, samples_per_day=4, base_rate=0.001))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_skew_and_signal(config: PlantedConfig) -> None:
+    generate(replace(config, skew=MOST, signal=MOST, days=2))
 
 
 def test_a_preset_without_a_directory() -> None:
@@ -175,6 +195,9 @@ def test_command_line(tmp_path: Path) -> None:
     best = json.loads((tmp_path / "set" / MANIFEST).read_text())["best_auc"]
     assert re.search(r"best AUC (\S+)", first.stdout)[1] == f"{best:.5f}"  # type: ignore[index]
     other = start("--samples-per-day", "501")
-    assert other.returncode == 1
+    assert other.returncode == 2
     assert other.stderr.startswith("error: ")
     assert "Traceback" not in other.stderr
+    file = start("--path", __file__)
+    assert file.returncode == 2
+    assert file.stderr == f"error: {__file__}: File exists\n"

@@ -1,0 +1,52 @@
+"""How a command of this project ends: what is wrong in one line, and an exit status."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+
+class FailedError(ValueError):
+    """What a command started has failed; that the command itself was given wrongly is a plain ValueError."""
+
+
+def exit_status(work: Callable[[], int]) -> int:
+    """The exit status of `work`, which may raise what users bring about; stderr says what and, then, the error's notes.
+
+    1 for FailedError, 2 for other ValueErrors and OSError. A signal's number and 128 where one ended it: of SIGINT that
+    is KeyboardInterrupt, of SIGPIPE a stdout that nobody reads any more; of neither anything is said. SystemExit and
+    all other errors are passed on.
+    """
+    try:
+        try:
+            return work()
+        finally:
+            sys.stdout.flush()  # here, and not at the interpreter's end, where an error has a traceback
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
+        return 128 + signal.SIGPIPE
+    except ValueError as error:
+        _say(f"error: {error}", *_notes(error))
+        return EXIT_FAILED if isinstance(error, FailedError) else EXIT_BAD_INPUT
+    except OSError as error:
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        _say(f"error: {where}{error.strerror or error}", *_notes(error))
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt as error:
+        _say(*_notes(error))
+        return 128 + signal.SIGINT
+    except SystemExit as error:
+        _say(*_notes(error))
+        raise
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
