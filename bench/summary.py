@@ -15,8 +15,7 @@ from bench.record import LatencySummary, RunRecord
 from bench.run import LOG_NAME, Outcome
 from dlrm.ranks import Ranks
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
+# Beside those of every command, in dlrm/command_line.py.
 EXIT_TARGET_MISSED = 3
 EXIT_NOT_COMPLIANT = 4
 

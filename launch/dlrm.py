@@ -31,12 +31,15 @@ if not sys.warnoptions:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    for ours in ("bench", "dlrm", "pipeline"):  # such as that a switch does not apply
+        logging.getLogger(ours).setLevel(logging.WARNING)
 
 import tyro
 
 from bench.plan_table import print_plan
 from bench.run import run
-from bench.summary import EXIT_BAD_INPUT, EXIT_FAILED, leave, print_summary
+from bench.summary import leave, print_summary
+from dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
 from dlrm.config import RunConfig
 from dlrm.presets import preset
 from dlrm.ranks import Ranks

@@ -1,5 +1,6 @@
 """The five-stage pipeline on TorchRec's modules: what the stock pipeline trains, under our schedule."""
 
+import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from dlrm.embedding.trimmed_sharder import TrimmedEBC, TrimmedEBCSharder
 from dlrm.ranks import Ranks
 from pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 from pipeline.torchrec_model import TorchRecPipeline, quantized_codecs
+
+logger = logging.getLogger(__name__)
 
 ALL_TO_ALLS = 3
 """Of an iteration: ids, pooled vectors, their gradients."""
@@ -47,7 +50,10 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
                 described["input_dist"] = module.trimmed_features()
                 if self._config.graph_dists:
                     described["graphed_dists"], why_not = self._graphed_dists(module)
-                    described["switched_off"] |= {"graph_dists": why_not} if why_not else {}
+                    if why_not is not None:
+                        described["switched_off"]["graph_dists"] = why_not
+                        if self._ranks.rank == 0:
+                            logger.warning("graph_dists is off, or in part: %s", why_not)
         return described
 
     def _graphed_dists(self, collection: TrimmedEBC) -> tuple[list[str], str | None]:
@@ -69,9 +75,10 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
 
     def _schedule(self, training: bool) -> Any:
         config = self._config
+        said = {} if training else self._train.switched_off
         options = FiveStageOptions(
-            avoid_record_streams=config.avoid_record_streams,
-            pinned_d2h=config.pinned_d2h,
+            avoid_record_streams=config.avoid_record_streams and "avoid_record_streams" not in said,
+            pinned_d2h=config.pinned_d2h and "pinned_d2h" not in said,
             cuda_graph="dense" if training and config.cuda_graph == "dense" else "none",
             launch_threads=config.launch_threads if training else 1,
         )

@@ -199,13 +199,15 @@ def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
     assert "record " not in outputs[1].read_text()
 
 
-def test_the_record_says_how_a_five_stage_run_was_scheduled(smoke, tmp_path):
+def test_run_and_record_say_how_a_five_stage_run_was_scheduled(smoke, tmp_path):
     place = ["--results-dir", str(tmp_path / "results"), "--run-id", "x"]
-    ended = forked_launch(2, tmp_path, [*smoke, "--pipeline", "five-stage", "--cuda-graph", "dense", *place])
+    switches = ["--cuda-graph", "dense", "--pinned-d2h"]
+    ended = forked_launch(2, tmp_path, [*smoke, "--pipeline", "five-stage", *switches, *place])
     assert ended.statuses == [0, 0], ended.outputs
+    assert ["".join(ended.outputs).count(f"{switch} is off: ") for switch in ("cuda_graph", "pinned_d2h")] == [1, 1]
     run = read_record(tmp_path / "results" / "x").run
     assert (run["config"]["pipeline"], run["config"]["cuda_graph"]) == ("five-stage", "dense")
-    assert list(run["pipeline"]["switched_off"]) == ["cuda_graph"]  # no GPU
+    assert list(run["pipeline"]["switched_off"]) == ["pinned_d2h", "cuda_graph"]  # no GPU
 
 
 def to_torchrun(process: Any, folder: Path) -> int:
