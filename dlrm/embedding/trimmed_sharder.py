@@ -339,7 +339,8 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     options, timeout = None, group_timeout()
     if dist.get_backend(group) == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout  # torch warns where they differ
+        if timeout is not None:
+            options._timeout = timeout  # torch warns where they differ
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
 
