@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dlrm.ranks import Ranks
@@ -60,8 +61,7 @@ class AbortWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            broken = isinstance(error, RuntimeError) and self._ranks.world_size > 1  # as gloo and NCCL raise it
-            if broken and self._told.wait(_GRACE_S):
+            if self._ranks.world_size > 1 and _of_a_collective(error) and self._told.wait(_GRACE_S):
                 self._end(self._reason, 1, announce=False)
             self._ending.acquire()
             try:
@@ -108,6 +108,11 @@ class AbortWatch:
             if announce:
                 self._announce(reason)
             os._exit(code)
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """Whether this is what a collective raises whose peers are gone: NCCL and torch DistError, gloo RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _connect() -> TCPStore:

@@ -6,7 +6,8 @@ as TorchRec does, the model is called once, up to its embedding collection, and 
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -79,7 +80,7 @@ def map_fields(batch: Any, function: Callable[[Any], Any], features: Any = None,
             return replacement
         if _is_leaf(value):
             return function(value)
-        if isinstance(value, MutableMapping):
+        if isinstance(value, dict | UserDict):  # of others a copy may share the items
             duplicate = copy.copy(value)
             for key, item in value.items():
                 duplicate[key] = rebuild(item)

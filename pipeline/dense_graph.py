@@ -25,6 +25,7 @@ from torchrec.distributed.types import LazyNoWait
 from dlrm.cuda_graph import captures, destroy, record
 from dlrm.ranks import group_timeout
 from pipeline.batch_fields import forward_replaced, leaf_names, leaves, map_fields, snapshot
+from pipeline.batch_form import difference, form_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ WARM_UP = 3
 _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
 _CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 """What a model may put out beside tensors while captured: it stays as it was at the capture."""
-_SHOWN = 60  # characters of a field's value in a message
 
 Call = Callable[[Any], tuple[Tensor, Any]]
 
@@ -94,7 +94,7 @@ class DenseGraph:
         self._flat, self._grads = _flat_gradients(self._parameters)
         self._used = [False] * len(self._parameters)
         self._group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
-        self._run: Callable[[Any, Any, KeyedTensor], tuple[Any, Tensor | None]] | None = None
+        self._by_backward: bool | None = None
         self._captured: _Captured | None = None
         self._batches = self._warm = 0
         self._form: list[Any] | None = None
@@ -135,7 +135,7 @@ class DenseGraph:
         """
         values = pooled.values()
         fields = list(leaves(batch, features))
-        form = _form(fields, values)
+        form = form_of(fields, values)
         self._batches += 1
         if self._form is None:
             self._form = form
@@ -148,9 +148,10 @@ class DenseGraph:
             if self._warm > WARM_UP and self._capture(batch, features, pooled):
                 assert self._captured is not None
                 return self._captured.replay(fields, values)
-        if self._run is None:
+        if self._by_backward is None:
             return self._first(batch, features, pooled)
-        return self._run(batch, features, _leaf(pooled))
+        run = self._backward if self._by_backward else self._forward_backward
+        return run(batch, features, _leaf(pooled))
 
     def all_reduce(self) -> None:
         """The mean of the gradients over all ranks, on the current stream, as `.grad` of the parameters. Collective."""
@@ -171,19 +172,33 @@ class DenseGraph:
         """The first batch, and how all ranks run the next ones. Collective, so that collectives within a model are run
         again by all ranks or by none."""
         put_back = snapshot(self._model, self._collection, self._device)
-        result, why = None, "another rank could not run its first batch by torch.autograd.grad"
+        result, own = None, None
         try:
             result = self._forward_backward(batch, features, _leaf(pooled))
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-        failed = torch.tensor(float(result is None), device=self._device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
-        if result is not None and not failed.item():
-            self._run = self._forward_backward
+            own = error
+        self._by_backward = self._has_failed(own)
+        if result is not None and not self._by_backward:
             return result
         put_back()
-        self.failure, self._run = why, self._backward
+        self.failure = (
+            "another rank could not run its first batch by torch.autograd.grad"
+            if own is None
+            else f"{type(own).__name__}: {own}"
+        )
+        result = own = None  # and the activations that they hold
         return self._backward(batch, features, _leaf(pooled))
+
+    def _has_failed(self, own: Exception | None) -> bool:
+        """Whether any rank has such an error. Collective; where a broken device cannot even tell, `own` is raised."""
+        try:
+            failed = torch.tensor(float(own is not None), device=self._device)
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+            return bool(failed.item())
+        except RuntimeError as error:
+            if own is None:
+                raise
+            raise own from error
 
     def _forward_backward(
         self, batch: Any, features: Any, pooled: KeyedTensor, capturing: bool = False
@@ -251,7 +266,7 @@ class DenseGraph:
         if self.eager_batches == 1:
             assert self._form is not None
             names = [*leaf_names(batch, features), "the tensor of pooled vectors", "autocast's dtype"]
-            self._difference = _difference(names, self._form, form)
+            self._difference = difference(names, self._form, form)
             if self.failure is None:
                 logger.warning(
                     "the dense part's CUDA graph is of one form of batch; this batch and all others that are not run "
@@ -370,27 +385,3 @@ def _leaf(pooled: KeyedTensor) -> KeyedTensor:
 
 def _tensors(fields: Iterable[Any], values: Tensor) -> list[Tensor]:
     return [*(leaf for leaf in fields if isinstance(leaf, Tensor)), values]
-
-
-def _form(fields: list[Any], pooled: Tensor) -> list[Any]:
-    """What a graph cannot change: shapes and dtypes, the value of any field that is no tensor, autocast."""
-    kind = pooled.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return [
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in (*fields, pooled, autocast)
-    ]
-
-
-def _difference(names: list[str], first: list[Any], form: list[Any]) -> str:
-    """The first difference between forms. names: of the fields of the latter."""
-    if len(first) != len(form):
-        return f"a batch with {len(form) - 2} fields besides its KJT, where the first had {len(first) - 2}"
-    name, was, now = next(of for of in zip(names, first, form, strict=True) if of[1] != of[2])
-    return f"{name} is {_shown(now)}, where the first had {_shown(was)}"
-
-
-def _shown(of_form: Any) -> str:
-    if isinstance(of_form, tuple):
-        shape, dtype = of_form
-        return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
-    return of_form if len(of_form) <= _SHOWN else f"{of_form[: _SHOWN - 3]}..."

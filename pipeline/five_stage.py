@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -158,6 +159,7 @@ class FiveStagePipeline(Generic[In, Out]):
         if self._thread is not None:
             # After a failure the thread may be in a collective that no other rank enters.
             self._thread.close(wait=not self._failed)
+        self._closed = True
         self._held += self._in_flight
         self._in_flight.clear()
         self._release()
@@ -166,14 +168,20 @@ class FiveStagePipeline(Generic[In, Out]):
         for graphed in (self._graph, self._graphed_update, trimmed):
             if graphed is not None and not self._failed:
                 graphed.close()
-        self._closed = True
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        # What is raised between calls, StopIteration above all, leaves no iteration unfinished: it is no failure.
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # An Exception between calls, StopIteration above all, leaves no iteration unfinished: it is no failure. What
+        # ends a process may reach other ranks within an iteration, whose end this one must not wait for.
+        self._failed = self._failed or not isinstance(error, Exception | None)
+        try:
+            self.close()
+        except RuntimeError as closing:
+            if error is None:
+                raise
+            error.add_note(f"and the pipeline could not be closed: {closing}")
 
     # The five stages
 
@@ -347,7 +355,13 @@ class FiveStagePipeline(Generic[In, Out]):
 
     def _warn(self, message: str, *arguments: str) -> None:
         if dist.get_rank() == 0 or self._features is not None:
-            logger.warning(message, *arguments)
+            _warn_once(message, *arguments)
+
+
+@cache
+def _warn_once(message: str, *arguments: str) -> None:
+    """In this process, whose pipelines, for training and evaluation, have mostly the same to say."""
+    logger.warning(message, *arguments)
 
 
 def _collection(model: DistributedModelParallel) -> ShardedEmbeddingBagCollection:

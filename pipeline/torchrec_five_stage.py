@@ -75,10 +75,9 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
 
     def _schedule(self, training: bool) -> Any:
         config = self._config
-        said = {} if training else self._train.switched_off
         options = FiveStageOptions(
-            avoid_record_streams=config.avoid_record_streams and "avoid_record_streams" not in said,
-            pinned_d2h=config.pinned_d2h and "pinned_d2h" not in said,
+            avoid_record_streams=config.avoid_record_streams,
+            pinned_d2h=config.pinned_d2h,
             cuda_graph="dense" if training and config.cuda_graph == "dense" else "none",
             launch_threads=config.launch_threads if training else 1,
         )

@@ -66,8 +66,7 @@ class TorchRecPipeline(ABC):
         self._model, self._plan = _build_model(config, ranks, sharder, left_out)
         self._optimizer = _build_optimizer(self._model, config.optimizer)
         self._codecs: Codecs | None = sharder.qcomm_codecs_registry
-        self._train = self._schedule(training=True)
-        self._eval = self._schedule(training=False)
+        self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
 
     @property
     def model(self) -> DistributedModelParallel:

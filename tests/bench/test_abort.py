@@ -105,6 +105,21 @@ def test_a_broken_collective_is_not_taken_for_the_reason(tmp_path, error):
     assert f"{error.__name__}: no disk" in ended.outputs[1]
 
 
+def fail_in_turn() -> int:
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    with AbortWatch(ranks, lambda: None):
+        dist.barrier()
+        time.sleep(0.2 * ranks.rank)
+        raise RuntimeError(f"own trouble of rank {ranks.rank}")
+    return 0
+
+
+def test_an_error_that_is_no_collectives_is_not_lost_behind_another_ranks(tmp_path):
+    ended = wait(fork(2, tmp_path, fail_in_turn), tmp_path, ENDS_WITHIN_S + 10)
+    assert all(f"RuntimeError: own trouble of rank {rank}" in output for rank, output in enumerate(ended.outputs))
+
+
 def broken_alone() -> int:
     ranks = Ranks.from_environment()
     ranks.init_process_group()

@@ -1,6 +1,7 @@
 """The KJT of a batch is found wherever the batch holds it, without a trace of the search in the model."""
 
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,34 @@ def test_names_lead_to_the_leaves(name):
     names, found = list(leaf_names(batch, get(batch))), list(leaves(batch, get(batch)))
     assert len(names) == len(found)
     assert all(eval(name, {"batch": batch}) is leaf for name, leaf in zip(names, found, strict=True))
+
+
+class Bag(MutableMapping):
+    """Of which a copy shares the items."""
+
+    def __init__(self, **items):
+        self._items = items
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+def test_a_mapping_of_the_users_own_is_left_alone():
+    bag = Bag(a=1, b=[2])
+    assert dict(map_fields(bag, lambda leaf: leaf + 1)) == {"a": 2, "b": [3]}
+    assert dict(bag) == {"a": 1, "b": [2]}
 
 
 def test_mappings_keep_their_type():

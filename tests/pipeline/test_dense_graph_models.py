@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
@@ -144,6 +145,30 @@ def fails(ranks: Ranks) -> None:
 
 def test_the_models_own_errors_are_seen(run_ranks):
     run_ranks(2, fails)
+
+
+def fails_with_its_device(ranks: Ranks) -> None:
+    """As after an assertion on the device: whatever comes next fails, too."""
+    start(ranks)
+
+    def change(model: DLRMTrain) -> None:
+        def fail(*_: Any) -> None:
+            dist.all_reduce = no_device  # type: ignore[assignment]
+            raise LookupError("of the user")
+
+        model.model.over_arch.register_forward_pre_hook(fail)
+
+    def no_device(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    all_reduce = dist.all_reduce
+    with pytest.raises(LookupError, match="of the user"):
+        train(ranks, DENSE, batches(ranks, 3), change)
+    dist.all_reduce = all_reduce
+
+
+def test_the_models_own_error_is_seen_where_the_device_fails_with_it(run_ranks):
+    run_ranks(1, fails_with_its_device)
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """Before a five-stage pipeline's first batch and after its last one: communicators, ends of data, errors, memory."""
 
+import gc
 import logging
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
@@ -71,6 +73,56 @@ def note_close(graphed: Any, name: str, closed: list[str]) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
 def test_what_is_raised_between_calls_is_no_failure(run_ranks, world_size, gpu):
     run_ranks(world_size, end_in_a_block, gpu=gpu)
+
+
+def stop_in_a_block(trainer: Any, data: Iterator[Any], error: type[BaseException]) -> None:
+    with trainer:
+        trainer.progress(data)
+        raise error
+
+
+def interrupt(ranks: Ranks) -> None:
+    """What ends a process waits for nothing, and what closing raises takes the place of no error."""
+    signal.alarm(TIMEOUT)
+    dense_graph_on_cpu()
+    for error, closes in ((KeyboardInterrupt, False), (UserError, True)):
+        model, optimizer = build(ranks, "TW")
+        trainer = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="dense"))
+        closed: list[str] = []
+
+        def close(closed: list[str] = closed) -> None:
+            closed.append("graph")
+            raise RuntimeError("CUDA error")
+
+        assert trainer._graph is not None
+        trainer._graph.close = close  # type: ignore[method-assign]
+        with pytest.raises(error) as raised:
+            stop_in_a_block(trainer, iter(batches(ranks, 3)), error)
+        assert closed == ["graph"] * closes
+        assert getattr(raised.value, "__notes__", []) == ["and the pipeline could not be closed: CUDA error"] * closes
+        assert trainer._closed
+
+
+def test_an_error_between_calls_comes_through(run_ranks):
+    run_ranks(1, interrupt)
+
+
+def leave(ranks: Ranks) -> None:
+    """A pipeline that is dropped is gone at once: garbage collection is off in a timed loop."""
+    signal.alarm(TIMEOUT)
+    dense_graph_on_cpu()
+    model, optimizer = build(ranks, "TW")
+    trainer = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="dense"))
+    drain(trainer, iter(batches(ranks, 6)))
+    graph = weakref.ref(trainer._graph)
+    gc.disable()
+    trainer.close()
+    del trainer
+    assert graph() is None
+
+
+def test_nothing_keeps_a_closed_pipeline(run_ranks):
+    run_ranks(1, leave)
 
 
 def fail_in_a_block(ranks: Ranks) -> None:
