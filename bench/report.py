@@ -225,7 +225,7 @@ def _floors(material: Material) -> Iterator[Picture]:
     for limits in material.limits:
         least = limits["floor_ms"]
         for family, sides in families(material).items():
-            same = {k: same_work(limits, records) for k, (_, records) in sides.items() if same_work(limits, records)}
+            same = {k: fit for k, (_, records) in sides.items() if (fit := same_work(limits, records))}
             if same:
                 medians = [(label, least["iteration"], sides[label][0].metrics()["p50"]) for label in same]
                 yield Picture(
@@ -234,14 +234,13 @@ def _floors(material: Material) -> Iterator[Picture]:
                     caption=f"{family}: median latency beside the floor of {limits['id']}.{_doubtful(limits, same)}",
                     figure=plots.above_floor(medians),
                 )
-        stages = {label: t.run["stages_ms"] for label, t in twins(material).items() if same_work(limits, [t])}
-        known = [(label, times) for label, times in stages.items() if times]
-        for label, times in known[-_FLOORS_DRAWN:]:
+        fitting = [(label, twin) for label, twin in twins(material).items() if same_work(limits, [twin])]
+        known = [(label, twin, times) for label, twin in fitting if (times := twin.run["stages_ms"])]
+        for label, twin, times in known[-_FLOORS_DRAWN:]:
             yield Picture(
                 name=_file_name("stages", limits["id"], label),
                 alt=f"Stages of {label} beside their floor",
-                caption=f"Stages of {label} beside the floor of {limits['id']}."
-                + _doubtful(limits, {label: [twins(material)[label]]}),
+                caption=f"Stages of {label} beside the floor of {limits['id']}." + _doubtful(limits, {label: [twin]}),
                 figure=plots.above_floor([(stage, least[stage], times[stage]) for stage in STAGES]),
             )
 

@@ -34,7 +34,7 @@ from dlrm.data.dataset import Dataset, open_dataset
 from dlrm.data.loader import Prefetcher
 from dlrm.metrics import distributed_auc
 from dlrm.ranks import Ranks
-from pipeline import build_pipeline
+from pipeline import build_pipeline, check_device
 from pipeline.interface import Pipeline
 
 LOG_NAME = "result_0.txt"
@@ -150,8 +150,8 @@ def run(
     folder; timed runs have none. ValueError on bad input; what can be known before training is, and a
     run that fails later leaves a folder whose log is closed as aborted.
     """
-    _check_device(config, ranks.device)
-    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    _set_precision(config, ranks.device)
+    check_device(config, ranks.device)  # now: a folder that is made is never used again
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
@@ -193,15 +193,10 @@ def run(
     return Outcome(folder=folder, record=record)
 
 
-def _check_device(config: RunConfig, device: torch.device) -> None:
-    """ValueError for what needs a GPU where there is none; now, because a folder that is made is never used again."""
-    for needing, flag, instead in (
-        (config.precision == "tf32", "--precision tf32", "fp32 or bf16"),
-        (config.cuda_graph == "iteration", "--cuda-graph iteration", "--cuda-graph none"),
-        (config.pipeline_name == "fused-sparse-dist", "--pipeline fused-sparse-dist", "base or sparse-dist"),
-    ):
-        if needing and device.type != "cuda":
-            raise ValueError(f"{flag} needs a GPU: on this machine choose {instead}")
+def _set_precision(config: RunConfig, device: torch.device) -> None:
+    if config.precision == "tf32" and device.type != "cuda":
+        raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
 
 
 def _check_target(config: RunConfig, best_auc: float | None) -> None:

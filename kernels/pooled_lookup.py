@@ -62,11 +62,11 @@ def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTe
     """Sum the rows of every bag and store the sum with the rank whose sample it is.
 
     weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one behind another; columns next to each other,
-    rows any multiple of 4 elements apart. ids: int32, flat,
-    [table][sample of the global batch][hot of the table], rows of their table, which is not checked. The sum of sample
-    r * local_batch + s of a table, in fp32, rounded to the dtype of `outs`, goes to row first_out_row + s of
-    outs.tensors[r], columns [out_column, out_column + C). outs: bf16 or fp32 [rows, width], starting on 16 bytes,
-    columns next to each other, row stride a multiple of 8. Equal inputs give equal bits.
+    rows any multiple of 4 elements apart. ids: int32, flat, [table][sample of the global batch][hot of the table], rows
+    of their table, which is not checked. The sum of sample r * local_batch + s of a table, in fp32, rounded to the
+    dtype of `outs`, goes to row first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16
+    or fp32 [rows, width], starting on 16 bytes, columns next to each other, row stride a multiple of 8. Equal inputs
+    give equal bits.
     """
     columns, own = weights.shape[1], outs.own
     assert weights.dtype == torch.float32, "weights: fp32"

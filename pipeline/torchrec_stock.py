@@ -14,6 +14,7 @@ gain can be one over the best that its user could have. Its other train pipeline
 
 from typing import Any
 
+import torch
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
@@ -38,9 +39,8 @@ class StockPipeline(TorchRecPipeline):
 
         ValueError where the schedule needs a GPU and there is none.
         """
+        check_schedule(config, ranks.device)
         fused = config.pipeline_name == "fused-sparse-dist"
-        if fused and ranks.device.type != "cuda":
-            raise ValueError("--pipeline fused-sparse-dist needs a GPU: on this machine choose base or sparse-dist")
         sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=quantized_codecs(config, ranks.device))
         # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
@@ -59,3 +59,9 @@ class StockPipeline(TorchRecPipeline):
     def _schedule(self, training: bool) -> Any:
         schedule = _SCHEDULES[self._config.pipeline_name]
         return schedule(self._model, self._optimizer, self._device, enable_inplace_copy_batch=self._config.inplace_copy)
+
+
+def check_schedule(config: RunConfig, device: torch.device) -> None:
+    """ValueError where the schedule needs a GPU and there is none."""
+    if config.pipeline_name == "fused-sparse-dist" and device.type != "cuda":
+        raise ValueError("--pipeline fused-sparse-dist needs a GPU: on this machine choose base or sparse-dist")

@@ -1,8 +1,11 @@
 """Caches of what the host has put on the device for batches of one size."""
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _CACHED = 64
 
@@ -13,7 +16,32 @@ def bound(cache: dict[Any, Any]) -> None:
         cache.clear()
 
 
-def memory_owner(device: torch.device) -> int:
-    """For keys of what is made, and read, on the current stream: dropped, it is that stream's to use again, which must
-    have been the only one to read it."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+class BatchSizeCache(Generic[T]):
+    """What is made for batches of one size, and read on the stream that it was made on. Bounded, but for the first
+    size's where graphs read its memory."""
+
+    def __init__(self) -> None:
+        self.replayed: T | None = None
+        """That of the first size, for good, if there are graphs of it."""
+        self._replayed_size: Hashable = None
+        self._made: dict[Hashable, T] = {}
+
+    def __len__(self) -> int:
+        """How many of them may go."""
+        return len(self._made)
+
+    def of(self, size: Hashable, device: torch.device, make: Callable[[], T], replay: Callable[[T], None] | None) -> T:
+        """What `make` made for this size. replay: gives the first one its graphs."""
+        if self.replayed is not None and self._replayed_size == size:
+            return self.replayed
+        if self.replayed is None and replay is not None:
+            made = make()
+            replay(made)
+            self.replayed, self._replayed_size = made, size
+            return made
+        # Dropped, memory is the stream's to use again that it was made on, which must be the only one to read it.
+        key = size, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if key not in self._made:
+            bound(self._made)
+            self._made[key] = make()
+        return self._made[key]

@@ -22,7 +22,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import Awaitable
 
 from dlrm.cuda_graph import GraphedFunction
-from dlrm.embedding.batch_size_cache import bound, memory_owner
+from dlrm.embedding.batch_size_cache import BatchSizeCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,18 +186,20 @@ class StaticDist:
         self._starts: dict[str, int] | None = None
         if all(key in sizes for key in keys):
             self._starts = dict(zip(keys, accumulate((sizes[key] for key in keys), initial=0), strict=False))
-        self._layouts: dict[tuple[Any, ...], _Layout] = {}
-        self._replayed: tuple[tuple[int, torch.dtype], _Layout] | None = None
+        self._layouts = BatchSizeCache[_Layout]()
 
     def start(self, features: KeyedJaggedTensor) -> InFlight:
         """One batch, whose lengths are trusted. A stride seen for the first time puts its indices on the device."""
         lengths = features.lengths_or_none()
-        kind = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
-        return _StaticInFlight(self, self._layout_of(kind), features)
+        size = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
+        replay = self._replay if self._cuda_graph and self._starts is not None else None
+        layout = self._layouts.of(size, self._peers.device, partial(self._lay_out, *size), replay)
+        return _StaticInFlight(self, layout, features)
 
     def graphed(self) -> list[GraphedFunction]:
         """That of batches like the first one, if any."""
-        return [] if self._replayed is None or self._replayed[1].graphed is None else [self._replayed[1].graphed]
+        first = self._layouts.replayed
+        return [] if first is None or first.graphed is None else [first.graphed]
 
     def exchange(self, layout: _Layout, values: Tensor) -> tuple[Tensor, ...]:
         """From an input's values those that this rank looks up for all ranks; `kept` too, if it needs its own batch."""
@@ -222,20 +224,8 @@ class StaticDist:
         sent = kept[: sum(layout.send_splits)]
         return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._peers)
 
-    def _layout_of(self, kind: tuple[int, torch.dtype]) -> _Layout:
-        """kind: the stride and the dtype of lengths."""
-        if self._replayed is not None and self._replayed[0] == kind:
-            return self._replayed[1]
-        if self._replayed is None and self._cuda_graph and self._starts is not None:
-            layout = self._lay_out(*kind)
-            layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
-            self._replayed = kind, layout  # for good: the graph reads its memory
-            return layout
-        key = (*kind, memory_owner(self._peers.device))
-        if key not in self._layouts:
-            bound(self._layouts)
-            self._layouts[key] = self._lay_out(*kind)
-        return self._layouts[key]
+    def _replay(self, layout: _Layout) -> None:
+        layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
 
     def _lay_out(self, stride: int, dtype: torch.dtype) -> _Layout:
         world_size, device = self._peers.world_size, self._peers.device

@@ -7,6 +7,7 @@ sharding type alone are exchanged there is nothing to join.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from dlrm.cuda_graph import GraphedFunction
-from dlrm.embedding.batch_size_cache import bound, memory_owner
+from dlrm.embedding.batch_size_cache import BatchSizeCache
 
 
 class TrimmedOutputDist(nn.Module):
@@ -36,12 +37,12 @@ class TrimmedOutputDist(nn.Module):
         self._cuda_graph = cuda_graph
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
         self._rank = dist.get_rank(self._group)
-        self._exchanges: dict[tuple[int, ...], _Exchange] = {}
-        self._replayed: tuple[tuple[int, ...], _Exchange] | None = None
+        self._exchanges = BatchSizeCache[_Exchange]()
 
     def graphed(self) -> list[GraphedFunction]:
         """Both ways of batches of the first one's size, if any."""
-        return [] if self._replayed is None else self._replayed[1].graphed
+        first = self._exchanges.replayed
+        return [] if first is None else first.graphed
 
     @staticmethod
     def can_replace(stock: nn.Module) -> bool:
@@ -55,25 +56,10 @@ class TrimmedOutputDist(nn.Module):
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
-        sizes = tuple(sharding_ctx.batch_size_per_rank)
-        return _PooledOnTheirWay(local_embs, self._exchange_of(get_gradient_division(), sizes, local_embs.device))
-
-    def _exchange_of(self, divides: bool, sizes: tuple[int, ...], device: torch.device) -> "_Exchange":
-        """For batches of these sizes."""
-        kind = (divides, *sizes)
-        if self._replayed is not None and self._replayed[0] == kind:
-            return self._replayed[1]
-        arguments = self._group, self._dims, sizes, self._rank, divides, device
-        if self._replayed is None and self._cuda_graph:
-            exchange = _Exchange(*arguments)
-            exchange.replay()
-            self._replayed = kind, exchange  # for good: the graphs read its memory
-            return exchange
-        key = (*kind, memory_owner(device))
-        if key not in self._exchanges:
-            bound(self._exchanges)
-            self._exchanges[key] = _Exchange(*arguments)
-        return self._exchanges[key]
+        divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
+        make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
+        replay = _Exchange.replay if self._cuda_graph else None
+        return _PooledOnTheirWay(local_embs, self._exchanges.of((divides, *sizes), local_embs.device, make, replay))
 
 
 class _Exchange:
