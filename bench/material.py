@@ -67,6 +67,8 @@ def _collect(path: Path, material: Material) -> None:
             _collect(folder, material)
 
 
+_OF_NO_LADDER = "records of no ladder"
+
 Groups = dict[str, tuple[Side, list[Record]]]
 """Timed runs of the same thing, by a label."""
 
@@ -87,7 +89,7 @@ def families(material: Material) -> dict[str, Groups]:
         for ladder, sides, members in material.ladders
     }
     of_no_ladder = others(material)
-    return found | ({"records of no ladder": of_no_ladder} if of_no_ladder else {})
+    return found | ({_OF_NO_LADDER: of_no_ladder} if of_no_ladder else {})
 
 
 def preset_of(members: dict[str, list[Record]]) -> str:
@@ -107,11 +109,26 @@ def others(material: Material) -> Groups:
     return found
 
 
+def twin_families(material: Material) -> dict[str, dict[str, Record]]:
+    """The twins of each ladder that has any, by its id and their rung; then all others by id, if there are any."""
+    found: dict[str, dict[str, Record]] = {}
+    for ladder, rung, twin in material.ladder_twins:
+        found.setdefault(ladder["id"], {})[rung] = twin
+    of_no_ladder = {twin.run["id"]: twin for twin in material.twins}
+    return found | ({_OF_NO_LADDER: of_no_ladder} if of_no_ladder else {})
+
+
 def twins(material: Material) -> dict[str, Record]:
     """By rung or id; those of ladders first, by the ladder too where several have twins."""
-    several = len({ladder["id"] for ladder, _, _ in material.ladder_twins}) > 1
-    of_ladders = {f"{ladder['id']}: {rung}" if several else rung: twin for ladder, rung, twin in material.ladder_twins}
-    return of_ladders | {twin.run["id"]: twin for twin in material.twins}
+    of_ladders = twin_families(material)
+    of_no_ladder = of_ladders.pop(_OF_NO_LADDER, {})
+    several = len(of_ladders) > 1
+    labelled = {
+        f"{ladder}: {rung}" if several else rung: twin
+        for ladder, of_rungs in of_ladders.items()
+        for rung, twin in of_rungs.items()
+    }
+    return labelled | of_no_ladder
 
 
 def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from bench.material import (
     others,
     preset_of,
     same_work,
+    twin_families,
     twins,
     works,
 )
@@ -43,7 +45,7 @@ PAGE = "index.html"
 _DPI = 200
 _SERIES_SHOWN = 6
 _KERNELS_DRAWN = 3
-"""Twins whose kernels get a picture, the last ones; all have a table."""
+"""Twins whose kernels get a picture: the last ones, of those with limits if there are any; all have a table."""
 _FLOORS_DRAWN = 3
 """Twins, the last ones, whose stages get a picture beside the floor."""
 
@@ -174,34 +176,42 @@ def _marks(record: Record) -> plots.SeriesMarks:
 
 
 def _stages(material: Material) -> Iterator[Picture]:
-    for name, field_name, place in (("stages_gpu", "stages_ms", "GPU"), ("stages_host", "host_stages_ms", "host")):
-        runs = {label: t.run for label, t in twins(material).items() if place == "host" or t.run["gpu"] is not None}
+    for (family, of_family), (name, field_name, place) in product(
+        twin_families(material).items(),
+        (("stages_gpu", "stages_ms", "GPU"), ("stages_host", "host_stages_ms", "host")),
+    ):
+        runs = {label: t.run for label, t in of_family.items() if place == "host" or t.run["gpu"] is not None}
         times: dict[str, Any] = {label: run.get(field_name) for label, run in runs.items() if run.get(field_name)}
         if times:
             yield Picture(
-                name=name,
+                name=_file_name(name, family),
                 alt=f"Time of each stage on the {place}, stacked",
-                caption=f"Time of each stage on the {place}, from instrumented twins. Stages that overlap add up to "
-                "more than an iteration takes.",
+                caption=f"{family}: time of each stage on the {place}, from instrumented twins. Stages that overlap "
+                "add up to more than an iteration takes.",
                 figure=plots.stages(times),
             )
 
 
 def _timelines(material: Material) -> Iterator[Picture]:
-    known = {label: twin.run for label, twin in twins(material).items() if twin.run.get("timeline")}
-    if known:
-        places = sorted({"on the GPU" if run["gpu"] else "on the host" for run in known.values()})
-        yield Picture(
-            name="timelines",
-            alt="When each stage of an iteration begins and ends, for each instrumented twin",
-            caption=f"When each stage ran within an iteration, {' or '.join(places)}: median of the traced iterations. "
-            "What lies below one another in time overlaps; busy is the time in which a stage had work.",
-            figure=plots.timelines({label: run["timeline"] or {} for label, run in known.items()}),
-        )
+    for family, of_family in twin_families(material).items():
+        known = {label: twin.run for label, twin in of_family.items() if twin.run.get("timeline")}
+        if known:
+            places = sorted({"on the GPU" if run["gpu"] else "on the host" for run in known.values()})
+            yield Picture(
+                name=_file_name("timelines", family),
+                alt="When each stage of an iteration begins and ends, for each instrumented twin",
+                caption=f"{family}: when each stage ran within an iteration, {' or '.join(places)}; median of the "
+                "traced iterations. What lies below one another in time overlaps; busy is the time in which a stage "
+                "had work.",
+                figure=plots.timelines({label: run["timeline"] or {} for label, run in known.items()}),
+            )
 
 
 def _kernels(material: Material) -> Iterator[Picture]:
-    for label, (limits, work) in list(works(material).items())[-_KERNELS_DRAWN:]:
+    found = works(material)
+    # A ceiling beside a kernel says more than another kernel.
+    shown = {label: each for label, each in found.items() if each[0] is not None} or found
+    for label, (limits, work) in list(shown.items())[-_KERNELS_DRAWN:]:
         yield Picture(
             name=_file_name("kernels", label),
             alt=f"The longest kernels of an iteration of {label}, beside what they could take",
@@ -264,22 +274,23 @@ def _published(material: Material) -> Iterator[Picture]:
     for log in material.logs:
         rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
     ours = [(label, *group) for label, group in others(material).items()]
-    presets: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     for _, sides, members in material.ladders:
-        if (preset := preset_of(members)) not in presets:
-            presets.add(preset)
+        preset, gpus = preset_of(members), next(iter(members.values()))[0].run["machine"]["gpus"]
+        if (preset, gpus) not in seen:
+            seen.add((preset, gpus))
             first, fastest = next(iter(sides)), min(sides, key=lambda name: sides[name].metrics()["mean"])
             ours += [(f"{preset}: {name}", sides[name], members[name]) for name in dict.fromkeys((first, fastest))]
     for label, side, records in ours:
         machine = records[0].run["machine"]
         if machine["gpus"] and records[0].run["config"]["model"]["table_scale"] == 1.0:
-            gpus = f"{machine['gpus']} x {str(machine['gpu']).removeprefix('NVIDIA ')}"
-            rows.append((f"{gpus}, {label}, {side.global_batch_size}", side.metrics()["mean"], True))
+            system = f"{machine['gpus']} x {str(machine['gpu']).removeprefix('NVIDIA ')}"
+            rows.append((f"{system}, {label}, {side.global_batch_size}", side.metrics()["mean"], True))
     yield Picture(
         name="published",
         alt="Milliseconds per iteration of published MLPerf results and of ours",
         caption="Name, software and round, global batch. Ours appear where they ran on GPUs with full-size tables: of "
-        "each preset's newest ladder the first rung and the fastest.",
+        "each preset's newest ladder on each number of GPUs the first rung and the fastest.",
         figure=plots.published(rows),
     )
 

@@ -6,17 +6,19 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from bench import ladder as ladder_module
-from bench.ladder import run_ladder
+from bench.compare import side_of_records
+from bench.ladder import Ladder, run_ladder
 from bench.launching import LAUNCHER
 from bench.limits import LIMITS_JSON
-from bench.material import collect
+from bench.material import Material, collect
 from bench.mllog import MLPerfLog
 from bench.record import TrainingOutcome, read_record
-from bench.report import _marks, write_report
+from bench.report import PUBLISHED, _marks, _published, write_report
 from bench.rungs import Rung
 from dlrm.config import OptimizerConfig
 from tests.bench.records import H200, conditions, configured, edit, instruments, recorded_runs, write
@@ -76,7 +78,10 @@ def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: 
     assert set(re.findall(r"<h2 id=\"(\w+)\"", text)) == {
         "ladder", "latency", "series", "stages", "kernels", "floor", "published", "machines",
     }  # fmt: skip
-    assert len(list((tmp_path / "out").glob("*.png"))) == text.count("<img ") >= 10
+    drawn = {picture.stem for picture in (tmp_path / "out").glob("*.png")}
+    assert len(drawn) == text.count("<img ") >= 10
+    for kind in ("stages_gpu", "stages_host", "timelines"):  # one of each ladder, and one of what is in none
+        assert {f"{kind}_ladder", f"{kind}_records-of-no-ladder"} <= drawn
     assert "twin-&lt;b&gt;" in text
     assert "<b>" not in text
     assert "throttled (power cap): timed-1" in text
@@ -103,6 +108,34 @@ def test_a_twin_with_empty_blocks_has_missing_cells(tmp_path: Path) -> None:
     edit(write(tmp_path / "results" / "twin", RUNS[0], instruments=instruments()), host={}, gpu={"computing_ms": 1.0})
     text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
     assert re.search(r"<td>twin</td>\s*(<td>missing</td>\s*){8}</tr>", text)
+
+
+def test_kernels_beside_their_ceilings_come_before_newer_ones(tmp_path: Path) -> None:
+    write(tmp_path / "results" / "a-known", RUNS[0], instruments=instruments())
+    for i in range(3):
+        other = configured(local_batch_size=64)
+        write(tmp_path / "results" / f"b-{i}", RUNS[0], minute=i + 1, config=other, instruments=instruments())
+    folder = tmp_path / "results" / "limits"
+    folder.mkdir()
+    (folder / LIMITS_JSON).write_text(json.dumps(some_limits()))
+    write_report([tmp_path / "results"], tmp_path / "out")
+    assert [each.name for each in (tmp_path / "out").glob("kernels_*")] == ["kernels_a-known.png"]
+
+
+def test_beside_published_results_stand_the_newest_of_each_number_of_gpus(tmp_path: Path) -> None:
+    material = Material()
+    for gpus, ladder in ((2, "newest"), (4, "newer"), (4, "old"), (2, "older")):
+        folder = write(tmp_path / ladder, RUNS[0], machine={**H200, "gpus": gpus})
+        records = [read_record(folder)]
+        known = cast(Ladder, {"id": ladder, "created": ladder})
+        material.ladders.append((known, {ladder: side_of_records(ladder, records)}, {ladder: records}))
+    (picture,) = _published(material)
+    names = [label.get_text() for label in picture.figure.axes[0].get_yticklabels()]
+    ours = names[len(PUBLISHED) :]
+    assert [name.rsplit(",", 1)[0] for name in ours] == [
+        "2 x H200, launch-bound: newest",
+        "4 x H200, launch-bound: newer",
+    ]
 
 
 def test_a_floor_of_other_work_or_another_machine_says_so(tmp_path: Path) -> None:
