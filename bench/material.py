@@ -120,15 +120,13 @@ def twin_families(material: Material) -> dict[str, dict[str, Record]]:
 
 def twins(material: Material) -> dict[str, Record]:
     """By rung or id; those of ladders first, by the ladder too where several have twins."""
-    of_ladders = twin_families(material)
-    of_no_ladder = of_ladders.pop(_OF_NO_LADDER, {})
-    several = len(of_ladders) > 1
-    labelled = {
-        f"{ladder}: {rung}" if several else rung: twin
-        for ladder, of_rungs in of_ladders.items()
-        for rung, twin in of_rungs.items()
+    found = twin_families(material)
+    several = len(found.keys() - {_OF_NO_LADDER}) > 1
+    return {
+        f"{family}: {name}" if several and family != _OF_NO_LADDER else name: twin
+        for family, of_family in found.items()
+        for name, twin in of_family.items()
     }
-    return labelled | of_no_ladder
 
 
 def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:

@@ -276,10 +276,11 @@ def _published(material: Material) -> Iterator[Picture]:
     ours = [(label, *group) for label, group in others(material).items()]
     seen: set[tuple[str, int]] = set()
     for _, sides, members in material.ladders:
-        preset, gpus = preset_of(members), next(iter(members.values()))[0].run["machine"]["gpus"]
-        if (preset, gpus) not in seen:
-            seen.add((preset, gpus))
-            first, fastest = next(iter(sides)), min(sides, key=lambda name: sides[name].metrics()["mean"])
+        first, preset = next(iter(sides)), preset_of(members)
+        place = preset, members[first][0].run["machine"]["gpus"]
+        if place not in seen:
+            seen.add(place)
+            fastest = min(sides, key=lambda name: sides[name].metrics()["mean"])
             ours += [(f"{preset}: {name}", sides[name], members[name]) for name in dict.fromkeys((first, fastest))]
     for label, side, records in ours:
         machine = records[0].run["machine"]
