@@ -16,7 +16,7 @@ bench: $(INSTALLED) data/smoke/manifest.json
 	$(VENV)/bin/dlrm-bench ladder --rungs cpu --rounds 1 --nproc $(NPROC) --preset smoke --target-auc None --iterations 150
 
 data/smoke/manifest.json: | $(INSTALLED)
-	$(VENV)/bin/python -m dlrm.data.planted --preset smoke --path data/smoke
+	$(VENV)/bin/python -m dlrm_bench.dlrm.data.planted --preset smoke --path data/smoke
 
 test: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -20,18 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from bench.compare import compare_sides, read_side, result_as_json, result_table, verdict_in_words
-from bench.host_cost import host_table, kernel_table, timeline_table, twin_flags
-from bench.ladder import ladder_host_table, ladder_table, read_ladder, run_ladder, twin_id
-from bench.launching import MEASURE, torchrun
-from bench.limits import distance_table, limits_table, read_limits, work_table
-from bench.machine import gpus_of_node, short_name_of_node
-from bench.mlperf_log import LOG_COLUMNS, log_row
-from bench.progress import StillBar, stderr_console
-from bench.record import create_run_folder, new_run_id, read_record
-from bench.report import write_report
-from bench.rungs import ladder_called
-from dlrm.command_line import EXIT_FAILED, exit_status
+from dlrm_bench.bench.progress import StillBar, stderr_console
+from dlrm_bench.bench.records.record import create_run_folder, new_run_id, read_record
+from dlrm_bench.dlrm.command_line import EXIT_FAILED, exit_status
+
+# Each command imports what it needs when it runs: what only reads records starts without torch.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -52,6 +45,15 @@ class Compare:
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Prints the comparisons; returns the exit status."""
+        from dlrm_bench.bench.analysis.compare import (
+            compare_sides,
+            read_side,
+            result_as_json,
+            result_table,
+            verdict_in_words,
+        )
+        from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, log_row
+
         _refuse(forwarded)
         if len(self.sides) < 2:
             raise ValueError("compare needs two sides: dlrm-bench compare A B")
@@ -109,6 +111,10 @@ class LadderCommand:
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""
+        from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table, read_ladder
+        from dlrm_bench.bench.ladder.run_ladder import run_ladder, twin_id
+        from dlrm_bench.bench.ladder.rungs import ladder_called
+
         if self.rounds < 1:
             raise ValueError(f"--rounds is {self.rounds}: at least one is needed")
         rungs = ladder_called(self.rungs)
@@ -163,6 +169,9 @@ class Host:
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Runs the twin and prints what it found; returns the exit status."""
+        from dlrm_bench.bench.analysis.profile_tables import host_table, kernel_table, timeline_table
+        from dlrm_bench.bench.analysis.repeat import twin_flags
+
         if (self.record is None) == (not forwarded):
             raise ValueError("name one: a record, or --preset and its flags")
         flags, processes = list(forwarded), self.nproc
@@ -196,6 +205,9 @@ class LimitsCommand:
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Measures or reads, and prints; returns the exit status."""
+        from dlrm_bench.bench.analysis.floor import distance_table, limits_table, work_table
+        from dlrm_bench.bench.records.limits import read_limits
+
         if (self.measured is None) == (not forwarded):
             raise ValueError("name one: --from a limits record, or --preset and its flags")
         runs = [read_record(path).run for path in self.above]
@@ -223,6 +235,8 @@ class Report:
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Writes the page; returns the exit status."""
+        from dlrm_bench.bench.report.page import write_report
+
         _refuse(forwarded)
         page = write_report(self.paths, self.out)
         console.print(f"page {page} ({page.stat().st_size / 1e6:.2f} MB)", soft_wrap=True)
@@ -277,6 +291,8 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
 
 def _processes(nproc: int | None) -> int:
     """As asked for, or one for each GPU, or two."""
+    from dlrm_bench.bench.measure.machine import gpus_of_node
+
     if nproc is not None and nproc < 1:
         raise ValueError(f"--nproc is {nproc}: at least one process is needed")
     return nproc or gpus_of_node() or 2
@@ -284,6 +300,8 @@ def _processes(nproc: int | None) -> int:
 
 def _measure(what: str, flags: list[str], processes: int, results_dir: Path) -> Path:
     """Starts launch/measure.py; the folder that it made. What it says goes to a file beside that folder."""
+    from dlrm_bench.bench.ladder.launching import MEASURE, torchrun
+
     run_id = _new_id(processes, flags, what)
     results_dir.mkdir(parents=True, exist_ok=True)
     output = results_dir / f"{run_id}.log"
@@ -296,6 +314,8 @@ def _measure(what: str, flags: list[str], processes: int, results_dir: Path) -> 
 
 
 def _new_id(processes: int, forwarded: Sequence[str], kind: str) -> str:
+    from dlrm_bench.bench.measure.machine import short_name_of_node
+
     preset = next((b for a, b in pairwise(" ".join(forwarded).replace("=", " ").split()) if a == "--preset"), "smoke")
     return new_run_id(short_name_of_node(processes), f"{preset}-{kind}", datetime.now(UTC))
 

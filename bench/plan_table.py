@@ -6,10 +6,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dlrm.config import ModelConfig, RunConfig
-from dlrm.embedding.capacity import HEADROOM
-from dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
-from dlrm.embedding.torchrec_plan import make_torchrec_plan
+from dlrm_bench.dlrm.config import ModelConfig, RunConfig
+from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
+from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
+from dlrm_bench.dlrm.embedding.torchrec_plan import make_torchrec_plan
 
 _H200_BYTES = 141_000_000_000
 

@@ -10,35 +10,27 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from bench.abort import AbortWatch
-from bench.clock import IterationClock, frozen_gc
-from bench.losses import LossHistory
-from bench.machine import Machine, describe_machine, git_state, platform_name, short_name
-from bench.mllog import MLPerfLog
-from bench.monitor import Conditions, RunMonitor
-from bench.progress import StillBar, stderr_console
-from bench.record import (
-    Instruments,
-    RunRecord,
-    TrainingOutcome,
-    TrainingStatus,
-    build_record,
-    create_run_folder,
-    new_run_id,
-    write_record,
-)
-from bench.schedule import Schedule
-from dlrm.config import RunConfig
-from dlrm.data.batch import Batch
-from dlrm.data.dataset import Dataset, open_dataset
-from dlrm.data.loader import Prefetcher
-from dlrm.metrics import distributed_auc
-from dlrm.ranks import Ranks
-from pipeline import build_pipeline, check_device
-from pipeline.interface import Pipeline
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.measure.abort import AbortWatch
+from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
+from dlrm_bench.bench.measure.losses import LossHistory
+from dlrm_bench.bench.measure.machine import describe_machine, git_state, platform_name, short_name
+from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
+from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.measure.telemetry import RunMonitor
+from dlrm_bench.bench.progress import StillBar, stderr_console
+from dlrm_bench.bench.records.record import TrainingOutcome, build_record, create_run_folder, new_run_id, write_record
+from dlrm_bench.bench.records.schema import Conditions, Instruments, Machine, RunRecord, TrainingStatus
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
+from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.metrics import distributed_auc
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.build import build_pipeline, check_device
+from dlrm_bench.pipeline.interface import Pipeline
 
 LOG_NAME = "result_0.txt"
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +123,7 @@ class Outcome:
 
 
 class InstrumentedPipeline(Pipeline, Protocol):
-    """A pipeline that measures itself; only the twin of a timed run has one (bench/host_cost.py)."""
+    """A pipeline that measures itself; only the twin of a timed run has one (bench/measure/profiled_run.py)."""
 
     def instruments(self) -> Instruments:
         """What was measured, on every rank. Collective, after training."""
@@ -265,7 +257,7 @@ def _write(
         run_id=folder.name,
         created=created[0],
         command=command,
-        git=git_state(_ROOT),
+        git=git_state(ROOT),
         config=config,
         world_size=ranks.world_size,
         machine=machine,

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.mllog import check_compliance
-from bench.record import LatencySummary, RunRecord
-from bench.run import LOG_NAME, Outcome
-from dlrm.ranks import Ranks
+from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
+from dlrm_bench.bench.run import LOG_NAME, Outcome
+from dlrm_bench.dlrm.ranks import Ranks
 
 # Beside those of every command, in dlrm/command_line.py.
 EXIT_TARGET_MISSED = 3

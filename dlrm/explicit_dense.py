@@ -17,13 +17,13 @@ MLP's first layer, which has most of its weights, is a bucket of its own.
 import torch
 from torch import Tensor
 
-from dlrm.buckets import Bucket, CollectiveBucket, DenseState, PeerBucket
-from dlrm.config import ModelConfig
-from dlrm.model import DenseNetwork
-from dlrm.peer_memory import PeerMemory
-from dlrm.ranks import Ranks
-from kernels import cross, loss, mlp
-from kernels.column_sums import column_sums
+from dlrm_bench.dlrm.buckets import Bucket, CollectiveBucket, DenseState, PeerBucket
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.model import DenseNetwork
+from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels import cross, loss, mlp
+from dlrm_bench.kernels.column_sums import column_sums
 
 # The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
 # not 16-byte aligned.

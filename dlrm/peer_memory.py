@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm.ranks import Ranks
-from kernels.peer_tensors import PeerTensors
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class PeerMemory:

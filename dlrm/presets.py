@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from dlrm.config import DataConfig, MLPerfConfig, ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.config import DataConfig, MLPerfConfig, ModelConfig, OptimizerConfig, RunConfig
 
 # MLPerf Training DLRM-DCNv2 (mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD).
 # fmt: off

@@ -1,4 +1,4 @@
-"""Time every kernel: python -m kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
+"""Time every kernel: python -m dlrm_bench.kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
 
 Bytes are those that must move: gradient rows once per id, weight and state rows once per distinct id, read and written.
 """
@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import cross, loss, mlp
-from kernels.flat_adagrad import flat_adagrad
-from kernels.gather_segments import Segment, SegmentTable, gather_segments
-from kernels.peer_tensors import PeerTensors
-from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
-from kernels.push_columns import PushTable, push_columns
-from kernels.push_segments import SegmentPushTable, push_segments
-from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
-from kernels.sharded_adagrad import sharded_adagrad
-from kernels.sorted_adagrad import adagrad_update, sort_ids
+from dlrm_bench.kernels import cross, loss, mlp
+from dlrm_bench.kernels.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
+from dlrm_bench.kernels.push_columns import PushTable, push_columns
+from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
+from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.kernels.sharded_adagrad import sharded_adagrad
+from dlrm_bench.kernels.sorted_adagrad import adagrad_update, sort_ids
 
 COPY_BYTES_PER_SECOND = 4.3e12  # of an H200, read plus write
 HOT_ROWS = 40_000_000

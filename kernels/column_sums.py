@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 
 def column_sums(partials: Tensor, out: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 # Of one program's block, forward and backward: the fastest on an H200 at 512 and 3456 samples.
 _ROWS, _COLUMNS = 8, 256

@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels._triton import jit, tl
+from dlrm_bench.kernels._triton import jit, tl
 
 # In flight are what 8 programs copy at a time, 128 KiB: enough for PCIe 5.0 at 2 us, and few multiprocessors.
 _PROGRAMS, _BLOCK, _WARPS = 8, 4096, 8

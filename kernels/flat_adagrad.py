@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 _BLOCK = 2048
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels._triton import jit, tl
+from dlrm_bench.kernels._triton import jit, tl
 
 PIECE = 2048  # elements that one program copies
 

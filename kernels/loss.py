@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels._triton import cdiv, jit, next_power_of_2, tl
-from kernels.column_sums import sum_columns
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.column_sums import sum_columns
 
 _ROWS, _COLUMNS = 16, 256  # of one program's block; 512 rows still give 32 programs
 _SUM_ROWS, _SUM_COLUMNS = 64, 32  # of a block of partial sums

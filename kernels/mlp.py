@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 _ROWS, _COLUMNS = 16, 128  # of one program's block
 

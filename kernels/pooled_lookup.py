@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, next_power_of_2, tl
-from kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # Rows that one program loads at a time, by columns, the ids of a bag among them at most, and warps of a program. The
 # fastest on 4 x H200 of seven shapes at 64 columns, from 512 to 3456 samples a GPU; other widths have as many elements.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
-from kernels.peer_tensors import PeerTensors
-from kernels.regroup import ROWS, RUN, Run, alignment_of, cut
+from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.regroup import ROWS, RUN, Run, alignment_of, cut
 
 
 class PushTable:

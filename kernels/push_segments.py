@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels._triton import jit, tl
-from kernels.gather_segments import PIECE, Segment, alignment_of, cut
-from kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels._triton import jit, tl
+from dlrm_bench.kernels.gather_segments import PIECE, Segment, alignment_of, cut
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class SegmentPushTable:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 RUN = 128  # columns that one program copies
 ROWS = 32  # rows that one program copies

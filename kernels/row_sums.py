@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._triton import jit, tl
-from kernels.column_sums import column_sums
+from dlrm_bench.kernels._triton import jit, tl
+from dlrm_bench.kernels.column_sums import column_sums
 
 _TILE = 32  # bags that one program adds at a time
 _PARTS = 8  # programs of one row: skewed ids make long rows

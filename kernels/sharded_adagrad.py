@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, tl
-from kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and leave
 # GEMMs, whose blocks each want a multiprocessor, too few of those.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 _WARPS = 2048  # enough to fill a large GPU
 # Rows that one warp works on at a time, by columns: the fastest on an H200. More do not fit into its registers.

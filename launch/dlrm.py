@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-# Python puts this folder first on the path, where this file would hide the package `dlrm`.
+# Python puts this folder first on the path; the package dlrm_bench is this file's own, whatever pip has installed.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 # Kernels of many streams and communicators are in flight; in the eight hardware queues that CUDA takes by default they
@@ -31,18 +31,17 @@ if not sys.warnoptions:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    for ours in ("bench", "dlrm", "pipeline"):  # such as that a switch does not apply
-        logging.getLogger(ours).setLevel(logging.WARNING)
+    logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # such as that a switch does not apply
 
 import tyro
 
-from bench.plan_table import print_plan
-from bench.run import run
-from bench.summary import leave, print_summary
-from dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
-from dlrm.config import RunConfig
-from dlrm.presets import preset
-from dlrm.ranks import Ranks
+from dlrm_bench.bench.plan_table import print_plan
+from dlrm_bench.bench.run import run
+from dlrm_bench.bench.summary import leave, print_summary
+from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.ranks import Ranks
 
 
 def parse(arguments: list[str]) -> RunConfig:

@@ -8,15 +8,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# As in launch/dlrm.py, whose folder must not hide the package `dlrm`.
+# As in launch/dlrm.py.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.host_cost import InstrumentedPipeline, twin_config
-from bench.limits import run_limits
-from bench.run import run
-from bench.summary import leave
-from dlrm.ranks import Ranks
-from launch.dlrm import guarded, parse
+from dlrm_bench.bench.measure.limits import run_limits
+from dlrm_bench.bench.measure.profiled_run import InstrumentedPipeline, twin_config
+from dlrm_bench.bench.run import run
+from dlrm_bench.bench.summary import leave
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.launch.dlrm import guarded, parse
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.batch import Batch
 
 
 class Pipeline(Protocol):

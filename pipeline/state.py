@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm.config import ModelConfig
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.ranks import Ranks
 
 TABLE_PREFIX = "t_"
 # Elements of one broadcast.

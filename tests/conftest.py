@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from bench.launching import start_server
+from dlrm_bench.bench.ladder.launching import start_server
 from tests.launched import free_port, rank_environment
 
 if not torch.cuda.is_available():
@@ -43,7 +43,7 @@ def _rank_main(
     os.environ |= rank_environment(rank, world_size, port)
     logging.getLogger().setLevel(logging.WARNING)  # Python's own: launch/dlrm.py, which the server imports, sets one
     torch.set_num_threads(1)
-    from dlrm.ranks import Ranks
+    from dlrm_bench.dlrm.ranks import Ranks
 
     ranks = Ranks.from_environment()
     ranks.init_process_group()

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import launching
-from bench.launching import ROOT, start_server
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.ladder import launching
+from dlrm_bench.bench.ladder.launching import start_server
 
 LAUNCHER = str(launching.LAUNCHER)
 PATIENCE_S = 60
@@ -101,12 +102,12 @@ def wait(processes: Sequence[Any], folder: Path, patience_s: float = PATIENCE_S)
 
 def launch_main(arguments: Sequence[str], before: Callable[[], None] | None = None) -> int:
     """main() of launch/dlrm.py, in a forked rank; `before` may break something first."""
-    import launch.dlrm
+    import dlrm_bench.launch.dlrm
 
     sys.argv = ["launch/dlrm.py", *arguments]
     if before is not None:
         before()
-    return launch.dlrm.guarded(launch.dlrm.main)
+    return dlrm_bench.launch.dlrm.guarded(dlrm_bench.launch.dlrm.main)
 
 
 def forked_launch(

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.config import RunConfig
-from dlrm.data.batch import Batch, feature_blocks
-from dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm.model import DenseNetwork
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.model import DenseNetwork
 
 
 class PlainDLRM:

@@ -1,6 +1,9 @@
 """The house rules that a reader of the tree relies on: who may import whom, one training loop, short files."""
 
 import ast
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {"kernels": 1, "dlrm": 2, "pipeline": 3, "bench": 4, "launch": 5}
+PACKAGE = "dlrm_bench"
 FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+DROP_IN = ROOT / "pipeline" / "five_stage"
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -17,8 +22,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import hides the floor"
-            yield node.module or ""
+            # Relative imports are the drop-in's alone, which stays whole wherever it is copied to.
+            yield "." * node.level + (node.module or "")
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             argument = node.args[0]
             assert isinstance(argument, ast.Constant), "an import that cannot be read"
@@ -31,9 +36,15 @@ def called(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def folder_of(module: str) -> str:
+    """The floor that a module of ours stands on; other modules have none."""
+    names = module.split(".")
+    return names[1] if names[0] == PACKAGE and len(names) > 1 else ""
+
+
 def higher_floors(path: Path, tree: ast.AST) -> list[str]:
     floor = FLOORS[path.parts[0]]
-    return [name for name in imported(tree) if FLOORS.get(name.split(".")[0], 0) > floor]
+    return [name for name in imported(tree) if FLOORS.get(folder_of(name), 0) > floor]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -44,15 +55,68 @@ def test_no_file_imports_from_a_higher_floor(path):
 @pytest.mark.parametrize(
     "source",
     [
-        "import bench.run",
-        "from bench.run import run",
-        "def f():\n    from bench import run",
-        "import_module('bench.run')",
+        "import dlrm_bench.bench.run",
+        "from dlrm_bench.bench.run import run",
+        "from dlrm_bench.bench import run",
+        "def f():\n    from dlrm_bench.bench.run import run",
+        "import_module('dlrm_bench.bench.run')",
     ],
 )
 def test_the_check_sees_every_form_of_import(source):
     assert higher_floors(Path("dlrm/model.py"), ast.parse(source)) != []
     assert higher_floors(Path("launch/dlrm.py"), ast.parse(source)) == []
+
+
+def test_modules_are_imported_by_one_name():
+    """What pip installs is dlrm_bench alone: `import bench` would work in a checkout and nowhere else."""
+    for path in FILES:
+        names = [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] in FLOORS]
+        assert names == [], path
+
+
+def outside(path: Path) -> list[str]:
+    """Modules of ours that a file of the drop-in imports from outside of it."""
+    depth = len(path.relative_to(DROP_IN).parts)  # dots that stay within it
+    found = []
+    for name in imported(ast.parse(path.read_text())):
+        dots = len(name) - len(name.lstrip("."))
+        if folder_of(name) or dots > depth:
+            found.append(name.lstrip("."))
+    return found
+
+
+def test_the_drop_in_imports_nothing_of_ours_but_what_it_names():
+    files = sorted(DROP_IN.rglob("*.py"))
+    assert len(files) > 10
+    assert {name for path in files for name in outside(path)} == {"cuda_graph"}
+    cuda_graph = ast.parse((ROOT / "pipeline" / "cuda_graph.py").read_text())
+    assert [name for name in imported(cuda_graph) if folder_of(name)] == []
+
+
+def test_relative_imports_are_the_drop_ins_alone():
+    for path in FILES:
+        if not path.is_relative_to(DROP_IN):
+            assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(".")] == [], path
+
+
+@pytest.mark.parametrize("room", ["records", "analysis", "report"])
+def test_what_reads_records_imports_neither_torch_nor_what_drives_gpus(room):
+    """In a process of its own; a laptop compares and reports without them."""
+    modules = [f"{PACKAGE}.bench.{room}.{path.stem}" for path in sorted((ROOT / "bench" / room).glob("*.py"))]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r} + ['{PACKAGE}.bench.cli']:\n    importlib.import_module(name)\n"
+        "print(*(name for name in ('torch', 'torchrec', 'fbgemm_gpu', 'triton', 'pynvml') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_every_package_is_installed():
+    """What pyproject.toml lists is what there is: a package left out would be missing after `pip install`."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    there = {f"{PACKAGE}.{'.'.join(path.parent.relative_to(ROOT).parts)}" for path in FILES}
+    assert listed == there
 
 
 def test_nothing_outside_the_tests_imports_them():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm.config import RunConfig
+from dlrm_bench.dlrm.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", ROOT / "results" / "README.md"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlrm.config import ModelConfig
+from dlrm_bench.dlrm.config import ModelConfig
 
 ALIGNMENT = 256  # Bytes; what CUDA allocations guarantee, so parts copied to the GPU stay aligned for any kernel.
 

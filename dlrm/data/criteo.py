@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from dlrm.config import ModelConfig
-from dlrm.data.expansion import ExpansionTables
-from dlrm.data.npy import COPY_AGAIN, map_array, member_span, write_header
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.expansion import ExpansionTables
+from dlrm_bench.dlrm.data.npy import COPY_AGAIN, map_array, member_span, write_header
 
 WRITE_CHUNK = 1 << 16  # Samples.
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from dlrm.config import DataConfig, ModelConfig
-from dlrm.data.batch import Batch, feature_blocks
-from dlrm.data.criteo import Day, MultiHotDay, OneHotDay
-from dlrm.data.expansion import open_expansion_tables
-from dlrm.data.manifest import MARKER, read_manifest
-from dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.data.criteo import Day, MultiHotDay, OneHotDay
+from dlrm_bench.dlrm.data.expansion import open_expansion_tables
+from dlrm_bench.dlrm.data.manifest import MARKER, read_manifest
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
 
 
 class Dataset(Protocol):
@@ -99,12 +99,13 @@ def _check_directory(path: Path, train_days: int, model: ModelConfig) -> float |
     if not path.is_dir():
         raise ValueError(
             f"--data.path {path} is not a directory: generate a small data set with "
-            f"'python -m dlrm.data.planted --preset smoke --path {path}', or name the directory of MLPerf's day files"
+            f"'python -m dlrm_bench.dlrm.data.planted --preset smoke --path {path}', or name the directory of "
+            "MLPerf's day files"
         )
     if (path / MARKER).exists():
         raise ValueError(
             f"{path} holds an unfinished data set: its generator still runs, or was interrupted; then start the same "
-            "'python -m dlrm.data.planted' again"
+            "'python -m dlrm_bench.dlrm.data.planted' again"
         )
     manifest = read_manifest(path)
     if manifest is None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm.data.npy import map_array, write_header
+from dlrm_bench.dlrm.data.npy import map_array, write_header
 
 REFERENCE_SEED = 0
 CHUNK_IDS = 1 << 22

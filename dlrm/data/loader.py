@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.batch import Batch
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dlrm.config import ModelConfig
+from dlrm_bench.dlrm.config import ModelConfig
 
 MANIFEST = "manifest.json"
 MARKER = "generating.lock"

@@ -1,4 +1,4 @@
-"""Generates day files whose best possible AUC is known: python -m dlrm.data.planted --preset smoke
+"""Generates day files whose best possible AUC is known: python -m dlrm_bench.dlrm.data.planted --preset smoke
 
 A teacher with fixed weights gives each sample its probability, from which the label is drawn. A model that learns
 approaches the teacher's own AUC, which the manifest keeps; no model can expect to pass it. Both formats are written,
@@ -20,16 +20,16 @@ import torch
 import tyro
 from numpy.typing import NDArray
 
-from dlrm.command_line import exit_status
-from dlrm.config import ModelConfig
-from dlrm.data import criteo
-from dlrm.data.distributions import log_counts, zipf_ids
-from dlrm.data.expansion import ExpansionTables, open_expansion_tables
-from dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manifest
-from dlrm.data.npy import write_header
-from dlrm.data.teacher import Teacher
-from dlrm.metrics import exact_auc
-from dlrm.presets import preset
+from dlrm_bench.dlrm.command_line import exit_status
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data import criteo
+from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
+from dlrm_bench.dlrm.data.expansion import ExpansionTables, open_expansion_tables
+from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manifest
+from dlrm_bench.dlrm.data.npy import write_header
+from dlrm_bench.dlrm.data.teacher import Teacher
+from dlrm_bench.dlrm.metrics import exact_auc
+from dlrm_bench.dlrm.presets import preset
 
 CHUNK = 1 << 15  # Samples generated at a time.
 MOST = 100  # Of skew and signal: far beyond any use, and nothing overflows.
@@ -241,7 +241,7 @@ def main() -> int:
 def _run() -> int:
     config = tyro.cli(
         PlantedConfig,
-        prog="python -m dlrm.data.planted",
+        prog="python -m dlrm_bench.dlrm.data.planted",
         description=__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )

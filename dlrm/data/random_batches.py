@@ -6,10 +6,10 @@ from itertools import cycle
 import numpy as np
 import torch
 
-from dlrm.config import DataConfig, ModelConfig
-from dlrm.data.batch import Batch, feature_blocks
-from dlrm.data.capacity import PADDING
-from dlrm.data.distributions import log_counts, zipf_ids
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
+from dlrm_bench.dlrm.data.padding import PADDING
 
 CLICK_RATE = 0.25
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm.config import ModelConfig
-from dlrm.embedding.plan import Plan
-from dlrm.peer_memory import PeerMemory
-from dlrm.ranks import Ranks
-from kernels.gather_segments import Segment, SegmentTable, gather_segments
-from kernels.peer_tensors import PeerTensors
-from kernels.push_segments import SegmentPushTable, push_segments
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.embedding.plan import Plan
+from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
 
 
 @dataclass(frozen=True, slots=True)

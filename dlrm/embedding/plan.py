@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from dlrm.config import ModelConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, RunConfig, TableOptimizer
 
 # Measured on one H200 (fbgemm-gpu 1.6.0, exact Adagrad, bf16 output): microseconds of FBGEMM's forward and backward for
 # a million ids of distinct rows, by shard width, and for each call of a rank's tables. From a 40M-row table at 5.5

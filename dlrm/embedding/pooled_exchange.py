@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm.config import ModelConfig
-from dlrm.embedding.plan import Plan
-from dlrm.embedding.tbe import FixedTBE
-from dlrm.peer_memory import PeerMemory
-from dlrm.ranks import Ranks
-from kernels.peer_tensors import PeerTensors
-from kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
-from kernels.push_columns import PushTable, push_columns
-from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.embedding.plan import Plan
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
+from dlrm_bench.kernels.push_columns import PushTable, push_columns
+from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 
 
 class PooledExchange(Protocol):

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm.config import ModelConfig, OptimizerConfig
-from dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm.embedding.tbe import FixedTBE
-from dlrm.ranks import Ranks
-from kernels.flat_adagrad import flat_adagrad
-from kernels.gather_segments import Segment, SegmentTable, gather_segments
-from kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
-from kernels.row_sums import row_starts, row_sums
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.kernels.row_sums import row_starts, row_sums
 
 
 @dataclass(slots=True)

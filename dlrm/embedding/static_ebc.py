@@ -25,15 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlrm.config import ModelConfig, OptimizerConfig
-from dlrm.embedding.ids_exchange import CollectiveIdsExchange, IdsBuffer, IdsExchange, PeerIdsExchange
-from dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm.embedding.plan import Plan, Shard
-from dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, Peers, PooledExchange
-from dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
-from dlrm.embedding.tbe import FixedTBE
-from dlrm.ranks import Ranks
-from kernels.sorted_adagrad import adagrad_update
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.ids_exchange import CollectiveIdsExchange, IdsBuffer, IdsExchange, PeerIdsExchange
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, Peers, PooledExchange
+from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.sorted_adagrad import adagrad_update
 
 
 @dataclass(slots=True)

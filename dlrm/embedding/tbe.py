@@ -11,8 +11,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
-from dlrm.config import OptimizerConfig
-from kernels.sorted_adagrad import sort_ids
+from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.kernels.sorted_adagrad import sort_ids
 
 _OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,

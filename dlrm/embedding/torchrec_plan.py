@@ -19,11 +19,11 @@ from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 
-from dlrm.config import ModelConfig, RunConfig, TableOptimizer
-from dlrm.embedding.capacity import device_memory_bytes
-from dlrm.embedding.plan import NARROWEST, Plan, Shard, can_replicate
-from dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.config import ModelConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.embedding.plan import NARROWEST, Plan, Shard, can_replicate
+from dlrm_bench.dlrm.embedding.table_memory import device_memory_bytes
+from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
+from dlrm_bench.dlrm.ranks import Ranks
 
 # Data-parallel tables of TorchRec's may have any size; replicated.py sums the gradients of all rows in every iteration.
 DATA_PARALLEL_ROWS = 10_000

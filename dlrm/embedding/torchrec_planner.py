@@ -10,8 +10,8 @@ from torchrec.distributed.planner.storage_reservations import HeuristicalStorage
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim import RowWiseAdagrad
 
-from dlrm.config import ModelConfig, OptimizerConfig
-from dlrm.embedding.capacity import HEADROOM
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
 
 
 def table_configs(model: ModelConfig, prefix: str = "") -> list[EmbeddingBagConfig]:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import cli, ladder
-from bench.cli import main
-from bench.launching import ROOT
-from bench.rungs import LADDERS
-from dlrm.command_line import FailedError
-from tests.bench.records import conditions, recorded_runs, write
-from tests.bench.test_mlperf_log import LOGS
-from tests.bench.test_rungs import parses
+from dlrm_bench.bench import ROOT, cli
+from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.ladder import launching, run_ladder, rungs
+from dlrm_bench.bench.ladder.rungs import LADDERS
+from dlrm_bench.dlrm.command_line import FailedError
+from tests.bench.analysis.test_mlperf_logs import LOGS
+from tests.bench.ladder.test_rungs import parses
+from tests.bench.made_records import conditions, recorded_runs, write
 
 RUNS = recorded_runs()
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
@@ -118,8 +118,8 @@ def test_a_run_that_fails_is_no_bad_input(
     def fail(*_: object) -> None:
         raise FailedError("rank 1 died")
 
-    monkeypatch.setattr(cli, "torchrun", fail)
-    monkeypatch.setattr(ladder, "run_forked", fail)
+    monkeypatch.setattr(launching, "torchrun", fail)
+    monkeypatch.setattr(run_ladder, "run_forked", fail)
     for command in ("host", "limits", "ladder"):
         assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 1
         assert capsys.readouterr().err == "error: rank 1 died\n"
@@ -131,8 +131,8 @@ def test_an_interrupted_command_says_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "torchrun", interrupt)
-    monkeypatch.setattr(ladder, "run_forked", interrupt)
+    monkeypatch.setattr(launching, "torchrun", interrupt)
+    monkeypatch.setattr(run_ladder, "run_forked", interrupt)
     for command in ("host", "ladder"):
         assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 130
         assert capsys.readouterr().err == ""
@@ -159,7 +159,7 @@ def test_a_twin_has_the_processes_that_are_asked_for(
 
 @pytest.mark.parametrize("flags", [["--json"], []])
 def test_a_reader_may_leave(two: tuple[str, str], flags: list[str]) -> None:
-    command = [sys.executable, "-m", "bench.cli", "compare", *two, *flags]
+    command = [sys.executable, "-m", "dlrm_bench.bench.cli", "compare", *two, *flags]
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
@@ -176,7 +176,7 @@ def test_nvtx_ranges_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_from_a_shell() -> None:
-    command = [sys.executable, "-m", "bench.cli", "compare", str(LOGS), str(LOGS)]
+    command = [sys.executable, "-m", "dlrm_bench.bench.cli", "compare", str(LOGS), str(LOGS)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
     assert process.returncode == 0
     assert process.stderr == ""
@@ -187,7 +187,7 @@ def test_ladder_host_limits_and_report_for_real(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rungs of the CPU with their twins, the twin and the limits of one, and the page from all of them."""
-    monkeypatch.setattr(cli, "ladder_called", lambda name: [rung for rung in LADDERS[name] if parses(rung)])
+    monkeypatch.setattr(rungs, "ladder_called", lambda name: [rung for rung in LADDERS[name] if parses(rung)])
     place = ["--nproc", "2", "--results-dir", str(tmp_path / "results")]
     short = ["--iterations", "40", "--warmup-iterations", "10", "--target-auc", "None"]
     assert main(["ladder", "--rungs", "cpu", "--rounds", "1", "--host", *place, *SMOKE, *short]) == 0

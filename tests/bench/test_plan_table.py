@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.plan_table import print_plan
-from dlrm.embedding.plan import make_plan
-from dlrm.presets import MLPERF_MODEL, preset
+from dlrm_bench.bench.plan_table import print_plan
+from dlrm_bench.dlrm.embedding.plan import make_plan
+from dlrm_bench.dlrm.presets import MLPERF_MODEL, preset
 
 
 def printed(capsys: pytest.CaptureFixture[str], name: str, world_size: int) -> str:

@@ -13,16 +13,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench.clock import IterationClock
-from bench.launching import ROOT
-from bench.losses import LossHistory
-from bench.mllog import MLPerfLog
-from bench.progress import StillBar
-from bench.run import Run
-from bench.schedule import Schedule
-from dlrm.presets import preset
-from dlrm.ranks import Ranks
-from tests.bench.test_host_cost import Nothing
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.measure.clock import IterationClock
+from dlrm_bench.bench.measure.losses import LossHistory
+from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
+from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.progress import StillBar
+from dlrm_bench.bench.run import Run
+from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.ranks import Ranks
+from tests.bench.measure.test_profiled_run import Nothing
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_other_ranks_draw_nothing() -> None:
 def test_only_a_terminal_sees_it(interactive: bool) -> None:
     """Whatever FORCE_COLOR says, which CI services set; a log stays quiet."""
     program = """
-from bench.progress import StillBar, stderr_console
+from dlrm_bench.bench.progress import StillBar, stderr_console
 with StillBar(2, "runs", stderr_console()) as bar:
     bar.show(1, "first")
 """

@@ -15,23 +15,23 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench.clock import IterationClock
-from bench.losses import LossHistory
-from bench.mllog import MLPerfLog, check_compliance
-from bench.progress import StillBar
-from bench.record import Record, read_record
-from bench.run import LOG_NAME, Run
-from bench.schedule import Schedule
-from dlrm.config import ModelConfig
-from dlrm.data.batch import Batch
-from dlrm.data.criteo import multi_hot_file
-from dlrm.data.expansion import FOLDER
-from dlrm.data.manifest import read_manifest
-from dlrm.data.npy import member_span
-from dlrm.data.planted import PlantedConfig, generate
-from dlrm.metrics import exact_auc
-from dlrm.presets import preset
-from dlrm.ranks import Ranks
+from dlrm_bench.bench.measure.clock import IterationClock
+from dlrm_bench.bench.measure.losses import LossHistory
+from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
+from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.progress import StillBar
+from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.run import LOG_NAME, Run
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.criteo import multi_hot_file
+from dlrm_bench.dlrm.data.expansion import FOLDER
+from dlrm_bench.dlrm.data.manifest import read_manifest
+from dlrm_bench.dlrm.data.npy import member_span
+from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.metrics import exact_auc
+from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.ranks import Ranks
 from tests.launched import Ended, forked_launch
 
 SAMPLES_PER_DAY = 6000
@@ -173,7 +173,7 @@ def test_two_ranks_train_as_one_with_the_global_batch(data, reached, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--data.path", "nowhere"], "python -m dlrm.data.planted --preset smoke --path nowhere"),
+        (["--data.path", "nowhere"], "python -m dlrm_bench.dlrm.data.planted --preset smoke --path nowhere"),
         (["--target-auc", "0.99"], "--target-auc 0.99 is above 0.8"),
         (["--local-batch-size", "10000"], "--local-batch-size 10000 on 2 rank(s) exceeds the 18000 training samples"),
         (["--iterations", "5000"], f"--iterations 5000 exceeds one epoch, {ITERATIONS} global batches"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlrm.command_line import FailedError, exit_status
+from dlrm_bench.dlrm.command_line import FailedError, exit_status
 
 
 def raising(error: BaseException) -> Callable[[], int]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dlrm.config import DataConfig, MLPerfConfig, ModelConfig, OptimizerConfig, RunConfig
-from dlrm.presets import preset
+from dlrm_bench.dlrm.config import DataConfig, MLPerfConfig, ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.presets import preset
 
 MODEL = preset("smoke").model
 

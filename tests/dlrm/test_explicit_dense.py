@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.config import ModelConfig
-from dlrm.explicit_dense import ExplicitDense
-from dlrm.model import DenseNetwork
-from dlrm.peer_memory import PeerMemory
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.model import DenseNetwork
+from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.ranks import Ranks
 from tests.cases import PLACES
 
 LEARNING_RATE, EPS, SEED, STEPS = 0.01, 1e-8, 5, 4

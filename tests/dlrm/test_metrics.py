@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from dlrm.metrics import distributed_auc, exact_auc
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.metrics import distributed_auc, exact_auc
+from dlrm_bench.dlrm.ranks import Ranks
 
 
 @st.composite

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.peer_memory import PeerMemory
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.ranks import Ranks
 from tests.cases import PLACES
 
 ROUNDS = 50

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from dlrm.presets import MLPERF_MODEL, MLPERF_TARGET_AUC, PRESETS, preset
+from dlrm_bench.dlrm.presets import MLPERF_MODEL, MLPERF_TARGET_AUC, PRESETS, preset
 
 
 def test_mlperf_model():

@@ -1,12 +1,9 @@
 """Ranks as torchrun tells them."""
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from dlrm.ranks import Ranks, group_timeout
+from dlrm_bench.dlrm.ranks import Ranks
 
 TORCHRUN = {
     "RANK": "9",
@@ -53,16 +50,3 @@ def test_more_ranks_than_gpus(monkeypatch):
     gpus(monkeypatch, 4)
     with pytest.raises(ValueError, match=r"8 ranks on a node with 4 GPU.*--nproc_per_node 4"):
         Ranks.from_environment()
-
-
-def test_the_timeout_is_what_the_process_group_was_given(run_ranks):
-    run_ranks(1, timeouts)
-
-
-def timeouts(ranks: Ranks) -> None:
-    dist.destroy_process_group()
-    given = timedelta(hours=3)
-    dist.init_process_group("gloo", timeout=given)
-    assert group_timeout() == given
-    group = dist.new_group([0], use_local_synchronization=True, timeout=group_timeout())
-    assert group._get_backend(ranks.device).options._timeout == given

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.cross import (
+from dlrm_bench.kernels.cross import (
     cross_backward,
     cross_forward,
     partial_rows,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.fetch import fetch_next, plain_fetch_next, triton_fetch_next
+from dlrm_bench.kernels.fetch import fetch_next, plain_fetch_next, triton_fetch_next
 from tests.kernels.devices import DEVICE, needs_triton
 
 PINNED = DEVICE.type == "cuda"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.flat_adagrad import flat_adagrad, plain_flat_adagrad, triton_flat_adagrad
+from dlrm_bench.kernels.flat_adagrad import flat_adagrad, plain_flat_adagrad, triton_flat_adagrad
 from tests.kernels.devices import DEVICE, needs_triton
 
 

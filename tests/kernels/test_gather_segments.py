@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.gather_segments import (
+from dlrm_bench.kernels.gather_segments import (
     Segment,
     SegmentTable,
     gather_segments,

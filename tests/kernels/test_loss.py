@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.loss import (
+from dlrm_bench.kernels.loss import (
     add_up,
     logit_loss_backward,
     partial_columns,

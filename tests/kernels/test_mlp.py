@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.column_sums import column_sums
-from kernels.mlp import bias_relu_backward, partial_rows, plain_bias_relu_backward, triton_bias_relu_backward
+from dlrm_bench.kernels.column_sums import column_sums
+from dlrm_bench.kernels.mlp import bias_relu_backward, partial_rows, plain_bias_relu_backward, triton_bias_relu_backward
 from tests.kernels.devices import DEVICE, needs_triton
 
 

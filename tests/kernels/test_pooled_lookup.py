@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from kernels.peer_tensors import PeerTensors
-from kernels.pooled_lookup import LookupTable, PooledTable, plain_pooled_lookup, pooled_lookup, triton_pooled_lookup
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.pooled_lookup import (
+    LookupTable,
+    PooledTable,
+    plain_pooled_lookup,
+    pooled_lookup,
+    triton_pooled_lookup,
+)
 from tests.kernels.devices import DEVICE, needs_triton
 
 ROWS = 50  # of each table

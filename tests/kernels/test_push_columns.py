@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.peer_tensors import PeerTensors
-from kernels.push_columns import PushTable, plain_push_columns, push_columns, triton_push_columns
-from kernels.regroup import Run
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.push_columns import PushTable, plain_push_columns, push_columns, triton_push_columns
+from dlrm_bench.kernels.regroup import Run
 from tests.kernels.devices import DEVICE, needs_triton
 
 WIDTH = 400

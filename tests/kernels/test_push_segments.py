@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gather_segments import Segment
-from kernels.peer_tensors import PeerTensors
-from kernels.push_segments import SegmentPushTable, plain_push_segments, push_segments, triton_push_segments
+from dlrm_bench.kernels.gather_segments import Segment
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.push_segments import SegmentPushTable, plain_push_segments, push_segments, triton_push_segments
 from tests.kernels.devices import DEVICE, needs_triton
 
 SIZE = 10_004  # of each buffer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.regroup import (
+from dlrm_bench.kernels.regroup import (
     RegroupTable,
     Run,
     plain_regroup_backward,

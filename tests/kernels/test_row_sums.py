@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.row_sums import plain_row_sums, row_starts, row_sums, triton_row_sums
+from dlrm_bench.kernels.row_sums import plain_row_sums, row_starts, row_sums, triton_row_sums
 from tests.kernels.devices import DEVICE, needs_triton
 
 # Rows of the table, columns, and of each id its row: long rows take several tiles and all programs.

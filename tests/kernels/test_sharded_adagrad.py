@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.peer_tensors import PeerTensors
-from kernels.sharded_adagrad import plain_sharded_adagrad, sharded_adagrad, triton_sharded_adagrad
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+from dlrm_bench.kernels.sharded_adagrad import plain_sharded_adagrad, sharded_adagrad, triton_sharded_adagrad
 from tests.kernels.devices import DEVICE, needs_triton
 
 RANKS = [1, 2, 3, 4]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.sorted_adagrad import adagrad_update, plain_adagrad_update, sort_ids
+from dlrm_bench.kernels.sorted_adagrad import adagrad_update, plain_adagrad_update, sort_ids
 from tests.kernels.devices import DEVICE, needs_triton
 
 EPS = 1e-8
@@ -78,7 +78,7 @@ def test_sort_is_stable_and_keeps_padding_first(num_rows: int) -> None:
     ],
 )
 def test_triton_equals_plain(tables: list[int], batch: int, hot: int, columns: int, dtype: torch.dtype) -> None:
-    from kernels.sorted_adagrad import triton_adagrad_update
+    from dlrm_bench.kernels.sorted_adagrad import triton_adagrad_update
 
     weights, state, grad, ids, bags = make_case(tables, batch, hot, columns, dtype)
     ids[::17] = -1  # padding

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.mllog import check_compliance
-from bench.record import Record, read_record
-from bench.run import LOG_NAME
-from dlrm.config import RunConfig
-from dlrm.data.planted import PlantedConfig, generate
-from dlrm.presets import PRESETS, preset
+from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.run import LOG_NAME
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.presets import PRESETS, preset
 from tests.launched import LAUNCHER, Ended, end, forked_launch, free_port, ranks_naming, torchrun, wait_until
 
 ENDS_WITHIN_S = 15

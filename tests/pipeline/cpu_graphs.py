@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pipeline.dense_graph
-import pipeline.five_stage
-import pipeline.graphs
-from pipeline.feed import BatchFeed
+import dlrm_bench.pipeline.five_stage.dense_graph
+import dlrm_bench.pipeline.five_stage.pipeline
+import dlrm_bench.pipeline.static.graphs
+from dlrm_bench.pipeline.static.fetch import BatchFeed
 
 
 class Replayed:
@@ -35,8 +35,8 @@ def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
                 work()
         return Replayed(work)
 
-    pipeline.graphs.require_gpu = lambda _: None  # type: ignore[assignment]
-    pipeline.graphs.record = record  # type: ignore[assignment]
+    dlrm_bench.pipeline.static.graphs.require_gpu = lambda _: None  # type: ignore[assignment]
+    dlrm_bench.pipeline.static.graphs.record = record  # type: ignore[assignment]
 
 
 class Rerun(TorchDispatchMode):
@@ -73,6 +73,6 @@ def dense_graph_on_cpu() -> None:
     def record(work: Callable[[], None]) -> Replayed | Rerun:
         return Replayed(work) if work.__name__ == "_mean" else Rerun(work)  # a collective has no memory to be frozen
 
-    pipeline.five_stage.why_not_graphed = lambda model, device: None
-    pipeline.dense_graph.captures = lambda device: True  # type: ignore[assignment]
-    pipeline.dense_graph.record = record  # type: ignore[assignment]
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.dense_graph.captures = lambda device: True  # type: ignore[assignment]
+    dlrm_bench.pipeline.five_stage.dense_graph.record = record  # type: ignore[assignment]

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
-from dlrm.data.batch import Batch
-from dlrm.data.random_batches import RandomDataset
-from dlrm.ranks import Ranks
-from pipeline.state import ModelState
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.state import ModelState
 from tests.cases import SMALL_MODEL
 
 BATCHES = 16

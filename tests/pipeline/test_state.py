@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline.static
-from dlrm.config import DataConfig, OptimizerConfig, RunConfig
-from dlrm.data.batch import Batch, feature_blocks
-from dlrm.data.random_batches import RandomDataset
-from dlrm.embedding.plan import Plan, Shard
-from dlrm.ranks import Ranks
-from pipeline.state import ModelState
-from pipeline.static import StaticPipeline
-from pipeline.torchrec_model import _build_unsharded
-from pipeline.torchrec_stock import StockPipeline
+import dlrm_bench.pipeline.static.pipeline
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.state import ModelState
+from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+from dlrm_bench.pipeline.torchrec.model import _build_unsharded
+from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
 
 STEPS = 10
@@ -79,7 +79,7 @@ def move(ranks: Ranks) -> Moved:
     stock.train()
     states["stock"] = stock.pipeline.state_dict()
 
-    pipeline.static.plan_for = lambda *_: HALVES  # type: ignore[assignment]
+    dlrm_bench.pipeline.static.pipeline.plan_for = lambda *_: HALVES  # type: ignore[assignment]
     config = replace(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
     static = Training(StaticPipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
     static.train(4)  # past the capture on a GPU; what it has learned is to be forgotten

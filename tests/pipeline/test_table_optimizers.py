@@ -8,14 +8,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
-from dlrm.data.random_batches import RandomDataset
-from dlrm.embedding.plan import make_plan, rank_loads
-from dlrm.presets import MLPERF_MODEL
-from dlrm.ranks import Ranks
-from pipeline.state import ModelState, table_key
-from pipeline.static import StaticPipeline
-from pipeline.torchrec_stock import StockPipeline
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.embedding.plan import make_plan, rank_loads
+from dlrm_bench.dlrm.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.state import ModelState, table_key
+from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
 
 STEPS = 40

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm.config import ModelConfig
-from dlrm.data.criteo import Day, MultiHotDay, OneHotDay, write_multi_hot
-from dlrm.data.expansion import open_expansion_tables
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.criteo import Day, MultiHotDay, OneHotDay, write_multi_hot
+from dlrm_bench.dlrm.data.expansion import open_expansion_tables
 
 Writer = Callable[..., dict[str, np.ndarray]]
 SAMPLES = 40
@@ -53,7 +53,7 @@ def test_reads_what_numpy_wrote(
 def test_writes_what_numpy_reads(
     tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrm.data.criteo.WRITE_CHUNK", 7)
+    monkeypatch.setattr("dlrm_bench.dlrm.data.criteo.WRITE_CHUNK", 7)
     tables = open_expansion_tables(tmp_path, model.rows, model.multi_hot_sizes)
     write_multi_hot(tmp_path / "written.npz", arrays["one_hot"], model.multi_hot_sizes, tables)
     with np.load(tmp_path / "written.npz") as written:

@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm.config import DataConfig, ModelConfig
-from dlrm.data.batch import Batch, feature_blocks
-from dlrm.data.dataset import FileDataset, open_dataset
-from dlrm.data.manifest import MARKER, Manifest
-from dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.data.dataset import FileDataset, open_dataset
+from dlrm_bench.dlrm.data.manifest import MARKER, Manifest
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
 
 Writer = Callable[..., dict[str, np.ndarray]]
 DAYS = (37, 5, 20, 31)
@@ -98,7 +98,7 @@ def test_too_few_samples_for_one_batch(tmp_path: Path, model: ModelConfig, array
 
 
 def test_a_missing_directory_names_the_generator(tmp_path: Path, model: ModelConfig) -> None:
-    with pytest.raises(ValueError, match=r"--data.path .*nowhere.*python -m dlrm.data.planted"):
+    with pytest.raises(ValueError, match=r"--data.path .*nowhere.*python -m dlrm_bench.dlrm.data.planted"):
         open_dataset(config(tmp_path / "nowhere"), model, seed=0)
 
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm.data.distributions import log_counts, zipf_ids
+from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
 
 
 @given(rows=st.integers(1, 2**31 - 2), exponent=st.floats(0, 5), seed=st.integers(0, 99))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm.data import expansion
-from dlrm.data.expansion import FOLDER, draw_tables, open_expansion_tables
+from dlrm_bench.dlrm.data import expansion
+from dlrm_bench.dlrm.data.expansion import FOLDER, draw_tables, open_expansion_tables
 
 Reference = Callable[..., list[np.ndarray]]
 ROWS, HOTS = (1000, 1, 3, 40_000, 7, 2), (4, 3, 1, 6, 12, 2)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrm.config import ModelConfig
-from dlrm.data.batch import Batch
-from dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.loader import Prefetcher
 
 
 def numbered(model: ModelConfig, count: int | None, read: list[int] | None = None) -> Iterator[Batch]:
@@ -107,7 +107,7 @@ def test_one_left_open_is_closed_when_collected(model: ModelConfig) -> None:
 def test_one_left_open_does_not_hinder_exit() -> None:
     program = """
 import itertools
-from dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.data.loader import Prefetcher
 results = Prefetcher(itertools.repeat(None), lambda batch: sum(range(1000)), 8)
 next(results)
 """

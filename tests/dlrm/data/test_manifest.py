@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrm.config import ModelConfig
-from dlrm.data.manifest import MANIFEST, Manifest, read_manifest
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.manifest import MANIFEST, Manifest, read_manifest
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm.data.npy import map_array, member_span, write_header
+from dlrm_bench.dlrm.data.npy import map_array, member_span, write_header
 
 
 def test_header_is_numpys() -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dlrm.config import DataConfig
-from dlrm.data import planted
-from dlrm.data.dataset import open_dataset
-from dlrm.data.manifest import MANIFEST, MARKER
-from dlrm.data.planted import MOST, PlantedConfig, generate
-from dlrm.presets import preset
+from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.data import planted
+from dlrm_bench.dlrm.data.dataset import open_dataset
+from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER
+from dlrm_bench.dlrm.data.planted import MOST, PlantedConfig, generate
+from dlrm_bench.dlrm.presets import preset
 
 MODEL = preset("smoke").model
 
@@ -186,7 +186,16 @@ def test_a_preset_without_a_directory() -> None:
 
 def test_command_line(tmp_path: Path) -> None:
     def start(*flags: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "dlrm.data.planted", "--path", str(tmp_path / "set"), "--days", "2", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "dlrm_bench.dlrm.data.planted",
+            "--path",
+            str(tmp_path / "set"),
+            "--days",
+            "2",
+            *flags,
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     first = start("--samples-per-day", "500")

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlrm.config import DataConfig, ModelConfig
-from dlrm.data.batch import feature_blocks
-from dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
 
 
 @pytest.fixture

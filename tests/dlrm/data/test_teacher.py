@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from dlrm.data.distributions import log_counts
-from dlrm.data.teacher import Teacher, id_weights
+from dlrm_bench.dlrm.data.distributions import log_counts
+from dlrm_bench.dlrm.data.teacher import Teacher, id_weights
 
 
 def samples(seed: int, n: int = 20_000) -> tuple[np.ndarray, list[np.ndarray]]:

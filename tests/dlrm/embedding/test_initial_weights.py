@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dlrm.embedding import initial_weights
-from dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.embedding import initial_weights
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 
 
 def shard(

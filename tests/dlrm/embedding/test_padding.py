@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchrec.optim import RowWiseAdagrad
 
-from dlrm.config import OptimizerConfig, TableOptimizer
-from dlrm.embedding.tbe import FixedTBE
-from kernels.sorted_adagrad import adagrad_update
+from dlrm_bench.dlrm.config import OptimizerConfig, TableOptimizer
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.kernels.sorted_adagrad import adagrad_update
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 ROWS, HOT, COLUMNS, SAMPLES = [5, 1000, 1], [2, 7, 3], 16, 33

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm.config import ModelConfig, OptimizerConfig
-from dlrm.embedding.plan import (
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.plan import (
     REPLICATED_ROWS,
     Plan,
     Shard,
@@ -19,7 +19,7 @@ from dlrm.embedding.plan import (
     rank_loads,
     tables_us,
 )
-from dlrm.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.presets import MLPERF_MODEL
 
 
 def model_of(rows: list[int], hot: list[int], dim: int = 32) -> ModelConfig:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.config import ModelConfig, OptimizerConfig
-from dlrm.data.batch import feature_blocks
-from dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm.embedding.replicated import ReplicatedTables
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.embedding.replicated import ReplicatedTables
+from dlrm_bench.dlrm.ranks import Ranks
 from tests.cases import PLACES
 
 DIM = 16

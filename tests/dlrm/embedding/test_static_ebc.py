@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.config import ModelConfig, OptimizerConfig
-from dlrm.data.batch import feature_blocks
-from dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm.embedding.plan import Plan, Shard
-from dlrm.embedding.pooled_exchange import Peers
-from dlrm.embedding.static_ebc import DistributedIds, StaticEBC
-from dlrm.peer_memory import PeerMemory
-from dlrm.ranks import Ranks
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.embedding.pooled_exchange import Peers
+from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.ranks import Ranks
 
 DIM = 64
 MODEL = ModelConfig(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.config import OptimizerConfig
-from dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 # FBGEMM packs sample and table into 32 bits; from eight tables on they may reach the sign bit.

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 
-from dlrm.config import ModelConfig, RunConfig, TableOptimizer
-from dlrm.embedding.plan import Plan, Shard
-from dlrm.embedding.torchrec_plan import DATA_PARALLEL_ROWS, convert, make_torchrec_plan
-from dlrm.presets import preset
+from dlrm_bench.dlrm.config import ModelConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.embedding.torchrec_plan import DATA_PARALLEL_ROWS, convert, make_torchrec_plan
+from dlrm_bench.dlrm.presets import preset
 
 DIM = 128
 MODEL = ModelConfig(num_embeddings=(1000,) * 4, multi_hot_sizes=(1,) * 4)

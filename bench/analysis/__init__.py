@@ -1,0 +1,1 @@
+"""What records say once they exist: comparisons, ladders, floors, MLPerf logs of others. No torch."""

@@ -1,0 +1,118 @@
+"""What runs that are compared must have in common, and where their records say that they have not.
+
+Between sides the work and the machine should be the same, and the program may differ: that is what a comparison is for.
+Within a side the program should be the same too.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from dlrm_bench.bench.records.record import Record
+from dlrm_bench.dlrm.config import RunConfig
+
+SHOULD_BE_EQUAL = {
+    "nodes": "machine.nodes",
+    "host": "machine.hosts",
+    "GPUs": "machine.gpus",
+    "GPU": "machine.gpu",
+    "CPU": "machine.cpu",
+    "cores": "machine.cores",
+    "driver": "machine.driver",
+    "power limit (W)": "machine.power_limit_w",
+    "largest SM clock (MHz)": "machine.sm_clock_max_mhz",
+    "topology": "machine.topology",
+    "CUDA": "machine.cuda",
+    "NCCL": "machine.nccl",
+    "Python": "machine.python",
+    "torch": "machine.torch",
+    "torchrec": "machine.torchrec",
+    "fbgemm_gpu": "machine.fbgemm_gpu",
+    "ranks": "config.world_size",
+    "global batch": "config.global_batch_size",
+    "precision": "config.precision",
+    "tables": "config.model",
+    "optimizer of the tables": "config.optimizer.embedding",
+    "data": "config.data.source",
+    "path of the data": "config.data.path",
+    "skew of random ids": "config.data.random_skew",
+    "number of random batches": "config.data.random_batches",
+    "variable bag lengths": "config.data.variable_lengths",
+    "warm-up iterations": "warmup_iterations",
+    "iterations between checks of the loss": "config.loss_interval",
+}
+"""What a reader takes to be the same on both sides, and where a record says it."""
+SM_CLOCK = "SM clock during the run (MHz)"
+"""The one setting that is measured."""
+
+_BEFORE = {"config.optimizer.embedding": "adagrad", "config.data.variable_lengths": False}
+"""What runs did whose records are older than the field."""
+_NO_SWITCHES = {
+    "preset", "model", "data", "optimizer", "mlperf", "local_batch_size", "precision", "iterations",
+    "warmup_iterations", "target_auc", "evaluations_per_epoch", "loss_interval", "seed", "results_dir", "run_id",
+}  # fmt: skip
+"""Fields of RunConfig that say what is computed, how long and where to; all others are the program: ebc, pipeline and
+every switch, also those that a later version adds."""
+
+
+def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """The different values, over the records, of what should be equal; unknown ones are left out."""
+    settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
+    return settings | {SM_CLOCK: _clocks(records)}
+
+
+def different(values: Iterable[Any]) -> list[Any]:
+    """Each value once, without None."""
+    found: list[Any] = []
+    for value in values:
+        if value is not None and value not in found:
+            found.append(value)
+    return found
+
+
+def doubts(record: Record) -> list[str]:
+    """Reasons to doubt a record that is well-formed: code that no commit holds, a machine that was throttled."""
+    run, found = record.run, []
+    if run["git"]["dirty"]:
+        found.append("source tree differed from its commit")
+    conditions = run.get("conditions")
+    if conditions and conditions["throttled"]:
+        reasons = ", ".join(sorted({span["reason"] for span in conditions["throttling"]}))
+        found.append(f"throttled ({reasons})")
+    return found
+
+
+def doubts_of_side(label: str, records: Sequence[Record]) -> list[str]:
+    """Reasons to doubt a side: those of its records, each said once, and runs of several programs taken together."""
+    counts = Counter(doubt for record in records for doubt in doubts(record))
+    found = [f"{label}: {doubt} in {n} of {len(records)} runs" for doubt, n in counts.items()]
+    programs = [_program(record) for record in records]
+    varying = [field for field in programs[0] if len(different(p[field] for p in programs)) > 1]
+    if varying:
+        found.append(f"{label}: runs of several programs, which differ in {', '.join(varying)}: name those of one")
+    return found
+
+
+def _program(record: Record) -> dict[str, str | None]:
+    """The commit, and all fields of the configuration that make the program; what is not recorded had its default."""
+    config = record.run["config"]
+    program = {f.name: str(config.get(f.name, f.default)) for f in fields(RunConfig) if f.name not in _NO_SWITCHES}
+    if config.get("pipeline") is None:  # as RunConfig.pipeline_name says
+        program["pipeline"] = "five-stage" if program["ebc"] == "static" else "sparse-dist"
+    return program | {"commit": record.run["git"]["commit"]}
+
+
+def _lookup(record: Record, field: str) -> Any:
+    value: Any = record.run
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return _BEFORE.get(field) if value is None else value
+
+
+def _clocks(records: Sequence[Record]) -> list[Any]:
+    conditions = [record.run.get("conditions") for record in records]
+    clocks = [c["sm_clock_mhz"][1] for c in conditions if c and c["sm_clock_mhz"]]
+    return [round(float(np.median(clocks)))] if clocks else []

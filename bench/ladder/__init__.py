@@ -1,0 +1,1 @@
+"""Rungs, and the runs that make a ladder of them."""

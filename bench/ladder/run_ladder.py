@@ -1,0 +1,110 @@
+"""A ladder: rungs run one after another, round after round, so that the machine's drift strikes all of them alike.
+
+dlrm-bench ladder --preset launch-bound [--field value ...]
+
+Every run has fresh processes of its own (bench/ladder/launching.py), so no rung inherits another's memory, graphs or
+communicators. Each round runs every rung once, in an order drawn from the seed, on the same batches (equal --seed). A
+rung is compared with another round by round. With --host an instrumented twin of each rung follows the last round.
+ladder.json and the members' records and output stay together in one folder.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from dlrm_bench.bench.analysis.ladder import LADDER_JSON, LADDER_SCHEMA, HostCost, Ladder, host_cost, rung_results
+from dlrm_bench.bench.ladder.launching import MEASURE, run_forked
+from dlrm_bench.bench.ladder.rungs import Rung
+from dlrm_bench.bench.records.record import Record, read_record
+
+
+def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int, Rung]]:
+    """(round, rung) in the order to run them: every rung once in each round, shuffled within it."""
+    rng = np.random.default_rng(seed)
+    return [(r, rungs[i]) for r in range(rounds) for i in rng.permutation(len(rungs))]
+
+
+def run_ladder(
+    rungs: Sequence[Rung],
+    *,
+    folder: Path,
+    processes: int,
+    rounds: int,
+    seed: int,
+    flags: Sequence[str],
+    command: str,
+    host: bool = False,
+) -> Iterator[str]:
+    """Runs everything and writes folder/ladder.json; yields the id of each run when it has ended.
+
+    folder: exists and is empty. flags: of launch/dlrm.py, for all rungs; a rung's own flags come after them. host: run
+    one instrumented twin of each rung too, after all that is timed. FailedError, with what it said, if a timed run
+    fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
+    them, whatever ends the ladder. A twin that fails leaves its log, and its rung without a host block.
+    """
+    members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
+    twins: dict[str, HostCost | None] = {}
+    order: list[str] = []
+
+    def write() -> None:
+        ladder = Ladder(
+            schema=LADDER_SCHEMA,
+            id=folder.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=command,
+            rounds=rounds,
+            seed=seed,
+            rungs=rung_results(rungs, members, twins),
+            order=order,
+        )
+        (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
+
+    with _naming_what_is_kept(folder, order):
+        for round_number, rung in draw_order(rungs, rounds, seed):
+            run_id = f"{round_number:02d}-{rung.name}"
+            place = ["--results-dir", str(folder), "--run-id", run_id]
+            run_forked([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
+            members[rung.name].append(_timed(read_record(folder / run_id)))
+            order.append(run_id)
+            yield run_id
+        write()
+        for rung in rungs if host else ():
+            run_id = twin_id(rung.name)
+            place = ["--results-dir", str(folder), "--run-id", run_id]
+            try:
+                run_forked(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
+                twins[rung.name] = host_cost(read_record(folder / run_id))
+            except ValueError:  # hours of timed rounds must not be lost for it
+                twins[rung.name] = None
+            write()
+            yield run_id
+
+
+@contextlib.contextmanager
+def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
+    """order: ids of the timed runs that have ended."""
+    try:
+        yield
+    except BaseException as error:
+        if order:
+            error.add_note(f"finished before, and kept in {folder}: {', '.join(order)}")
+        raise
+
+
+def _timed(record: Record) -> Record:
+    """The record; ValueError if it has no latency: hours of other runs later it would be of no more use."""
+    if record.run["latency_ms"] is None:
+        raise ValueError(
+            f"{record.folder} ended after {len(record.losses)} iterations, within its warm-up: lower "
+            f"--warmup-iterations ({record.run['warmup_iterations']}), or raise --target-auc"
+        )
+    return record
+
+
+def twin_id(rung: str) -> str:
+    """Name of the record, and with .log of the output, of a rung's twin."""
+    return f"host-{rung}"

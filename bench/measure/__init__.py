@@ -1,0 +1,1 @@
+"""What a run measures with: clock, losses, telemetry, MLPerf log, profiler, ceilings."""

@@ -1,0 +1,121 @@
+"""Ends a run on every rank when one of them fails or is told to stop, whatever the main thread is blocked in.
+
+A main thread that waits in a collective or for the GPU runs no Python, so neither signal handlers nor exceptions reach
+it there. Two daemon threads do the watching: one for signals, through the wakeup file descriptor that CPython's C
+handler writes to, one for the other ranks, through a key in the process group's store. Both sleep in the kernel.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from dlrm_bench.dlrm.ranks import Ranks
+
+# A restarted worker group must not read the reason that ended the one before it.
+_KEY = f"dlrm/abort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+_FOREVER = timedelta(days=3650)
+# An error that strikes all ranks alike, as bad input does, gets this long to reach each of them by itself: then every
+# rank says what is wrong, and ends with the status that belongs to it. As long does a rank whose collective broke wait
+# for a peer to say why: a peer's end closes its connections, and what it announced before is the reason.
+_GRACE_S = 0.5
+
+
+class AbortWatch:
+    """Context manager around everything after init_process_group.
+
+    `on_abort` closes what must be closed (the MLPerf log); it runs once, on the watching or the failing thread.
+    """
+
+    def __init__(self, ranks: Ranks, on_abort: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._on_abort = on_abort
+        self._ending = threading.Lock()
+        self._reason = ""
+        self._told = threading.Event()
+
+    def __enter__(self) -> "AbortWatch":
+        if self._ranks.world_size > 1:
+            # Connected now: a rank that fails after the store's host must not wait for a connection then.
+            self._store = _connect()
+            threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
+        self._wakeup, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous_fd = signal.set_wakeup_fd(writer.fileno())
+        threading.Thread(target=self._watch_signals, name="abort-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if self._ranks.world_size > 1 and _of_a_collective(error) and self._told.wait(_GRACE_S):
+                self._end(self._reason, 1, announce=False)
+            self._ending.acquire()
+            try:
+                self._on_abort()
+            finally:
+                self._announce(f"{type(error).__name__}: {error}")
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._writer.close()  # ends the signal thread
+
+    def _announce(self, reason: str) -> None:
+        if self._ranks.world_size > 1:
+            # Without the store the ranks that could have read the reason are gone too.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
+
+    def _watch_signals(self) -> None:
+        received = self._wakeup.recv(1)
+        if received:
+            name = signal.Signals(received[0]).name
+            self._end(f"stopped by {name}", 128 + received[0], announce=True)
+
+    def _watch_ranks(self) -> None:
+        try:
+            store = _connect()
+            store.wait([_KEY], _FOREVER)
+            self._reason = store.get(_KEY).decode()
+        except RuntimeError:  # the store went away: torchrun is taking the ranks down
+            return
+        self._told.set()
+        time.sleep(_GRACE_S)
+        self._end(self._reason, 1, announce=False)
+
+    def _end(self, reason: str, code: int, announce: bool) -> None:
+        if not self._ending.acquire(blocking=False):
+            return  # this rank is ending already
+        try:
+            print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
+            self._on_abort()
+        except Exception:  # such as a full disk: a rank that is told to end ends, and says so to the others
+            traceback.print_exc()
+        finally:
+            if announce:
+                self._announce(reason)
+            os._exit(code)
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """Whether this is what a collective raises whose peers are gone: NCCL and torch DistError, gloo RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _connect() -> TCPStore:
+    """Another client of the process group's store: a blocked wait would hold the group's own."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False)

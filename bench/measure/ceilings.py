@@ -1,0 +1,238 @@
+"""Measures the ceilings of this machine: one piece of work at a time, alone, on all ranks at once.
+
+Every piece has the size that an iteration of the preset has on one rank: copies, the dense network's GEMMs, all
+collectives, the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many
+repetitions, so that launching costs nothing; launching is measured by itself.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.bench.records.limits import (
+    ADAGRAD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BATCH_COPY,
+    GRADIENTS,
+    IDS,
+    LOOKUP,
+    POOLED,
+    REDUCE_SCATTER,
+    UPDATE,
+    Ceiling,
+)
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.ranks import Ranks
+
+_MEASUREMENTS = 7  # of which the median counts
+_LAUNCHES = 100
+
+
+def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
+    """All ceilings, one after another; every rank works at the same time, as in training. Collective."""
+    model, batch, device = config.model, config.local_batch_size, ranks.device
+    exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    size = exchanged.itemsize
+    timer = _Timer(ranks)
+
+    batch_bytes = batch * 4 * (model.ids_per_sample + model.dense_in_features + 1)
+    host = torch.zeros(batch_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    gpu = torch.zeros(batch_bytes, dtype=torch.uint8, device=device)
+    yield timer.of(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
+    yield timer.of("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
+
+    yield from _collectives(timer, config, ranks, exchanged)
+    for name, shape in gemm_shapes(model, batch).items():
+        flop = 2.0 * shape[0] * shape[1] * shape[2]
+        yield timer.of(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
+
+    rates = [timer.of(name, None, 2.0 * _copied_bytes(device), "B", work) for name, work in _memory(device).items()]
+    yield from rates
+    rate = max(rates, key=lambda one: one["amount"] / one["ms"])
+    for name, stage, amount in (
+        (LOOKUP, "embedding_forward", lookup_bytes(model, batch, size)),
+        (UPDATE, "embedding_backward", update_bytes(model, config.optimizer, batch, size)),
+        (ADAGRAD, "dense_update", 20.0 * dense_weights(model)),  # fp32 weight and state read and written, gradient read
+    ):
+        yield Ceiling(name=name, stage=stage, ms=amount / rate["amount"] * rate["ms"], amount=amount, unit="B")
+    yield from _launches(timer, device)
+
+
+def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: torch.dtype) -> Iterator[Ceiling]:
+    """All of an iteration's; `exchanged` is what pooled vectors and gradients travel in."""
+    model, batch, device = config.model, config.local_batch_size, ranks.device
+    pooled = batch * model.num_features * model.embedding_dim
+    for name, stage, count, dtype in (
+        (IDS, "input_dist", batch * model.ids_per_sample, torch.int32),
+        (POOLED, "embedding_forward", pooled, exchanged),
+        (GRADIENTS, "embedding_backward", pooled, exchanged),
+    ):
+        yield timer.of(name, stage, count * dtype.itemsize, "B", _all_to_all(count, dtype, ranks))
+    part = torch.zeros(-(-dense_weights(model) // ranks.world_size), dtype=exchanged, device=device)
+    whole = part.repeat(ranks.world_size)
+    yield timer.of(ALL_REDUCE, "dense_forward_backward", whole.nbytes, "B", lambda: dist.all_reduce(whole))
+    if device.type == "cuda":  # gloo has no reduce-scatter
+        yield timer.of(REDUCE_SCATTER, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
+        yield timer.of(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
+
+
+def dense_weights(model: ModelConfig) -> int:
+    """Weights and biases of the dense network."""
+    width = (model.num_features + 1) * model.embedding_dim
+    mlps = sum(i * o + o for layers in _mlps(model) for i, o in pairwise(layers))
+    return mlps + model.cross_layers * (2 * width * model.cross_rank + width)
+
+
+def gemm_shapes(model: ModelConfig, batch: int) -> dict[str, tuple[int, int, int]]:
+    """(M, N, K) of every matrix product of an iteration: forward, input gradient and weight gradient of each layer."""
+    width = (model.num_features + 1) * model.embedding_dim
+    layers = []
+    for i in range(model.cross_layers):
+        layers += [(f"cross {i} V", width, model.cross_rank), (f"cross {i} W", model.cross_rank, width)]
+    for mlp, sizes in zip(("bottom", "top"), _mlps(model), strict=True):
+        layers += [(f"{mlp} {i}", *io) for i, io in enumerate(pairwise(sizes))]
+    shapes = {}
+    for name, inputs, outputs in layers:
+        shapes[f"GEMM: {name} forward"] = (batch, outputs, inputs)
+        if name != "bottom 0":  # the dense features need no gradient
+            shapes[f"GEMM: {name} input gradient"] = (batch, inputs, outputs)
+        shapes[f"GEMM: {name} weight gradient"] = (outputs, inputs, batch)
+    return shapes
+
+
+def lookup_bytes(model: ModelConfig, batch: int, pooled_size: int) -> float:
+    """Memory traffic of a rank's share of the lookup: ids and fp32 rows read, pooled vectors written.
+
+    A share is 1 / world size of the global batch's work, so it is that of one local batch. Caches are taken to hold
+    nothing, which only the smallest tables violate.
+    """
+    ids = batch * model.ids_per_sample
+    return ids * 4.0 + ids * model.embedding_dim * 4.0 + batch * model.num_features * model.embedding_dim * pooled_size
+
+
+def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, batch: int, gradient_size: int) -> float:
+    """The same of the table update: ids and gradients read; rows and their state read and written, in fp32."""
+    ids, dim = batch * model.ids_per_sample, model.embedding_dim
+    gradients = batch * model.num_features * model.embedding_dim * gradient_size
+    return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
+
+
+def _mlps(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    width = (model.num_features + 1) * model.embedding_dim
+    return (model.dense_in_features, *model.bottom_mlp), (width, *model.top_mlp)
+
+
+def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:
+    """Exchange of about `count` elements, the same number between any two ranks."""
+    sent = torch.zeros(max(1, count // ranks.world_size) * ranks.world_size, dtype=dtype, device=ranks.device)
+    received = torch.empty_like(sent)
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    m, n, k = shape
+    # Values matter to the power that a GPU draws, and so to its clock: zeros would flatter it.
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _copied_bytes(device: torch.device) -> int:
+    """More than any cache holds."""
+    return 1 << 30 if device.type == "cuda" else 1 << 26
+
+
+def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Ways to read and write so many bytes, by name: the fastest is a ceiling for kernels, which the driver's own copy
+    (2.8 TB/s on an H200) need not be."""
+    source = torch.zeros(_copied_bytes(device) // 4, device=device)
+    target = torch.empty_like(source)
+    return {"memory: copy": lambda: target.copy_(source), "memory: add in place": lambda: target.add_(1)}
+
+
+def _launches(timer: "_Timer", device: torch.device) -> Iterator[Ceiling]:
+    """What the host pays to launch, one kernel after another and as a graph."""
+    x = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            x.add_(1)
+
+    yield timer.on_host(f"launch: {_LAUNCHES} kernels", launch)
+    if device.type == "cuda":
+        graph = _captured(launch, 1)
+        yield timer.on_host(f"replay: a graph of {_LAUNCHES} kernels", graph.replay)
+
+
+class _Timer:
+    """Times work on all ranks at once; the slowest rank counts."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._cuda = ranks.device.type == "cuda"
+        self._repeats = 20 if self._cuda else 3
+
+    def of(self, name: str, stage: str | None, amount: float, unit: str, work: Callable[[], Any]) -> Ceiling:
+        """Time of the work on the device. Collective."""
+        work()
+        if self._cuda:
+            graph = _captured(work, self._repeats)
+            times = [self._on_gpu(graph) for _ in range(_MEASUREMENTS)]
+        else:
+            times = [self._on_cpu(work) for _ in range(_MEASUREMENTS)]
+        return Ceiling(name=name, stage=stage, ms=_slowest(median(times)) / self._repeats, amount=amount, unit=unit)
+
+    def on_host(self, name: str, work: Callable[[], Any]) -> Ceiling:
+        """Time that the host needs to launch work of _LAUNCHES kernels, which the device ends later. Collective."""
+        work()
+        times = []
+        for _ in range(_MEASUREMENTS):
+            self._start_together()
+            begin = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - begin) * 1000)
+        return Ceiling(name=name, stage=None, ms=_slowest(median(times)), amount=_LAUNCHES, unit="launches")
+
+    def _on_gpu(self, graph: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start_together()
+        graph.replay()  # the ranks meet in it: their collectives wait for each other
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def _on_cpu(self, work: Callable[[], Any]) -> float:
+        self._start_together()
+        begin = time.perf_counter()
+        for _ in range(self._repeats):
+            work()
+        return (time.perf_counter() - begin) * 1000
+
+    def _start_together(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def _captured(work: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
+    """A graph of the work, done `repeats` times. The work has run before, so that nothing initialises in it."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            work()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _slowest(ms: float) -> float:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ms)
+    return max(everyone)

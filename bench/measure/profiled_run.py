@@ -1,0 +1,212 @@
+"""The instrumented twin of a run: the same configuration, with a profiler on for a few iterations.
+
+dlrm-bench host RECORD, or dlrm-bench host --preset launch-bound [--field value ...]
+
+The timed run carries no instruments; its twin leaves a record of its own, whose blocks from host to kernels are
+filled and whose latencies nobody should compare, and a trace of each rank for Perfetto (https://ui.perfetto.dev).
+Under --nvtx it traces nothing and emits its ranges for nsys instead: CUPTI serves one profiler at a time.
+"""
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dlrm_bench.bench.measure.thread_times import spent_ms, thread_times_ms
+from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.schema import Instruments, Kernel, Span
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.ranks import Ranks
+
+if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only
+    from dlrm_bench.pipeline.interface import Pipeline
+
+MEASURED = 50
+"""Iterations after the warm-up that measure CPU time, without the profiler."""
+SETTLING = 3
+"""Iterations with the profiler on that are not looked at: its start slows them down."""
+PROFILED = 5
+"""Iterations in the trace and in all counts."""
+
+
+def twin_config(config: RunConfig) -> RunConfig:
+    """The configuration of the twin: as many iterations as the instruments need, no evaluation.
+
+    ValueError where the data set is too short is the run's own.
+    """
+    iterations = config.warmup_iterations + MEASURED + SETTLING + PROFILED
+    return dataclasses.replace(config, iterations=iterations, target_auc=None)
+
+
+class InstrumentedPipeline:
+    """A pipeline whose train_step is measured; see pipeline/interface.py."""
+
+    def __init__(self, pipeline: "Pipeline", folder: Path, config: RunConfig, ranks: Ranks, nvtx: bool = False) -> None:
+        """folder: of the record, where the traces go. nvtx: emit ranges for nsys and trace nothing; needs a GPU."""
+        cuda = ranks.device.type == "cuda"
+        assert cuda or not nvtx
+        self._pipeline = pipeline
+        self._trace = folder / f"trace_rank{ranks.rank}.json.gz"
+        self._ranks = ranks
+        self._step = 0
+        self._starts = config.warmup_iterations
+        self._cpu_ms = self._thread_ms = self._wall_ms = 0.0
+        self._threads: list[dict[int, tuple[str, float]]] = []
+        self._on = ExitStack()
+        self._profile: profile | None = None
+        if not nvtx:
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+                # A second launching thread began before the profiler and would have no ranges.
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
+
+    def train_step(self, batches: Iterator[Any]) -> Tensor:
+        """A step of the pipeline, within a range named ITERATION once the profiler has settled."""
+        step = self._step - self._starts
+        self._step += 1
+        if step == 0:
+            self._clocks(-1)
+        elif step == MEASURED:
+            self._clocks(1)
+            self._switch_on()
+        if step < MEASURED + SETTLING:
+            return self._pipeline.train_step(batches)
+        with record_function(ITERATION):
+            loss = self._pipeline.train_step(batches)
+        if step == MEASURED + SETTLING + PROFILED - 1:
+            self._synchronize()
+            self._on.close()
+        return loss
+
+    def prepare(self, batch: Any) -> Any:
+        """The pipeline's."""
+        return self._pipeline.prepare(batch)
+
+    def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pipeline's."""
+        return self._pipeline.evaluate(batches)
+
+    def describe(self) -> dict[str, Any]:
+        """The pipeline's."""
+        return self._pipeline.describe()
+
+    def close(self) -> None:
+        """The pipeline's."""
+        self._pipeline.close()
+
+    def instruments(self) -> Instruments:
+        """Writes the traces; what they say, as mean of the ranks, on every rank. Collective."""
+        wall_ms = self._wall_ms / MEASURED
+        times = {"cpu_ms": self._cpu_ms / MEASURED, "launching_thread_ms": self._thread_ms / MEASURED}
+        own = Instruments(
+            host={**times, "wall_ms": wall_ms},
+            host_threads_ms={name: ms / MEASURED for name, ms in spent_ms(*self._threads).items()},
+            gpu=None,
+            stages_ms=None,
+            host_stages_ms=None,
+            timeline=None,
+            kernels=None,
+        )
+        if self._profile is not None:
+            self._profile.export_chrome_trace(str(self._trace))
+            trace = summarize_trace(read_trace(self._trace))
+            own["host"] |= trace.calls
+            own["stages_ms"] = trace.gpu_stages_ms or trace.host_stages_ms
+            own["host_stages_ms"], own["timeline"], own["kernels"] = trace.host_stages_ms, trace.timeline, trace.kernels
+            if trace.gpu_busy_ms is not None:
+                own["gpu"] = {
+                    "busy_ms": trace.gpu_busy_ms,
+                    "computing_ms": trace.gpu_computing_ms or 0.0,
+                    "idle_fraction": trace.gpu_idle_fraction or 0.0,
+                }
+        everyone: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(everyone, own)
+        return mean_of_ranks(everyone)
+
+    def _switch_on(self) -> None:
+        if self._profile is not None:
+            self._on.enter_context(self._profile)
+        else:
+            self._on.enter_context(torch.cuda.profiler.profile())  # where nsys has --capture-range cudaProfilerApi
+            self._on.enter_context(torch.autograd.profiler.emit_nvtx())
+
+    def _clocks(self, sign: int) -> None:
+        """Adds (1) or takes away (-1) the times so far of the process, this thread, and the wall.
+
+        The host waits for the GPU, polling, before the first iteration that counts; after the last one its own time is
+        over before it does. Reading the other threads' times falls outside of it at both ends.
+        """
+        if sign < 0:
+            self._synchronize()
+            self._threads.append(thread_times_ms())
+        self._cpu_ms += sign * time.process_time() * 1000
+        self._thread_ms += sign * time.thread_time() * 1000
+        if sign > 0:
+            self._threads.append(thread_times_ms())
+        self._synchronize()
+        self._wall_ms += sign * time.perf_counter() * 1000
+
+    def _synchronize(self) -> None:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
+    """One for all: means, of kernels also the extremes. What a rank did not have, such as a kernel, counts as zero;
+    stages' times are those of the ranks that had the stage. The idle fraction is that of the rank with the largest:
+    the others wait for it, in collectives that count as busy."""
+    spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
+    for rank in ranks:
+        for stage, span in (rank["timeline"] or {}).items():
+            spans[stage].append(dict(span))  # type: ignore[arg-type]
+        for kernel in rank["kernels"] or ():
+            kernels[kernel["name"], kernel["stage"]].append(kernel)
+    timeline = {stage: Span(**_mean(spans[stage])) for stage in STAGES if stage in spans}  # type: ignore[typeddict-item]
+    merged = [_merged(same, len(ranks)) for same in kernels.values()]
+    gpus = [rank["gpu"] for rank in ranks if rank["gpu"] is not None]
+    gpu = _mean(gpus)
+    if gpu is not None:
+        gpu["idle_fraction"] = max(of_rank["idle_fraction"] for of_rank in gpus)
+    blocks = ("host", "stages_ms", "host_stages_ms")
+    return Instruments(
+        **{block: _mean([rank[block] for rank in ranks]) for block in blocks},  # type: ignore[typeddict-item,literal-required]
+        host_threads_ms=_mean_by_name([rank["host_threads_ms"] for rank in ranks]),
+        gpu=gpu,
+        timeline=timeline or None,
+        kernels=sorted(merged, key=lambda kernel: -kernel["us"]) or None,
+    )
+
+
+def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
+    """One kernel of several ranks; those without it spent nothing on it."""
+    calls, us = (sum(kernel[field] for kernel in same) / ranks for field in ("calls", "us"))
+    least = min(kernel["least_us"] for kernel in same) if len(same) == ranks else 0.0
+    most = max(kernel["most_us"] for kernel in same)
+    return Kernel(name=same[0]["name"], stage=same[0]["stage"], calls=calls, us=us, least_us=least, most_us=most)
+
+
+def _mean_by_name(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Most first; what a rank does not have counts as zero."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for rank in ranks:
+        for name, ms in rank.items():
+            total[name] += ms / len(ranks)
+    return dict(sorted(total.items(), key=lambda each: -each[1]))
+
+
+def _mean(blocks: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+    known = [block for block in blocks if block is not None]
+    return {name: fmean(block[name] for block in known) for name in known[0]} if known else None

@@ -1,0 +1,128 @@
+"""What happened to the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
+
+One thread a rank asks NVML four questions about its own GPU twice a second; each takes microseconds and none waits for
+the GPU or holds Python's interpreter lock.
+"""
+
+import gc
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.bench.measure.clock import IterationClock
+from dlrm_bench.bench.measure.machine import GpuState, current_gpu, gpu_state, nvml_session
+from dlrm_bench.bench.records.schema import Conditions, Throttling
+
+INTERVAL_S = 0.5
+
+# nvml.h, nvmlClocksEventReasons: those that slow a GPU down against its will.
+THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+@dataclass(slots=True)
+class Samples:
+    """What one rank saw: the GPU's states, each with the number of iterations launched by then."""
+
+    states: list[tuple[int, GpuState]] = field(default_factory=list)
+    gc_iterations: list[int] = field(default_factory=list)
+
+
+class RunMonitor:
+    """Context manager around a training loop that `clock` times."""
+
+    def __init__(self, device: torch.device, clock: IterationClock, interval_s: float = INTERVAL_S) -> None:
+        self._cuda = device.type == "cuda"
+        self._clock = clock
+        self._interval_s = interval_s
+        self._samples = Samples()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "RunMonitor":
+        gc.callbacks.append(self._on_gc)
+        if self._cuda:
+            gpu = torch.cuda.current_device()  # a thread has a current device of its own
+            self._thread = threading.Thread(target=self._watch, args=(gpu,), name="run-monitor", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gc.callbacks.remove(self._on_gc)
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)  # a driver that hangs must not hang the run
+
+    def gather(self) -> Conditions:
+        """The conditions of all ranks, on every rank. Collective, after the loop."""
+        # The loop begins with a collection, and Python may catch up on one when it has ended: neither cost it any time.
+        within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
+        self._samples.gc_iterations = within
+        ranks: list[Any] = [self._samples]
+        if dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, self._samples)
+        return summarize(ranks, self._interval_s)
+
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            self._samples.gc_iterations.append(self._clock.iterations)
+
+    def _watch(self, device: int) -> None:
+        torch.cuda.set_device(device)
+        with nvml_session() as works:
+            gpu = current_gpu() if works else None
+            ended = gpu is None
+            while not ended:  # not before the first wait, when the GPU may still be idle
+                ended = self._end.wait(self._interval_s)
+                self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
+
+
+def summarize(ranks: Sequence[Samples], interval_s: float) -> Conditions:
+    """Conditions from every rank's samples."""
+    states = [state for samples in ranks for _, state in samples.states]
+    throttling = [span for rank, samples in enumerate(ranks) for span in _spans(rank, samples)]
+    return Conditions(
+        interval_s=interval_s,
+        samples=max(len(samples.states) for samples in ranks),
+        sm_clock_mhz=_triple([state.sm_clock_mhz for state in states]),
+        temperature_c=_triple([state.temperature_c for state in states]),
+        power_w=_triple([state.power_w for state in states]),
+        throttled=bool(throttling) if any(state.clocks_event_reasons is not None for state in states) else None,
+        throttling=throttling,
+        gc_iterations=sorted({iteration for samples in ranks for iteration in samples.gc_iterations}),
+    )
+
+
+def _triple(values: Sequence[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return [round(float(value), 1) for value in np.percentile(known, (0, 50, 100))] if known else None
+
+
+def _spans(rank: int, samples: Samples) -> list[Throttling]:
+    """Consecutive samples with the same reason make one span, which reaches to the next sample."""
+    spans: list[Throttling] = []
+    for bit, reason in THROTTLE_REASONS.items():
+        open_span: Throttling | None = None
+        for iteration, state in samples.states:
+            if open_span is not None:
+                open_span["last_iteration"] = iteration
+            if not (state.clocks_event_reasons or 0) & bit:
+                open_span = None
+            elif open_span is None:
+                open_span = Throttling(rank=rank, reason=reason, first_iteration=iteration, last_iteration=iteration)
+                spans.append(open_span)
+    return spans

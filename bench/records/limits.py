@@ -1,0 +1,95 @@
+"""The form of limits.json, and the floor that its ceilings make."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.schema import Git, Machine
+
+BATCH_COPY = "host to device: one batch"
+IDS = "all-to-all: ids"
+POOLED = "all-to-all: pooled vectors"
+GRADIENTS = "all-to-all: their gradients"
+ALL_REDUCE = "all-reduce: dense gradients"
+REDUCE_SCATTER = "reduce-scatter: dense gradients"
+ALL_GATHER = "all-gather: dense weights"
+LOOKUP = "memory traffic: table lookup"
+UPDATE = "memory traffic: table update"
+ADAGRAD = "memory traffic: dense update"
+ALL_TO_ALLS = (IDS, POOLED, GRADIENTS)
+MEMORY = (LOOKUP, UPDATE, ADAGRAD)
+
+
+class Ceiling(TypedDict):
+    """One piece of work, alone on the machine."""
+
+    name: str
+    stage: str | None
+    """The stage that it is part of; None for rates that belong to no stage."""
+    ms: float
+    """Once an iteration, on the slowest rank."""
+    amount: float
+    """What is moved or computed in that time on one rank."""
+    unit: str
+    """B, FLOP or launches."""
+
+
+LIMITS_JSON = "limits.json"
+LIMITS_SCHEMA = 1
+
+
+class Limits(TypedDict):
+    """limits.json."""
+
+    schema: int
+    id: str
+    created: str
+    command: str
+    git: Git
+    machine: Machine
+    config: dict[str, Any]
+    """preset, world_size, local_batch_size, precision, model: what the sizes follow from; since it is recorded,
+    table_optimizer."""
+    ceilings: list[Ceiling]
+    floor_ms: dict[str, float]
+    """Of each stage, and 'iteration'."""
+
+
+def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:
+    """The least time of each stage, and of an iteration: {stage: ms, ..., 'iteration': ms}.
+
+    A stage takes at least the sum of its pieces, of which the dense gradients' all-reduce can hide behind the GEMMs:
+    the longer one counts. Of an iteration, input dist and dense update can hide behind other stages as a whole; the
+    embedding forward, the dense stage and the embedding backward follow from each other. But what hides still uses the
+    links: an iteration takes no less than all its collectives together, nor than all its memory traffic.
+    """
+    ms = dict.fromkeys(STAGES, 0.0)
+    for ceiling in ceilings:
+        if ceiling["stage"] is not None and ceiling["name"] != ALL_REDUCE:
+            ms[ceiling["stage"]] += ceiling["ms"]
+    links = sum(c["ms"] for c in ceilings if c["name"] in (ALL_REDUCE, *ALL_TO_ALLS))
+    memory = sum(c["ms"] for c in ceilings if c["name"] in MEMORY)
+    all_reduce = sum(c["ms"] for c in ceilings if c["name"] == ALL_REDUCE)
+    ms["dense_forward_backward"] = max(ms["dense_forward_backward"], all_reduce)
+    chain = ms["embedding_forward"] + ms["dense_forward_backward"] + ms["embedding_backward"]
+    copies = sum(c["ms"] for c in ceilings if c["name"] == BATCH_COPY)
+    return ms | {"iteration": max(chain, links, memory, copies)}
+
+
+def read_limits(path: Path) -> Limits:
+    """limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is damaged."""
+    file = path / LIMITS_JSON if path.is_dir() else path
+    try:
+        limits = read_json(file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): `dlrm-bench limits` makes one") from error
+    if not isinstance(limits, dict) or limits.get("schema") != LIMITS_SCHEMA:
+        raise ValueError(f"{file} is no limits record of schema {LIMITS_SCHEMA}")
+    missing = [name for name in Limits.__annotations__ if name not in limits]
+    machine = limits.get("machine") or ()
+    missing += [f"machine.{name}" for name in sorted(Machine.__required_keys__) if name not in machine]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    return limits  # type: ignore[return-value]

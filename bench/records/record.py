@@ -1,0 +1,267 @@
+"""The record of one run: a folder with run.json and iterations.npz, written once and never edited.
+
+run.json says what ran, where, and how fast; iterations.npz holds every iteration's latency on every rank and its loss.
+run.json is written last: a folder without it is a run that did not finish.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.records.schema import (
+    RECORD_SCHEMA,
+    Conditions,
+    Git,
+    Instruments,
+    LatencySummary,
+    Machine,
+    RunRecord,
+    Training,
+    TrainingStatus,
+    check_record,
+)
+from dlrm_bench.dlrm.config import RunConfig
+
+RUN_JSON = "run.json"
+ITERATIONS_NPZ = "iterations.npz"
+
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A record as read from its folder."""
+
+    folder: Path
+    run: RunRecord
+    iterations_ms: np.ndarray
+    """float32 [ranks, iterations], milliseconds, warm-up included."""
+    losses: np.ndarray
+    """float32 [iterations]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOutcome:
+    """What the training loop knows at its end; the fields are those of Training."""
+
+    status: TrainingStatus
+    epoch_num: float
+    auc: float | None = None
+    target: float | None = None
+    best_auc: float | None = None
+
+
+def new_run_id(machine_short: str, preset: str, now: datetime) -> str:
+    """Name of a record folder, such as '20261121T004512Z-8xh200-launch-bound'; names sort by date (UTC)."""
+    assert now.tzinfo is not None, "a time without its zone cannot be told in UTC"
+    return f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{machine_short}-{preset}"
+
+
+def create_run_folder(results_dir: Path, run_id: str) -> Path:
+    """Makes results_dir/run_id, and results_dir where needed. ValueError if the folder exists or cannot be made."""
+    folder = results_dir / run_id
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(
+            f"{folder} exists and records are never overwritten: choose another --run-id or --results-dir"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made ({error.strerror}): choose another --results-dir") from error
+    return folder
+
+
+def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
+    """Summary of latencies [ranks, iterations], in milliseconds, without the first `warmup` iterations.
+
+    ValueError if nothing is left. The interval is median_ci95's.
+    """
+    slowest = _slowest_rank(iterations_ms, warmup)
+    if not len(slowest):
+        raise ValueError(
+            f"--warmup-iterations {warmup} leaves none of the {iterations_ms.shape[1]} iterations to summarize"
+        )
+    return LatencySummary(**_statistics(slowest), ci95=median_ci95(slowest))  # type: ignore[typeddict-item]
+
+
+def median_ci95(values: np.ndarray, seed: int = 0) -> list[float]:
+    """95 % interval [low, high] of the median of a series [n], by a moving-block bootstrap (percentile method).
+
+    Neighbouring iterations are correlated, so whole blocks of consecutive values are drawn, from all n - l + 1 of them
+    (Kuensch, Annals of Statistics 17(3), 1989), as many as make a series of length n. Block length l = ceil(n^(1/3)):
+    the rate that is optimal for the variance of an estimator (Hall, Horowitz and Jing, Biometrika 82(3), 1995).
+    The same values and seed give the same interval. 1000 resamples; 60,000 values take about 0.1 s.
+    """
+    n = len(values)
+    length = math.ceil(n ** (1 / 3))
+    blocks = sliding_window_view(np.ascontiguousarray(values), length)
+    random = np.random.default_rng(seed)
+    medians = np.empty(_RESAMPLES)
+    for i in range(_RESAMPLES):  # one at a time stays in the cache, which is faster than all at once
+        resample = blocks[random.integers(len(blocks), size=math.ceil(n / length))].reshape(-1)[:n]
+        resample.partition(n // 2)
+        upper = float(resample[n // 2])
+        medians[i] = upper if n % 2 else (upper + float(resample[: n // 2].max())) / 2
+    low, high = np.percentile(medians, (2.5, 97.5))
+    return [float(low), float(high)]
+
+
+def build_record(
+    *,
+    run_id: str,
+    created: datetime,
+    command: str,
+    git: Git,
+    config: RunConfig,
+    world_size: int,
+    machine: Machine,
+    iterations_ms: np.ndarray,
+    losses: np.ndarray | Sequence[float],
+    training: TrainingOutcome | None,
+    pipeline: dict[str, Any],
+    peak_memory_bytes: Sequence[int] | None = None,
+    conditions: Conditions | None = None,
+    instruments: Instruments | None = None,
+) -> RunRecord:
+    """Assembles run.json from what a run knows.
+
+    iterations_ms: float32 [ranks, iterations]. losses: [iterations]. peak_memory_bytes: one number for each rank.
+    instruments: None unless the run is an instrumented twin.
+    """
+    global_batch_size = config.local_batch_size * world_size
+    warmup = config.warmup_iterations
+    latency = summarize_latency(iterations_ms, warmup) if iterations_ms.shape[1] > warmup else None
+    return RunRecord(
+        schema=RECORD_SCHEMA,
+        id=run_id,
+        created=created.astimezone(UTC).isoformat(timespec="seconds"),
+        command=command,
+        git=git,
+        config={**_resolved(config), "world_size": world_size, "global_batch_size": global_batch_size},
+        pipeline=pipeline,
+        machine=machine,
+        warmup_iterations=warmup,
+        latency_ms=latency,
+        samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
+        memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
+        **(instruments or dict.fromkeys(Instruments.__annotations__)),  # type: ignore[typeddict-item]
+        conditions=conditions,
+        training=_training(training, losses) if training else None,
+    )
+
+
+def write_record(
+    folder: Path, record: RunRecord, iterations_ms: np.ndarray, losses: np.ndarray | Sequence[float]
+) -> None:
+    """Writes iterations.npz and then, in one step, run.json into `folder`.
+
+    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. ValueError if the folder holds a record
+    already, or the record has a number that is not finite.
+    """
+    path = folder / RUN_JSON
+    if path.exists():
+        raise ValueError(f"{path} exists and records are never edited: choose another --run-id or --results-dir")
+    latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
+    check_record(path, record)
+    _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
+    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    np.savez_compressed(folder / ITERATIONS_NPZ, latency_ms=latency_ms, loss=loss)
+    unfinished = path.with_suffix(".json.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def read_record(folder: Path) -> Record:
+    """Reads and checks a record.
+
+    ValueError, which names the file, if one is missing, corrupt or of an unknown schema, if a field is missing, or if
+    the summary is not that of the raw times.
+    """
+    path = folder / RUN_JSON
+    try:
+        record = read_json(path, "; restore it or leave it out")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: {folder} is no record of a finished run") from None
+    check_record(path, record)
+    latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
+    _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
+    return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
+
+
+def _slowest_rank(iterations_ms: np.ndarray, warmup: int) -> np.ndarray:
+    return iterations_ms[:, warmup:].max(axis=0)
+
+
+def _statistics(slowest: np.ndarray) -> dict[str, float]:
+    p50, p90, p99 = (float(value) for value in np.percentile(slowest.astype(np.float64), (50, 90, 99)))
+    return {"n": len(slowest), "mean": float(slowest.mean(dtype=np.float64)), "p50": p50, "p90": p90, "p99": p99}
+
+
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON has it: tuples as lists, paths as text."""
+    return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(config), default=str)))
+
+
+def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) -> Training:
+    first, last = (float(losses[0]), float(losses[-1])) if len(losses) else (math.nan, math.nan)
+    return Training(
+        losses={"first": first if math.isfinite(first) else None, "last": last if math.isfinite(last) else None},
+        auc=outcome.auc,
+        target=outcome.target,
+        best_auc=outcome.best_auc,
+        epoch_num=outcome.epoch_num,
+        status=outcome.status,
+    )
+
+
+def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return arrays["latency_ms"], arrays["loss"]
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: restore it or leave the record out") from None
+    except KeyError as error:
+        raise ValueError(f"{path} lacks an array: {error.args[0]}") from error
+    except (OSError, EOFError, ValueError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is corrupt ({error}): restore it or leave the record out") from error
+
+
+def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, loss: np.ndarray) -> None:
+    """The raw times must have their shape and give the record's summary."""
+    ranks = record["config"].get("world_size")
+    if latency_ms.dtype != np.float32 or latency_ms.ndim != 2 or len(latency_ms) != ranks:
+        raise ValueError(
+            f"{path}: latency_ms is {latency_ms.dtype} {list(latency_ms.shape)}, expected float32 [{ranks}, iterations]"
+        )
+    if loss.dtype != np.float32 or loss.shape != latency_ms.shape[1:]:
+        raise ValueError(f"{path}: loss is {loss.dtype} {list(loss.shape)}, expected float32 [{latency_ms.shape[1]}]")
+    slowest = _slowest_rank(latency_ms, record["warmup_iterations"])
+    summary = record["latency_ms"]
+    if summary is None or not len(slowest):
+        if summary is not None or len(slowest):
+            raise ValueError(f"{path} has {len(slowest)} iterations after the warm-up; {RUN_JSON} says otherwise")
+        return
+    written: Mapping[str, Any] = summary
+    for name, value in _statistics(slowest).items():
+        # The sums of another numpy version may differ in the last bits, and its random numbers altogether: the
+        # interval is not recomputed.
+        if not isinstance(written[name], int | float) or not math.isclose(written[name], value, rel_tol=1e-9):
+            raise ValueError(
+                f"{path} disagrees with {RUN_JSON}: latency_ms.{name} is {value} by the raw times and "
+                f"{written[name]} in the summary"
+            )

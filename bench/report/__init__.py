@@ -1,0 +1,1 @@
+"""One HTML page and its pictures, from records. No torch."""

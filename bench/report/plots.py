@@ -1,0 +1,205 @@
+"""The pictures of a report, as matplotlib figures. Lightness, hatches and direct labels carry the meaning, not hue."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from dlrm_bench.bench.analysis.ladder import Ladder
+from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
+from dlrm_bench.bench.records.schema import Span
+
+WIDTH = 5.2
+"""Inches. At the width of a phone's screen a font of this size is still readable."""
+_FONT = 8
+_DARK, _MID, _LIGHT = "#1b3a57", "#5b8db8", "#c4d7e6"
+_STAGE_COLOURS = ("#dfe9f1", "#9dbfd9", "#5b8db8", "#2f6690", "#16324f", "#ffffff")
+_HATCHES = ("", "///", "", "\\\\\\", "", "...")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesMarks:
+    """What happened in a run, in iterations."""
+
+    evals: Sequence[int] = ()
+    collections: Sequence[int] = ()
+    throttled: Sequence[tuple[int, int]] = ()
+    """(first, last) iteration of every span."""
+
+
+def distributions(series: dict[str, np.ndarray]) -> Figure:
+    """Latencies [n], ms, of each name: whole range, p10 to p90, median and p99, on a logarithmic axis."""
+    figure, axes = _figure(0.42 * len(series) + 1.0)
+    for y, values in enumerate(series.values()):
+        low, p10, median, p90, p99, high = np.percentile(values, (0, 10, 50, 90, 99, 100))
+        axes.plot((low, high), (y, y), color=_MID, linewidth=1, zorder=1)
+        axes.barh(y, p90 - p10, left=p10, height=0.5, color=_LIGHT, edgecolor=_DARK, linewidth=0.8, zorder=2)
+        axes.plot((p99, p99), (y - 0.25, y + 0.25), color=_DARK, linewidth=1.5, linestyle=":", zorder=3)
+        axes.plot(median, y, "o", color=_DARK, markersize=4, zorder=4)
+        axes.annotate(f"{median:.2f}", (median, y), (0, 9), textcoords="offset points", ha="center", fontsize=_FONT - 1)
+    _names(axes, list(series))
+    axes.set_xscale("log")
+    _plain_numbers(axes)
+    axes.set_xlabel("ms: range (line), p10 to p90 (box), median (dot), p99 (dotted)", fontsize=_FONT)
+    return figure
+
+
+def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesMarks) -> Figure:
+    """Every iteration [n] of one run, ms; warm-up shaded, and the marks that it has."""
+    figure, axes = _figure(2.2)
+    axes.plot(np.arange(len(latencies_ms)), latencies_ms, color=_DARK, linewidth=0.7, rasterized=True)
+    axes.axvspan(0, warmup, facecolor=_LIGHT, hatch="//", edgecolor=_MID, linewidth=0, label="warm-up")
+    for i, (first, last) in enumerate(marks.throttled):
+        label = "throttled" if i == 0 else None
+        axes.axvspan(first, max(last, first + 1), facecolor="#888888", alpha=0.4, hatch="xx", linewidth=0, label=label)
+    for places, style, label in ((marks.evals, "--", "evaluation"), (marks.collections, ":", "garbage collection")):
+        for i, place in enumerate(places):
+            axes.axvline(place, color="black", linestyle=style, linewidth=0.9, label=label if i == 0 else None)
+    axes.set_yscale("log")
+    _plain_numbers(axes, "y")
+    axes.set_title(name, fontsize=_FONT, loc="left")
+    axes.set_xlabel("iteration", fontsize=_FONT)
+    axes.set_ylabel("ms", fontsize=_FONT)
+    axes.legend(fontsize=_FONT - 1, ncols=4, loc="upper right", framealpha=0.9)
+    return figure
+
+
+def stages(twins: dict[str, dict[str, float]]) -> Figure:
+    """Milliseconds of each stage for each name, stacked."""
+    figure, axes = _figure(0.5 * len(twins) + 1.5)
+    for y, times in enumerate(twins.values()):
+        left = 0.0
+        for stage, colour, hatch in zip((*STAGES, OTHER), _STAGE_COLOURS, _HATCHES, strict=True):
+            label = stage.replace("_", " ") if y == 0 else None
+            ms = times.get(stage, 0.0)
+            style: dict[str, Any] = {"facecolor": colour, "edgecolor": "black", "linewidth": 0.6, "hatch": hatch}
+            axes.barh(y, ms, left=left, height=0.6, label=label, **style)
+            left += ms
+        axes.annotate(f" {left:.2f}", (left, y), va="center", fontsize=_FONT)
+    _names(axes, list(twins))
+    axes.set_xlabel("ms per iteration", fontsize=_FONT)
+    axes.margins(x=0.12)
+    figure.legend(fontsize=_FONT - 1, ncols=3, loc="outside upper center")
+    return figure
+
+
+def timelines(twins: dict[str, dict[str, Span]]) -> Figure:
+    """Spans of the stages of one iteration for each name, below one another on time scales of their own."""
+    heights = [0.2 * len(timeline) + 0.75 for timeline in twins.values()]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.2), layout="constrained")
+    grid = figure.add_gridspec(len(twins), 1, height_ratios=heights)
+    style = dict(zip(STAGES, zip(_STAGE_COLOURS, _HATCHES, strict=True), strict=False))
+    for row, (name, timeline) in enumerate(twins.items()):
+        axes = _plain(figure.add_subplot(grid[row]))
+        for y, (stage, span) in enumerate(timeline.items()):
+            colour, hatch = style[stage]
+            length = span["end_ms"] - span["start_ms"]
+            bar: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
+            axes.barh(y, length, left=span["start_ms"], height=0.7, **bar)
+            axes.annotate(f" busy {span['busy_ms']:.3g}", (span["end_ms"], y), va="center", fontsize=_FONT - 1)
+        axes.axvline(0, color="black", linewidth=0.6)
+        _names(axes, [stage.replace("_", " ") for stage in timeline])
+        axes.set_title(name, fontsize=_FONT, loc="left")
+        axes.use_sticky_edges = False
+        axes.margins(x=0.06)
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.12)
+    axes.set_xlabel("ms from the iteration's first kernel, or on the host from its beginning", fontsize=_FONT)
+    return figure
+
+
+def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
+    """(name, us, us at best or None) of kernels, measured beside best."""
+    figure, axes = _figure(0.42 * len(rows) + 1.1)
+    for y, (_, us, best) in enumerate(rows):
+        axes.barh(y, us, height=0.62, facecolor=_LIGHT, edgecolor=_DARK, hatch="///", linewidth=0.8)
+        if best is not None:
+            axes.barh(y, best, height=0.28, facecolor=_DARK)
+        text = f" {us:.0f}, best not known" if best is None else f" {us:.0f}, best {best:.0f} ({us / best:.1f} x)"
+        axes.annotate(text, (max(us, best or 0), y), va="center", fontsize=_FONT)
+    _names(axes, [textwrap.fill(name, 28) for name, _, _ in rows])
+    axes.margins(x=0.45)
+    axes.set_xlabel("us per iteration and rank; hatched: measured, dark: at best", fontsize=_FONT)
+    return figure
+
+
+def waterfall(ladder: Ladder) -> Figure:
+    """Median of each rung, and what it saves of the one before it."""
+    rungs = ladder["rungs"]
+    figure, axes = _figure(0.45 * len(rungs) + 1.0)
+    before = rungs[0]["median_ms"]
+    for y, rung in enumerate(rungs):
+        now = rung["median_ms"]
+        axes.barh(y, now, height=0.6, color=_LIGHT if y else _MID, edgecolor=_DARK, linewidth=0.8)
+        if y:
+            saved = before > now
+            style: dict[str, Any] = {"facecolor": "white", "hatch": "///"} if saved else {"facecolor": "#333333"}
+            axes.barh(y, before - now, left=now, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
+        interval = rung["ci95_vs_previous"]
+        proven = "" if y == 0 or (interval and not interval[0] <= 1 <= interval[1]) else " ~"
+        text = f" {now:.2f} ms" + (f", {rung['speedup_vs_previous']:.2f} x{proven}" if y else "")
+        axes.annotate(text, (max(before, now), y), va="center", fontsize=_FONT)
+        before = now
+    _names(axes, [rung["name"] for rung in rungs])
+    axes.margins(x=0.35)
+    axes.set_xlabel("median ms; hatched: saved by this rung, dark: lost; ~: not proven", fontsize=_FONT)
+    return figure
+
+
+def above_floor(rows: Sequence[tuple[str, float, float]]) -> Figure:
+    """(name, floor, measured) in milliseconds, side by side."""
+    figure, axes = _figure(0.5 * len(rows) + 1.3)
+    for y, (_, least, now) in enumerate(rows):
+        first = y == 0
+        axes.barh(y - 0.18, least, height=0.34, color=_DARK, label="floor" if first else None)
+        style: dict[str, Any] = {"facecolor": _LIGHT, "edgecolor": _DARK, "hatch": "///", "linewidth": 0.8}
+        axes.barh(y + 0.18, now, height=0.34, label="measured" if first else None, **style)
+        times = f" ({now / least:.1f} x)" if least else ""
+        axes.annotate(f" {now:.2f}{times}", (max(now, least), y + 0.18), va="center", fontsize=_FONT)
+    _names(axes, [name.replace("_", " ") for name, _, _ in rows])
+    axes.margins(x=0.25)
+    axes.set_xlabel("ms per iteration", fontsize=_FONT)
+    figure.legend(fontsize=_FONT - 1, ncols=2, loc="outside upper center")
+    return figure
+
+
+def published(rows: Sequence[tuple[str, float, bool]]) -> Figure:
+    """(name, ms per iteration, whether ours): published records and ours."""
+    figure, axes = _figure(0.36 * len(rows) + 0.9)
+    for y, (_, ms, ours) in enumerate(rows):
+        style: dict[str, Any] = {"facecolor": _DARK} if ours else {"facecolor": _LIGHT, "hatch": "///"}
+        axes.barh(y, ms, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
+        axes.annotate(f" {ms:.2f}", (ms, y), va="center", fontsize=_FONT)
+    _names(axes, [name for name, _, _ in rows])
+    axes.margins(x=0.12)
+    axes.set_xlabel("mean ms per iteration; solid: ours", fontsize=_FONT)
+    return figure
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")  # no pyplot: no window, no state to close
+    return figure, _plain(figure.add_subplot())
+
+
+def _plain(axes: Axes) -> Axes:
+    axes.tick_params(labelsize=_FONT)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _names(axes: Axes, names: list[str]) -> None:
+    """Names on the vertical axis, first one on top."""
+    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
+    axes.invert_yaxis()
+
+
+def _plain_numbers(axes: Axes, which: str = "x") -> None:
+    """1, 2, 5 and 10 instead of powers of ten."""
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

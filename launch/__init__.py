@@ -1,0 +1,1 @@
+"""What torchrun and Slurm start."""

@@ -1,0 +1,399 @@
+"""A training pipeline for TorchRec models in the place of TrainPipelineSparseDist, made to cost the host little.
+
+1 input dist               of batch i+1, beside stages 2 to 5 of batch i; batch i+2 is copied to the device meanwhile
+2 embedding forward        lookup and all-to-all of the pooled vectors
+3 dense forward/backward   everything else in the model's forward, the loss, and the backward down to the pooled vectors
+4 embedding backward       all-to-all of their gradient and the fused table update
+5 dense update             the user's optimizer, beside 4
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from .batch_fields import Path, find_features, follow
+from .dense_graph import DenseGraph, call_dense, why_not_graphed, with_values
+from .dense_update import DenseUpdate
+from .groups import group_timeout
+from .input_dist import Distribution, InputDist, Step
+from .launching_thread import LaunchingThread
+from .options import FiveStageOptions, few_queues
+from .streams import StageStreams, stage
+from .trimmed.sharder import TrimmedEBC
+
+__all__ = ["FiveStageOptions", "FiveStagePipeline"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTS = FiveStageOptions()
+
+
+@dataclass(slots=True)
+class _InFlight(Generic[In]):
+    """A batch on its way, and what the device still reads of it."""
+
+    batch: In
+    copied: torch.cuda.Event | None
+    distribution: Distribution
+    distributed: torch.cuda.Event | None = field(default=None)
+
+
+class FiveStagePipeline(Generic[In, Out]):
+    """Trains as TrainPipelineSparseDist does, from the same model, optimizer and batches.
+
+    model(batch) gives (losses, output); the batch, or a field of it, is the KJT that the model hands to its one
+    ShardedEmbeddingBagCollection. Between calls nothing in the model is replaced: it can be called, saved and
+    loaded, and another pipeline can evaluate it.
+
+    Memory without record_stream: batches come from the copy stream's memory and what the input dist makes of them from
+    the input dist's, but the caller's stream reads both, last in the embedding backward. References to a batch are held
+    until the next call. Then, first of all, the copy stream waits for what the caller's stream has been given so far,
+    its reads of an output that shares memory with the batch included; whatever is freed from there on can be reused by
+    the copy stream at once. References to what the input dist made, which no output shares, are held for one call more,
+    and the input dist's stream waits for what the caller's had been given before the last call: did it wait for all,
+    then an input dist that the host reads would keep the host from running ahead of the GPU. Gradients are the caller's
+    memory, which waits for the dense update at the end of an iteration.
+
+    launch_threads=2 has kernels of several communicators in flight, in an order that differs between ranks. They must
+    not queue behind one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        options: FiveStageOptions = _DEFAULTS,
+    ) -> None:
+        """Collective over the model's ranks. ValueError where the model has not one ShardedEmbeddingBagCollection."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
+        self._off: dict[str, str] = {}
+        self._collection = _collection(model)
+        self._features: Path | None = None
+        self._streams = StageStreams(device)
+        ranks = dist.get_process_group_ranks(model._env.process_group)
+        self._update_last = _steps_on(optimizer, self._collection)
+        self._thread: LaunchingThread | None = None
+        group = None
+        if options.launch_threads == 2:
+            group = _new_group(ranks, device)
+            self._thread = LaunchingThread("five-stage", device)
+        self._update_on_thread = self._thread is not None and not self._update_last and not _communicates(optimizer)
+        self._input_dists = InputDist(self._collection, device, group, options.pinned_d2h)
+        self._graph: DenseGraph | None = None
+        self._graphed_update: DenseUpdate | None = None
+        self._say_what_is_off()
+        if options.cuda_graph == "dense" and "cuda_graph" not in self._off:
+            self._graph = DenseGraph(model.module, self._collection, device, ranks)
+            self._graphed_update = DenseUpdate(optimizer, self._graph.parameters, device)
+            if self._graphed_update.why_not is not None:
+                self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
+        if (why := few_queues(options, device)) is not None:
+            self._warn("%s", why)
+        self._in_flight: deque[_InFlight[In]] = deque()
+        self._held: list[_InFlight[In]] = []
+        self._spent: list[Distribution] = []
+        self._spent_at: torch.cuda.Event | None = None
+        self._updated: torch.cuda.Event | None = None
+        self._batches: Iterator[In] | None = None
+        self._exhausted = self._failed = self._closed = self._trained = False
+
+    def progress(self, batches: Iterator[In]) -> Out:
+        """Trains on the next batch, or in eval mode only runs the model on it; its output. Reads two batches ahead.
+
+        StopIteration when `batches` has ended and every batch read has come out. An exception from within, of either
+        thread, leaves the iteration unfinished: the pipeline takes no more batches then.
+        """
+        if self._failed or self._closed:
+            raise RuntimeError(
+                "this pipeline was closed" if self._closed else "this pipeline failed in an iteration: make a new one"
+            )
+        try:
+            self._release()
+            self._fill(batches)
+            # Backward passes run on this thread: while they were handed to autograd's own, a trace on 4 x H200 had 0.57
+            # ms around the embedding backward in which neither thread launched anything.
+            with torch.autograd.set_multithreading_enabled(False):
+                output = self._iteration(batches) if self._in_flight else None
+        except BaseException:
+            self._failed = True
+            raise
+        if output is None:
+            raise StopIteration
+        return output[0]
+
+    @property
+    def switched_off(self) -> dict[str, str]:
+        """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
+        why = []
+        if self._graph is not None and self._graph.why_eager is not None:
+            why.append(self._graph.why_eager)
+        if self._graphed_update is not None and self._graphed_update.why_not is not None:
+            why.append(f"the dense update: {self._graphed_update.why_not}")
+        return {**self._off, "cuda_graph": "; ".join(why)} if why else dict(self._off)
+
+    def close(self) -> None:
+        """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
+        block. Before the process group is destroyed: NCCL waits for graphs that have captured its collectives."""
+        if self._thread is not None:
+            # After a failure the thread may be in a collective that no other rank enters.
+            self._thread.close(wait=not self._failed)
+        self._closed = True
+        self._held += self._in_flight
+        self._in_flight.clear()
+        self._release()
+        self._release()
+        trimmed = self._collection if isinstance(self._collection, TrimmedEBC) and self._trained else None
+        for graphed in (self._graph, self._graphed_update, trimmed):
+            if graphed is not None and not self._failed:
+                graphed.close()
+
+    def __enter__(self) -> "FiveStagePipeline[In, Out]":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # An Exception between calls, StopIteration above all, leaves no iteration unfinished: it is no failure. What
+        # ends a process may reach other ranks within an iteration, whose end this one must not wait for.
+        self._failed = self._failed or not isinstance(error, Exception | None)
+        try:
+            self.close()
+        except RuntimeError as closing:
+            if error is None:
+                raise
+            error.add_note(f"and the pipeline could not be closed: {closing}")
+
+    # The five stages
+
+    def _iteration(self, batches: Iterator[In]) -> tuple[Out]:
+        now, train = self._in_flight[0], self._model.training
+        ahead = self._in_flight[1] if len(self._in_flight) > 1 else None
+        if train:
+            self._trained = True
+            self._optimizer.zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+        self._input_dist(now, "features")
+        distributing = self._launch_input_dist(ahead)
+        self._copy(batches)
+        pooled = self._embedding_forward(now)
+        output, of_pooled = self._dense_forward_backward(now, pooled, train)
+        if ahead is not None and distributing is None:
+            self._input_dist(ahead, "values")
+        if train:
+            self._update(pooled, of_pooled)
+        if distributing is not None:
+            distributing.result()
+        self._in_flight.popleft()
+        if self._options.avoid_record_streams:
+            self._held.append(now)
+        return (output,)
+
+    def _launch_input_dist(self, ahead: _InFlight[In] | None) -> "Future[None] | None":
+        """All of it on the second thread; with one thread as much as waits for nothing."""
+        if ahead is None:
+            return None
+        if self._thread is not None:
+            return self._thread.submit(self._input_dist, ahead, "features")
+        self._input_dist(ahead, "splits" if self._input_dists.waits else "features")
+        return None
+
+    def _input_dist(self, of: _InFlight[In], until: Step) -> None:
+        if of.distribution.done:
+            return
+        with stage("input_dist", self._device), self._streams.on("input_dist", after=of.copied):
+            if not self._options.avoid_record_streams and self._streams.cuda:
+                cast(Any, of.batch).record_stream(self._streams.current())
+            of.distribution.advance(self._features_of(of), until)
+            of.distributed = self._streams.mark("input_dist")
+
+    def _embedding_forward(self, now: _InFlight[In]) -> KeyedTensor:
+        with stage("embedding_forward", self._device):
+            self._streams.wait(now.distributed)
+            distribution = now.distribution
+            if not self._options.avoid_record_streams and self._streams.cuda:
+                for crossing in (cast(Any, now.batch), distribution.context, distribution.features):
+                    crossing.record_stream(self._streams.current())
+            return self._collection.compute_and_output_dist(distribution.context, distribution.features).wait()
+
+    def _dense_forward_backward(
+        self, now: _InFlight[In], pooled: KeyedTensor, train: bool
+    ) -> tuple[Out, Tensor | None]:
+        with stage("dense_forward_backward", self._device):
+            features = self._features_of(now)
+            if not train:
+                return call_dense(self._model, self._collection, now.batch, features, pooled)[1], None
+            if self._graph is not None:
+                result = self._graph.forward_backward(now.batch, features, pooled)
+                if self._graph.failure is not None:
+                    self._switch_off("cuda_graph", f"the dense part cannot be captured: {self._graph.failure}")
+                return result
+            leaf = pooled.values().detach().requires_grad_()
+            losses, output = call_dense(self._model, self._collection, now.batch, features, with_values(pooled, leaf))
+            torch.sum(losses, dim=0).backward()
+            return output, leaf.grad
+
+    def _embedding_backward(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
+        with stage("embedding_backward", self._device):
+            if of_pooled is not None and pooled.values().requires_grad:
+                torch.autograd.backward(pooled.values(), of_pooled)
+
+    def _dense_update(self, after: torch.cuda.Event | None) -> None:
+        with self._streams.on("dense_update", after):
+            if self._graph is not None:
+                with stage("dense_forward_backward", self._device):
+                    self._graph.all_reduce()
+            with stage("dense_update", self._device):
+                (self._graphed_update or self._optimizer).step()
+            self._updated = self._streams.mark("dense_update")
+
+    def _update(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
+        """Stage 5 beside stage 4, but behind it where the optimizer waits for table gradients."""
+        gradients = self._streams.mark()
+        if self._thread is not None and self._update_on_thread:
+            updating = self._thread.submit(self._dense_update, gradients)
+            self._embedding_backward(pooled, of_pooled)
+            updating.result()
+        else:
+            self._embedding_backward(pooled, of_pooled)
+            self._dense_update(self._streams.mark() if self._update_last else gradients)
+        self._streams.wait(self._updated)
+
+    # Batches in flight
+
+    def _fill(self, batches: Iterator[In]) -> None:
+        if batches is not self._batches:
+            self._batches, self._exhausted = batches, False
+        while len(self._in_flight) < 2 and not self._exhausted:
+            self._copy(batches)
+        if self._features is None and self._in_flight:
+            self._find_features(self._in_flight[0])
+
+    def _copy(self, batches: Iterator[In]) -> None:
+        """Starts the copy of the next batch, if there is one. An iterator is not asked again once it has ended."""
+        with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
+            batch = None if self._exhausted else next(batches, None)
+            if batch is None:
+                self._exhausted = True
+                return
+            if self._options.pinned_d2h and self._features is not None:
+                features = follow(batch, self._features)
+                if features.device().type == "cpu":
+                    features.sync()  # lengths per key: cheap here, a read of the device later
+            on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
+            self._in_flight.append(_InFlight(on_device, self._streams.mark("copy"), self._input_dists.new()))
+
+    def _find_features(self, first: _InFlight[In]) -> None:
+        self._streams.wait(first.copied)
+        self._features = find_features(self._model.module, self._collection, first.batch, self._device)
+        if self._options.pinned_d2h and follow(first.batch, self._features).variable_stride_per_key():
+            self._switch_off("pinned_d2h", "batch sizes differ between features, which TorchRec's input dist reads")
+
+    def _features_of(self, of: _InFlight[In]) -> KeyedJaggedTensor:
+        assert self._features is not None
+        return follow(of.batch, self._features)
+
+    def _release(self) -> None:
+        """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring.
+
+        Without either, too: after two ends of data a caller may still let go of outputs that share a batch's memory.
+        """
+        if not self._options.avoid_record_streams and not self._held and not self._spent:
+            return
+        self._streams.hold("input_dist", self._spent_at)
+        self._spent_at = self._streams.mark()
+        self._streams.hold("copy", self._spent_at)
+        self._spent = [of.distribution for of in self._held]
+        self._held.clear()
+
+    # What is off
+
+    def _say_what_is_off(self) -> None:
+        options, on_cpu = self._options, self._device.type != "cuda"
+        if options.avoid_record_streams and on_cpu:
+            self._switch_off("avoid_record_streams", f"there are no streams on {self._device}")
+        if options.pinned_d2h and on_cpu:
+            self._switch_off(
+                "pinned_d2h", f"{self._device} is the host: splits are exchanged in the same way, but nothing is pinned"
+            )
+        not_graphed = why_not_graphed(self._model, self._device)
+        if options.cuda_graph == "dense" and not_graphed is not None:
+            self._switch_off("cuda_graph", not_graphed)
+        if options.launch_threads == 2 and not self._update_on_thread:
+            why = (
+                "steps on tables, whose gradients the embedding backward makes"
+                if self._update_last
+                else (
+                    "clips by a norm over all ranks, whose collectives must keep their order with those of the backward"
+                )
+            )
+            self._switch_off("launch_threads", f"the second thread launches input dists only: the optimizer {why}")
+
+    def _switch_off(self, option: str, why: str) -> None:
+        """Says it once: on rank 0, or where a rank alone has this reason, there."""
+        if option not in self._off:
+            self._off[option] = why
+            self._warn("%s is off: %s", option, why)
+
+    def _warn(self, message: str, *arguments: str) -> None:
+        if dist.get_rank() == 0 or self._features is not None:
+            _warn_once(message, *arguments)
+
+
+@cache
+def _warn_once(message: str, *arguments: str) -> None:
+    """In this process, whose pipelines, for training and evaluation, have mostly the same to say."""
+    logger.warning(message, *arguments)
+
+
+def _collection(model: DistributedModelParallel) -> ShardedEmbeddingBagCollection:
+    if isinstance(model, DMPCollection):
+        raise ValueError("FiveStagePipeline has no 2D parallelism: wrap the model by DistributedModelParallel")
+    sharded = [module for module in model.module.modules() if isinstance(module, ShardedModule)]
+    if len(sharded) == 1 and isinstance(sharded[0], ShardedEmbeddingBagCollection):
+        return sharded[0]
+    found = ", ".join(type(module).__name__ for module in sharded) or "none"
+    raise ValueError(
+        "FiveStagePipeline takes a model with exactly one ShardedEmbeddingBagCollection; its sharded modules: "
+        f"{found}. Use TorchRec's TrainPipelineSparseDist, or put the tables into one EmbeddingBagCollection"
+    )
+
+
+def _steps_on(optimizer: torch.optim.Optimizer, collection: ShardedEmbeddingBagCollection) -> bool:
+    """Whether the optimizer updates tables itself, as it does data-parallel ones."""
+    own = {id(parameter) for _, parameter in in_backward_optimizer_filter(collection.named_parameters())}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _communicates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step has collectives, as far as TorchRec's optimizers tell."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return any(_communicates(part) for _, part in optimizer.optimizers)
+    if isinstance(optimizer, GradientClippingOptimizer) and optimizer._enable_global_grad_clip:
+        return True
+    return isinstance(optimizer, OptimizerWrapper) and _communicates(optimizer._optimizer)
+
+
+def _new_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """A communicator, set up here and now: its first collective would wait for all ranks in the midst of others."""
+    group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group

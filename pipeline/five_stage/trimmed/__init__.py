@@ -1,0 +1,1 @@
+"""Input and output dists without what fixed multi-hot sizes make constant."""

@@ -1,0 +1,194 @@
+"""The input dist of row-wise tables and of features of undeclared sizes: one host read a batch, through pinned memory.
+
+See static_dist.py for what an input dist is, and for streams.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+
+from .static_dist import AllToAll, Group, InFlight, Part, Peers, gather
+
+
+class DynamicDist:
+    """Of groups with row-wise tables or undeclared sizes.
+
+    A batch takes an all-to-all of lengths, which the stride alone sizes, one host read of sums of lengths and an
+    all-to-all of values. The read is issued by `start` and waited for in `launch`. Row-wise buckets are TorchRec's own,
+    of the whole input: other keys are bucketized to no purpose, which takes fewer launches than leaving them out.
+    """
+
+    def __init__(self, groups: Sequence[Group], keys: Sequence[str], peers: Peers) -> None:
+        """keys: of the input, in its order."""
+        self.groups = groups
+        self.exchanged = [group for group in groups if group.exchanged]
+        self.local = [group for group in groups if not group.exchanged]
+        self.peers, world_size = peers, peers.world_size
+        self._keys = keys
+        bucket_rows = self._bucket_rows()
+        self._bucket_rows_tensors = [torch.tensor(rows, device=peers.device) for rows in bucket_rows]
+        self._takes_input = any(group.hash_sizes is None for group in groups)
+
+        # Source rows, each a key's lengths: [key] of the input, then [list of bucket_rows][rank][key].
+        num_input_rows = len(keys) if self._takes_input else 0
+
+        def source_row(group: Group, feature: int, rank: int) -> int:
+            key = keys.index(group.features[rank][feature])
+            if group.hash_sizes is None:
+                return key
+            size = _bucket_size(group.hash_sizes[feature], world_size)
+            layer = next(i for i, rows in enumerate(bucket_rows) if rows[key] == size)
+            return num_input_rows + (layer * world_size + rank) * len(keys) + key
+
+        def source_rows(groups: Sequence[Group], rank: int) -> list[int]:
+            return [source_row(group, i, rank) for group in groups for i in range(len(group.features[rank]))]
+
+        sent = [source_rows(self.exchanged, rank) for rank in range(world_size)]
+        self.send_rows = [len(rows) for rows in sent]
+        self.own_rows = self.send_rows[peers.rank]
+        kept = [row for rows in sent for row in rows] + source_rows(self.local, peers.rank)
+        self.kept_rows = _rows(kept, num_input_rows + len(bucket_rows) * world_size * len(keys), peers.device)
+        # Received [rank][feature]; looked up [feature][rank].
+        received = [rank * self.own_rows + i for i in range(self.own_rows) for rank in range(world_size)]
+        self.received_rows = _rows(received, len(received), peers.device)
+
+    def start(self, features: KeyedJaggedTensor) -> InFlight:
+        """Exchanges the lengths of one batch and issues the read."""
+        sources = [(features.lengths(), features.values())] if self._takes_input else []
+        for index, rows in enumerate(self._bucket_rows_tensors):
+            if rows.dtype != features.values().dtype:
+                rows = self._bucket_rows_tensors[index] = rows.to(features.values().dtype)
+            bucketized, _ = bucketize_kjt_before_all2all(features, self.peers.world_size, block_sizes=rows)
+            sources.append((bucketized.lengths(), bucketized.values()))
+        lengths, values = (_concatenated(tensors) for tensors in zip(*sources, strict=True))
+        return _DynamicInFlight(self, lengths.view(-1, features.stride()), values)
+
+    def all_to_all_of_lengths(self, sent: Tensor) -> Tensor:
+        """[rows to send, by rank; stride] to [rank and feature, stride]."""
+        world_size = self.peers.world_size
+        if world_size == 1 or not self.exchanged:
+            return sent
+        received = sent.new_empty(world_size * self.own_rows, sent.shape[1])
+        dist.all_to_all_single(received, sent, [self.own_rows] * world_size, self.send_rows, group=self.peers.group)
+        return received
+
+    def _bucket_rows(self) -> list[list[int]]:
+        """Rows in a bucket of each key; a second list where tables of different sizes share a feature, and so on."""
+        needed: dict[str, list[int]] = {key: [] for key in self._keys}
+        for group in self.exchanged:
+            if group.hash_sizes is not None:
+                for name, rows in zip(group.features[0], group.hash_sizes, strict=True):
+                    size = _bucket_size(rows, self.peers.world_size)
+                    if size not in needed[name]:
+                        needed[name].append(size)
+        layers = max(map(len, needed.values()))
+        return [[sizes[layer] if layer < len(sizes) else 1 for sizes in needed.values()] for layer in range(layers)]
+
+
+class _DynamicInFlight:
+    def __init__(self, dynamic: DynamicDist, lengths: Tensor, values: Tensor) -> None:
+        """lengths: [source rows, stride]; values: of all those rows."""
+        self._dynamic, self._lengths = dynamic, lengths
+        self._values: Tensor | None = values
+        self._num_sent = sum(dynamic.send_rows)
+        self._kept_lengths = gather(lengths, dynamic.kept_rows)
+        self._received_lengths = dynamic.all_to_all_of_lengths(self._kept_lengths[: self._num_sent])
+        self._read = _HostRead(torch.cat([self._kept_lengths, self._received_lengths]).sum(dim=1))
+        self._received: list[int] = []
+        self._all_to_all: AllToAll | None = None
+        self._result: dict[int, KeyedJaggedTensor] = {}
+
+    def launch(self) -> None:
+        if self._values is None:
+            return
+        dynamic, num_sent = self._dynamic, self._num_sent
+        sums, num_kept = self._read.wait(), len(self._kept_lengths)
+        kept, self._received = sums[:num_kept], sums[num_kept:]
+        _, values = _permute(dynamic.kept_rows, self._lengths, self._values, sum(kept))
+        send_splits = _sums(kept, dynamic.send_rows)
+        receive_splits = _sums(self._received, [dynamic.own_rows] * dynamic.peers.world_size)
+        sent = values[: sum(send_splits)]
+        if dynamic.exchanged:
+            self._all_to_all = AllToAll.start(sent, send_splits, receive_splits, dynamic.peers)
+        local = _parts(dynamic.local, dynamic.peers.rank, kept[num_sent:], self._kept_lengths[num_sent:])
+        self._result = {part.group.index: part.kjt(values[len(sent) :]) for part in local}
+        self._values = None
+
+    def finish(self) -> dict[int, KeyedJaggedTensor]:
+        self.launch()
+        if self._all_to_all is not None:
+            dynamic, own = self._dynamic, self._dynamic.own_rows
+            values, total = self._all_to_all.wait(), sum(self._received)
+            lengths, values = _permute(dynamic.received_rows, self._received_lengths, values, total)
+            length_per_key = [sum(self._received[feature::own]) for feature in range(own)]
+            lengths = lengths.reshape(own, dynamic.peers.world_size * lengths.shape[1])
+            parts = _parts(dynamic.exchanged, dynamic.peers.rank, length_per_key, lengths)
+            self._result |= {part.group.index: part.kjt(values) for part in parts}
+            self._all_to_all = None
+        return self._result
+
+
+class _HostRead:
+    """Numbers on their way to the host, through a pinned buffer that no other batch has."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+def _parts(groups: Sequence[Group], rank: int, length_per_key: list[int], lengths: Tensor) -> list[Part]:
+    """lengths: [features of the groups, stride]."""
+    parts, first, start = [], 0, 0
+    for group in groups:
+        keys = group.features[rank]
+        last = first + len(keys)
+        of_group = length_per_key[first:last]
+        offset_per_key = list(accumulate(of_group, initial=0))
+        end = start + offset_per_key[-1]
+        own_lengths = lengths[first:last].reshape(-1)
+        parts.append(Part(group, start, end, keys, own_lengths, None, lengths.shape[1], of_group, offset_per_key))
+        first, start = last, end
+    return parts
+
+
+def _bucket_size(rows: int, world_size: int) -> int:
+    """Rows of a table that one rank has, of TorchRec's even row-wise sharding."""
+    return -(-rows // world_size)
+
+
+def _sums(lengths: list[int], counts: list[int]) -> list[int]:
+    """Of so many lengths at a time."""
+    ends = list(accumulate(counts, initial=0))
+    return [sum(lengths[start:end]) for start, end in pairwise(ends)]
+
+
+def _rows(rows: list[int], total: int, device: torch.device) -> Tensor | None:
+    """On the device; None where they are 0 .. total - 1."""
+    return None if rows == list(range(total)) else torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _permute(rows: Tensor | None, lengths: Tensor, values: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Lengths and values of the rows, `total` values in all; without rows to pick, of all of them."""
+    if rows is None:
+        return lengths, values
+    lengths, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(rows, lengths, values, None, total)
+    return lengths, values
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,0 +1,164 @@
+"""TorchRec's output dist of table-wise tables without what one all-to-all each way does not need.
+
+TorchRec puts two autograd functions around the all-to-all, so that several can be under way at once, joins them by a
+dummy tensor, copies what it sends into a buffer of its own, and calls record_stream on the result. Where tables of one
+sharding type alone are exchanged there is nothing to join.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
+from torchrec.distributed.types import Awaitable
+
+from ...cuda_graph import GraphedFunction
+from .batch_size_cache import BatchSizeCache
+
+
+class TrimmedOutputDist(nn.Module):
+    """In the place of a TwPooledEmbeddingDist: the same results and gradients, bit by bit.
+
+    `forward` launches the all-to-all, the wait of what it returns belongs on the same stream.
+    """
+
+    def __init__(self, stock: TwPooledEmbeddingDist, cuda_graph: bool = False) -> None:
+        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls, and what is around them, of batches
+        of the first one's size."""
+        super().__init__()
+        self._cuda_graph = cuda_graph
+        self._group, self._dims = stock._pg, stock._dim_sum_per_rank
+        self._rank = dist.get_rank(self._group)
+        self._exchanges = BatchSizeCache[_Exchange]()
+
+    def graphed(self) -> list[GraphedFunction]:
+        """Both ways of batches of the first one's size, if any."""
+        first = self._exchanges.replayed
+        return [] if first is None else first.graphed
+
+    @staticmethod
+    def can_replace(stock: nn.Module) -> bool:
+        """Not where there is nobody to exchange with, where vectors are quantised, or columns are put in order."""
+        return (
+            type(stock) is TwPooledEmbeddingDist
+            and stock._codecs is None
+            and not stock._callbacks
+            and dist.get_world_size(stock._pg) > 1
+        )
+
+    def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
+        """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
+        divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
+        make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
+        replay = _Exchange.replay if self._cuda_graph else None
+        return _PooledOnTheirWay(local_embs, self._exchanges.of((divides, *sizes), local_embs.device, make, replay))
+
+
+class _Exchange:
+    """Who gets how much, in which order, and the all-to-alls, for batches of one size."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        dims: list[int],
+        batch_sizes: tuple[int, ...],
+        rank: int,
+        divides: bool,
+        device: torch.device,
+    ) -> None:
+        """divides: the gradient by the number of ranks."""
+        self._divides = divides
+        self._group, self._ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
+        self._by_table = [size * dims[rank] for size in batch_sizes]
+        self._by_sample = [self.local_batch_size * dim for dim in dims]
+        # What comes from the ranks is [rank, sample, columns of the rank]; all columns are multiples of one width.
+        self._width = math.gcd(*dims)
+        order, first = [], 0
+        for dim in dims:
+            blocks = dim // self._width
+            order.append(first + torch.arange(self.local_batch_size * blocks).view(self.local_batch_size, blocks))
+            first += self.local_batch_size * blocks
+        self._to_samples = torch.cat(order, dim=1).view(-1).to(device)
+        self._to_ranks = torch.argsort(self._to_samples)
+        self.graphed: list[GraphedFunction] = []
+
+    def replay(self) -> None:
+        """Both ways are replayed as CUDA graphs from now on."""
+        self.graphed = [
+            GraphedFunction(lambda local_embs: (self._start_forward(local_embs)(),), "the pooled vectors' all-to-all"),
+            GraphedFunction(lambda grad: (self._backward(grad),), "the all-to-all of their gradient"),
+        ]
+
+    def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        """What waits for, and gives, the columns of all ranks, by sample, from [global batch, columns of this rank]."""
+        if not self.graphed:
+            return self._start_forward(local_embs)
+        (pooled,) = self.graphed[0](local_embs)
+        return lambda: pooled
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient by what was sent, flat, from that by what came of it."""
+        return self.graphed[1](grad)[0] if self.graphed else self._backward(grad)
+
+    def _start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        received, work = self._exchange(local_embs.view(-1), self._by_sample, self._by_table)
+
+        def finish() -> Tensor:
+            work.wait()
+            return self._reordered(received, self._to_samples)
+
+        return finish
+
+    def _backward(self, grad: Tensor) -> Tensor:
+        sent = self._reordered(grad, self._to_ranks).view(-1)
+        received, work = self._exchange(sent, self._by_table, self._by_sample)
+        work.wait()
+        return received.div_(self._ranks) if self._divides else received
+
+    def _exchange(self, sent: Tensor, receive_splits: list[int], send_splits: list[int]) -> tuple[Tensor, Any]:
+        """What is received, and the work to wait for."""
+        received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
+        return received, dist.all_to_all_single(
+            received, sent, receive_splits, send_splits, group=self._group, async_op=True
+        )
+
+    def _reordered(self, values: Tensor, order: Tensor) -> Tensor:
+        """One kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of views."""
+        return values.reshape(-1, self._width).index_select(0, order)
+
+
+class _PooledOnTheirWay(Awaitable[Tensor]):
+    def __init__(self, local_embs: Tensor, exchange: _Exchange) -> None:
+        super().__init__()
+        self._local_embs, self._exchange = local_embs, exchange
+        self._finish = exchange.start_forward(local_embs.detach())
+
+    def _wait_impl(self) -> Tensor:
+        pooled: Tensor = _Pooled.apply(self._local_embs, self._finish, self._exchange)
+        return pooled.view(self._exchange.local_batch_size, -1)
+
+
+class _Pooled(Function):
+    """The pooled vectors as a function of what was sent for them.
+
+    The tensor that it returns is made within, and no view: autograd refuses in-place changes of anything else.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: _Exchange) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, local_embs.shape
+        return finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange: _Exchange = ctx.exchange
+        return exchange.backward(grad).view(ctx.shape), None, None

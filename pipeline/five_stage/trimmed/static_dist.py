@@ -1,0 +1,312 @@
+"""TorchRec's input dist without what need not be asked, for features whose multi-hot sizes were declared.
+
+An input dist takes the KJT of the local batch to one KJT a sharding type, each with the bags of the global batch that
+this rank looks up. StaticDist is for groups of features of declared sizes; all others take the way of
+dynamic_dist.py.
+
+Ranks exchange over one process group, collectives in the order of the calls. A dist's methods and both waits of what
+it starts belong on one stream, which orders the reuse of all memory; a reader on another stream waits for an event
+recorded after the second wait, and keeps the KJTs until an event of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import Awaitable
+
+from ...cuda_graph import GraphedFunction
+from .batch_size_cache import BatchSizeCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The features of one sharding type of an EBC, in the order of its lookup; once for each shard that reads them."""
+
+    index: int
+    """Among the EBC's sharding types."""
+    features: list[list[str]]
+    """Of each rank."""
+    exchanged: bool
+    """False where every rank looks up its own batch: data-parallel tables."""
+    hash_sizes: list[int] | None = None
+    """Rows of each feature's table where rows are sharded, evenly; all ranks then have all features."""
+    offset_type: torch.dtype = torch.int64
+    """What the lookup takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """Who exchanges."""
+
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+class InFlight(Protocol):
+    """The input dist of one batch. Each method does its work once, however often it is called."""
+
+    def launch(self) -> None:
+        """Starts the values' all-to-all."""
+
+    def finish(self) -> dict[int, KeyedJaggedTensor]:
+        """Makes the current stream wait for it; the KJT of each group, by the group's index."""
+
+
+class FirstWait(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """Of one group; its wait launches, the wait of what it returns finishes the one InFlight of all groups."""
+
+    def __init__(self, in_flight: InFlight, index: int) -> None:
+        super().__init__()
+        self._in_flight, self._index = in_flight, index
+
+    def _wait_impl(self) -> "_SecondWait":
+        self._in_flight.launch()
+        return _SecondWait(self._in_flight, self._index)
+
+
+class _SecondWait(Awaitable[KeyedJaggedTensor]):
+    def __init__(self, in_flight: InFlight, index: int) -> None:
+        super().__init__()
+        self._in_flight, self._index = in_flight, index
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        return self._in_flight.finish()[self._index]
+
+
+@dataclass(slots=True)
+class AllToAll:
+    """One all-to-all of values beside the host; keeps what it reads and writes."""
+
+    sent: Tensor
+    received: Tensor
+    work: Any
+
+    @staticmethod
+    def start(sent: Tensor, send_splits: list[int], receive_splits: list[int], peers: Peers) -> "AllToAll":
+        """Splits: elements for and from each rank. A rank alone receives what it sends."""
+        if peers.world_size == 1:
+            return AllToAll(sent, sent, None)
+        received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
+        work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=peers.group, async_op=True)
+        return AllToAll(sent, received, work)
+
+    def wait(self) -> Tensor:
+        """What was received."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """All of a group's KJT but its values, which are values[start:end] of the batch."""
+
+    group: Group
+    start: int
+    end: int
+    keys: list[str]
+    lengths: Tensor
+    offsets: Tensor | None
+    stride: int
+    length_per_key: list[int]
+    offset_per_key: list[int]
+
+    def kjt(self, values: Tensor) -> KeyedJaggedTensor:
+        """Complete: neither its lookup nor `sync` has to read the device."""
+        return KeyedJaggedTensor(
+            keys=self.keys,
+            values=values[self.start : self.end],
+            lengths=self.lengths,
+            offsets=self.offsets,
+            stride=self.stride,
+            length_per_key=self.length_per_key,
+            offset_per_key=self.offset_per_key,
+        )
+
+
+@dataclass(slots=True)
+class _Layout:
+    """What batches of one stride have in common. An index of None: the order is right as it is."""
+
+    kept_index: Tensor | None
+    """Positions in the input's values of those to send, by rank, then of those that are looked up here."""
+    num_kept: int
+    send_splits: list[int]
+    receive_splits: list[int]
+    receive_index: Tensor | None
+    exchanged: list[Part]
+    local: list[Part]
+    graphed: GraphedFunction | None = None
+    """StaticDist.exchange of such batches, where it is to be replayed."""
+
+
+class StaticDist:
+    """Of groups whose features all have declared multi-hot sizes, none of them row-wise.
+
+    A batch takes a gather, an all-to-all of values and another gather; no host read, no lengths, no splits. Where
+    nothing is exchanged only the first gather is left, and where an order is right as it is its gather falls away. An
+    input that also has keys of undeclared sizes, which move the others' values about, takes FBGEMM's permute by the
+    lengths in the first gather's place, which is a few launches.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        keys: Sequence[str],
+        sizes: Mapping[str, int],
+        peers: Peers,
+        cuda_graph: bool = False,
+    ) -> None:
+        """keys: of the input, in its order. sizes: ids in each bag, of the groups' features and maybe of other keys.
+
+        cuda_graph: replay the gathers and the all-to-all, where something is exchanged and all keys are declared, for
+        batches like the first one.
+        """
+        self.groups = groups
+        self._cuda_graph = cuda_graph and peers.world_size > 1 and any(group.exchanged for group in groups)
+        self._exchanged = [group for group in groups if group.exchanged]
+        self._local = [group for group in groups if not group.exchanged]
+        self._sizes, self._peers, self._num_keys = sizes, peers, len(keys)
+        ranks = range(peers.world_size)
+        self._send = [[name for group in self._exchanged for name in group.features[rank]] for rank in ranks]
+        self._kept = [name for names in self._send for name in names]
+        self._kept += [name for group in self._local for name in group.features[peers.rank]]
+        rows = [keys.index(name) for name in self._kept]
+        self._kept_rows = torch.tensor(rows, dtype=torch.int32, device=peers.device)
+        # Where each key's values start in an input of one sample.
+        self._starts: dict[str, int] | None = None
+        if all(key in sizes for key in keys):
+            self._starts = dict(zip(keys, accumulate((sizes[key] for key in keys), initial=0), strict=False))
+        self._layouts = BatchSizeCache[_Layout]()
+
+    def start(self, features: KeyedJaggedTensor) -> InFlight:
+        """One batch, whose lengths are trusted. A stride seen for the first time puts its indices on the device."""
+        lengths = features.lengths_or_none()
+        size = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
+        replay = self._replay if self._cuda_graph and self._starts is not None else None
+        layout = self._layouts.of(size, self._peers.device, partial(self._lay_out, *size), replay)
+        return _StaticInFlight(self, layout, features)
+
+    def graphed(self) -> list[GraphedFunction]:
+        """That of batches like the first one, if any."""
+        first = self._layouts.replayed
+        return [] if first is None or first.graphed is None else [first.graphed]
+
+    def exchange(self, layout: _Layout, values: Tensor) -> tuple[Tensor, ...]:
+        """From an input's values those that this rank looks up for all ranks; `kept` too, if it needs its own batch."""
+        kept = gather(values, layout.kept_index)
+        all_to_all = self.all_to_all(kept, layout)
+        assert all_to_all is not None
+        received = gather(all_to_all.wait(), layout.receive_index)
+        return (received, kept) if layout.local else (received,)
+
+    def kept(self, features: KeyedJaggedTensor, layout: _Layout) -> Tensor:
+        """Values to send, by rank, then those looked up here."""
+        values = features.values()
+        if self._starts is not None:
+            return gather(values, layout.kept_index)
+        lengths = features.lengths().view(self._num_keys, -1)
+        return torch.ops.fbgemm.permute_2D_sparse_data(self._kept_rows, lengths, values, None, layout.num_kept)[1]
+
+    def all_to_all(self, kept: Tensor, layout: _Layout) -> AllToAll | None:
+        """None where no group is exchanged."""
+        if not self._exchanged:
+            return None
+        sent = kept[: sum(layout.send_splits)]
+        return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._peers)
+
+    def _replay(self, layout: _Layout) -> None:
+        layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
+
+    def _lay_out(self, stride: int, dtype: torch.dtype) -> _Layout:
+        world_size, device = self._peers.world_size, self._peers.device
+        kept_index = None
+        if self._starts is not None:
+            blocks = [(stride * self._starts[name], stride * self._sizes[name]) for name in self._kept]
+            kept_index = _index(blocks, stride * sum(self._sizes[key] for key in self._starts), device)
+        # Received [rank][feature][sample]; looked up [feature][rank][sample].
+        own = [stride * self._sizes[name] for name in self._send[self._peers.rank]]
+        *starts, per_rank = accumulate(own, initial=0)
+        blocks = [
+            (rank * per_rank + start, n) for start, n in zip(starts, own, strict=True) for rank in range(world_size)
+        ]
+        send_splits = [stride * sum(self._sizes[name] for name in names) for names in self._send]
+        return _Layout(
+            kept_index=kept_index,
+            num_kept=stride * sum(self._sizes[name] for name in self._kept),
+            send_splits=send_splits,
+            receive_splits=[per_rank] * world_size,
+            receive_index=_index(blocks, world_size * per_rank, device),
+            exchanged=self._parts(self._exchanged, 0, world_size * stride, dtype),
+            local=self._parts(self._local, sum(send_splits), stride, dtype),
+        )
+
+    def _parts(self, groups: Sequence[Group], start: int, stride: int, dtype: torch.dtype) -> list[Part]:
+        parts, device = [], self._peers.device
+        for group in groups:
+            keys = group.features[self._peers.rank]
+            sizes = torch.tensor([self._sizes[key] for key in keys], dtype=torch.int64)
+            lengths = sizes.repeat_interleave(stride)
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            length_per_key = (sizes * stride).tolist()
+            offset_per_key = list(accumulate(length_per_key, initial=0))
+            on_device = lengths.to(device, dtype), offsets.to(device, group.offset_type)
+            end = start + offset_per_key[-1]
+            parts.append(Part(group, start, end, keys, *on_device, stride, length_per_key, offset_per_key))
+            start = end
+        return parts
+
+
+class _StaticInFlight:
+    def __init__(self, static: StaticDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
+        self._static, self._layout = static, layout
+        self._features: KeyedJaggedTensor | None = features
+        self._all_to_all: AllToAll | None = None
+        self._result: dict[int, KeyedJaggedTensor] = {}
+
+    def launch(self) -> None:
+        if self._features is None:
+            return
+        layout = self._layout
+        if layout.graphed is not None:
+            values, *kept = layout.graphed(self._features.values())
+            self._result = {part.group.index: part.kjt(values) for part in layout.exchanged}
+        else:
+            kept = [self._static.kept(self._features, layout)]
+            self._all_to_all = self._static.all_to_all(kept[0], layout)
+        self._result |= {part.group.index: part.kjt(kept[0]) for part in layout.local}
+        self._features = None
+
+    def finish(self) -> dict[int, KeyedJaggedTensor]:
+        self.launch()
+        if self._all_to_all is not None:
+            values = gather(self._all_to_all.wait(), self._layout.receive_index)
+            self._result |= {part.group.index: part.kjt(values) for part in self._layout.exchanged}
+            self._all_to_all = None
+        return self._result
+
+
+def gather(source: Tensor, index: Tensor | None) -> Tensor:
+    """Rows of `source` at the index; without one, all of them."""
+    return source if index is None else source.index_select(0, index)
+
+
+def _index(blocks: Sequence[tuple[int, int]], total: int, device: torch.device) -> Tensor | None:
+    """Positions of the blocks (first, length), one behind another; None where they are 0 .. total - 1.
+
+    kernels.gather_segments would read no index, but Triton launches from Python: what is dear here is host time.
+    """
+    positions = [torch.arange(first, first + length, dtype=torch.int32) for first, length in blocks]
+    index = torch.cat(positions) if positions else torch.empty(0, dtype=torch.int32)
+    if torch.equal(index, torch.arange(total, dtype=torch.int32)):
+        return None
+    return index.to(device)

@@ -1,0 +1,1 @@
+"""The pipeline of fixed shapes: one CUDA graph an iteration."""

@@ -1,0 +1,35 @@
+"""How batches come from host memory to the device without a copy that the host launches."""
+
+from collections import deque
+
+import torch
+
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.kernels.fetch import fetch_next
+
+
+class BatchFeed:
+    """The host names batches, the device fetches them in that order."""
+
+    def __init__(self, device: torch.device, in_flight: int) -> None:
+        """in_flight: how many batches may be named that are not fetched yet, the next one included."""
+        self._pin = device.type == "cuda"
+        self._addresses = torch.zeros(in_flight, dtype=torch.int64, pin_memory=self._pin)
+        self._ring = self._addresses.numpy()  # where an assignment takes the host a tenth of a tensor's
+        self._fetched = torch.zeros((), dtype=torch.int64, device=device)
+        self._named = 0
+        self._batches: deque[torch.Tensor | None] = deque(maxlen=in_flight)
+        """Their memory, for as long as the device may read it."""
+
+    def name(self, batch: Batch | None) -> None:
+        """The next one to fetch; None leaves what is there as it is. The batch is kept until it has been fetched."""
+        storage = None if batch is None else batch.storage
+        if storage is not None and self._pin and not storage.is_pinned():
+            storage = storage.pin_memory()
+        self._batches.append(storage)
+        self._ring[self._named % len(self._ring)] = 0 if storage is None else storage.data_ptr()
+        self._named += 1
+
+    def fetch(self, into: Batch) -> None:
+        """Launches the copy of the next one, on the current stream."""
+        fetch_next(self._addresses, self._fetched, into.storage.view(torch.int32))

@@ -1,0 +1,140 @@
+"""Work captured as CUDA graphs and replayed; a failed capture says which op of which stage it failed at."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.cuda_graph import destroy, record
+
+
+class Graphs:
+    """Functions that run as one CUDA graph each; all are captured when the first of them is to run.
+
+    Graphs of one object share a memory pool, so nothing that one leaves in tensors of its own may be needed after
+    another has run: what outlives a replay goes to memory from outside. Each object has a pool of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        works: Sequence[Callable[[], None]],
+        ranks: Ranks,
+        stream: "torch.cuda.Stream | None",
+        fallback: bool,
+    ) -> None:
+        """name: of the whole, for messages. stream: that captures. fallback: after a failed capture the functions run
+        eagerly; without it a failure is an error."""
+        require_gpu(ranks.device)
+        self._name, self._works, self._ranks, self._stream = name, works, ranks, stream
+        self._fallback = fallback
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.captures = 0
+        """How often the functions were captured."""
+        self.fell_back: str | None = None
+        """Why the functions run eagerly; None while they do not."""
+
+    def run(self, i: int) -> None:
+        """Function i, by replay. The first call is collective and captures, which runs nothing.
+
+        RuntimeError, on every rank, where that fails on any and fallback is off.
+        """
+        if not self._graphs and self.fell_back is None:
+            self._capture()
+        if self._graphs:
+            self._graphs[i].replay()
+        else:
+            self._works[i]()
+
+    def forget(self, why: str) -> None:
+        """Captures anew at the next run, where the functions were captured; rank 0 says so."""
+        if not self._graphs:
+            return
+        self.close()
+        if self._ranks.rank == 0:
+            print(f"{why}: the {self._name} is captured anew", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Destroys the graphs."""
+        destroy(self._graphs)
+        self._graphs.clear()
+
+    def describe(self) -> dict[str, Any]:
+        """For the record."""
+        return {"captures": self.captures, "fell_back": self.fell_back}
+
+    def _capture(self) -> None:
+        graphs, own, error = [], None, None
+        pool = torch.cuda.graph_pool_handle() if self._ranks.device.type == "cuda" else None
+        for work in self._works:
+            watch = _Watch(self._name)
+            try:
+                graphs.append(record(work, watch, pool, self._stream))
+            except Exception as caught:
+                own, error = watch.says(caught), caught
+                break
+        failures: list[str | None] = [None] * self._ranks.world_size
+        dist.all_gather_object(failures, own)
+        failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+        if not failed:
+            self._graphs = graphs
+            self.captures += 1
+            return
+        # The lowest rank's, so that all ranks say the same.
+        reason = f"{self._name} cannot be captured: {failures[failed[0]]} (on {len(failed)} rank(s), first {failed[0]})"
+        if not self._fallback:
+            raise RuntimeError(
+                f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph-fallback to go on eagerly"
+            ) from error
+        self.fell_back = reason
+        del error, watch  # their tracebacks hold the tensors of the failed capture
+        if self._ranks.rank == 0:
+            print(f"--cuda-graph-fallback: {reason}; it runs eagerly", file=sys.stderr, flush=True)
+
+
+def require_gpu(device: torch.device) -> None:
+    """ValueError where there is nothing to capture on."""
+    if device.type != "cuda":
+        raise ValueError("--cuda-graph iteration needs a GPU: on this machine choose --cuda-graph none")
+
+
+class _Watch(TorchDispatchMode):
+    """Remembers the last op, the record_function range around it, and the first error that an op raised.
+
+    The mode is on while a graph is captured and not while it is replayed. Backward passes take it along to autograd's
+    threads. Triton kernels are no ops of the dispatcher: an error of one comes after the last op.
+    """
+
+    def __init__(self, outside: str) -> None:
+        """outside: the name of what is outside of all ranges."""
+        super().__init__()
+        self._ranges = [outside]
+        self._last: str | None = None
+        self._error: Exception | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name()
+        if name == "profiler::_record_function_enter_new":
+            self._ranges.append(args[0])
+        elif name.startswith("profiler::_record_function_exit"):
+            self._ranges.pop()
+        elif self._error is None:
+            self._last = f"{name} in {self._ranges[-1]}"
+            try:
+                return func(*args, **kwargs or {})
+            except Exception as error:
+                self._error = error
+                raise
+        return func(*args, **kwargs or {})
+
+    def says(self, error: Exception) -> str:
+        """Where `error`, which ended the capture, comes from, and its first line, or that of the op's own error."""
+        where = f"at {self._last}" if self._error else f"after {self._last}" if self._last else "before any op"
+        first = self._error or error
+        return f"{where}: {type(first).__name__}: {(str(first).splitlines() or [''])[0]}"

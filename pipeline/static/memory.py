@@ -1,0 +1,54 @@
+"""What a pipeline keeps in memory, on every rank, and how much is left."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_bench.dlrm.ranks import Ranks
+
+
+def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
+    """GB of each part on each rank, and on GPUs what the allocator holds and what is left. Collective.
+
+    parts: tensors, in lists and dataclasses where need be; memory behind several views counts once, and memory behind
+    none of them does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and
+    the dense network's buffers, graph pools in use) but those in peer memory, `reserved` what PyTorch took from the
+    device for them, and `left` what nobody has taken.
+    """
+    own = {name: _bytes(part) for name, part in parts.items()}
+    if ranks.device.type == "cuda":
+        stats = torch.cuda.memory_stats(ranks.device)
+        own["allocated"] = stats["allocated_bytes.all.current"]
+        own["reserved"] = stats["reserved_bytes.all.current"]
+        own["left"] = torch.cuda.mem_get_info(ranks.device)[0]
+    mine = {name: float(f"{size / 1e9:.4g}") for name, size in own.items()}
+    everyones = [mine] * ranks.world_size
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def _bytes(part: Any) -> int:
+    """Of each allocation what its views show, which may be strided, or all of it where they show more."""
+    whole: dict[int, int] = {}
+    seen: Counter[int] = Counter()
+    for tensor in _tensors(part):
+        storage = tensor.untyped_storage()
+        whole[storage.data_ptr()] = storage.nbytes()
+        seen[storage.data_ptr()] += tensor.nbytes
+    return sum(min(size, seen[address]) for address, size in whole.items())
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, list | tuple):
+        for item in part:
+            yield from _tensors(item)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _tensors(getattr(part, field.name))

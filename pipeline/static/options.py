@@ -1,0 +1,59 @@
+"""Options of the static pipeline."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dlrm_bench.dlrm.config import TrainingConfig, require
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StaticOptions:
+    """Our own embedding-bag collection: batch, multi-hot sizes and plan are constants, so every shape is fixed."""
+
+    name: ClassVar[str] = "static"
+
+    cuda_graph: Literal["off", "on", "try"] = "off"
+    """Replay all five stages of an iteration as one CUDA graph. on: end with an error where it cannot be captured; try:
+    continue eagerly. GPU only."""
+    overlap: bool = False
+    """Run input dist, bottom MLP, weight gradients, all-reduce and dense update on side streams."""
+    presort_ids: bool = False
+    """Sort ids in the input dist, one batch ahead, instead of in the embedding backward, and update tables from sorted
+    ids with a kernel of ours."""
+    peer_memory: bool = False
+    """With presort_ids, on one node: kernels write ids, pooled vectors, their gradients and updated dense weights
+    directly into the memory of the other GPUs, in place of collectives and the copies around them."""
+    plan: Literal["balanced", "torchrec"] = "balanced"
+    """The planner that places the tables: ours, or TorchRec's, limited to table-wise, column-wise and data-parallel
+    sharding."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.peer_memory or self.presort_ids,
+            "--peer-memory needs --presort-ids: FBGEMM's update takes no gradients from peer memory",
+        )
+
+    @property
+    def needs_gpu(self) -> str | None:
+        """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
+        if self.cuda_graph != "off":
+            return f"--cuda-graph {self.cuda_graph} needs a GPU: on this machine choose --cuda-graph off"
+        return None
+
+    def check(self, config: TrainingConfig) -> None:
+        """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
+        dim, features = config.model.embedding_dim, config.model.num_features
+        require(
+            not self.presort_ids or config.optimizer.embedding == "adagrad",
+            f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "
+            f"{config.optimizer.embedding}",
+        )
+        require(
+            not self.presort_ids or dim in (16, 32, 64, 128),
+            f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
+        )
+        require(
+            (features + 1) * dim % 8 == 0,
+            f"--pipeline static needs (features + 1) * --model.embedding-dim to be a multiple of 8, and "
+            f"({features} + 1) * {dim} is not: choose a multiple of 8",
+        )

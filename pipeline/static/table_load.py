@@ -1,0 +1,79 @@
+"""What each rank has to do for its tables, as the planner predicts it and as it is."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.embedding.plan import imbalance, rank_loads
+from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.ranks import Ranks
+
+_REPETITIONS = 10
+# GPU clock cycles, some 20 ms, in which the host launches all repetitions: the GPU then never waits for a launch.
+_HEAD_START = 40_000_000
+
+
+def embedding_load(
+    config: RunConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks
+) -> dict[str, Any]:
+    """For the record: microseconds of each rank in an iteration, and the largest by the mean. Collective.
+
+    tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted on an H200, measured on
+    this machine, on the ids of `batches`.
+    """
+    global_batch_size = config.local_batch_size * ranks.world_size
+    loads = rank_loads(ebc.plan, config.model, config.optimizer, global_batch_size, config.pooled_bytes)
+    times: dict[str, list[float]] = {
+        "predicted_embedding_us": [round(load.embedding_us) for load in loads],
+        "predicted_tables_us": [round(load.tables_us) for load in loads],
+        "measured_tables_us": measure_tables_us(ebc, batches, ranks),
+    }
+    return {**times, "imbalance": {name.removesuffix("_us"): round(imbalance(us), 3) for name, us in times.items()}}
+
+
+def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks) -> list[float]:
+    """Microseconds of lookup, sort and update of each rank's sharded tables, alone and without collectives. Collective.
+
+    batches: ids to use in turn; they stay as they are. So do weights and optimizer state, bit for bit: the update is
+    given gradients of zero, which cost what others do and change nothing under Adagrad, rowwise Adagrad and SGD. In
+    peer memory the lookup's way to the other ranks is part of it, while they write too.
+    """
+    ebc.gradients.zero_()
+
+    def work(ids: DistributedIds) -> None:
+        ebc.sort(ids)
+        pooled = [ebc.lookup(ids, part) for part in range(ebc.parts)]
+        ebc.update(ids, pooled[0])
+
+    works = [partial(work, batches[i % len(batches)]) for i in range(_REPETITIONS)]
+    for first in works[: len(batches)]:
+        first()
+    dist.barrier()
+    mine = round((_gpu_us if ranks.device.type == "cuda" else _cpu_us)(works), 1)
+    everyones = [mine] * ranks.world_size
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def _cpu_us(works: Sequence[Callable[[], None]]) -> float:
+    start = time.perf_counter()
+    for work in works:
+        work()
+    return (time.perf_counter() - start) * 1e6 / len(works)
+
+
+def _gpu_us(works: Sequence[Callable[[], None]]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_HEAD_START)
+    start.record()
+    for work in works:
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / len(works)

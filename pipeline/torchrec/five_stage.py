@@ -1,0 +1,100 @@
+"""The five-stage pipeline on TorchRec's modules: what the stock pipeline trains, under our schedule."""
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.cuda_graph import captures
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBC, TrimmedEBCSharder
+from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
+
+logger = logging.getLogger(__name__)
+
+ALL_TO_ALLS = 3
+"""Of an iteration: ids, pooled vectors, their gradients."""
+
+
+class TorchRecFiveStagePipeline(TorchRecPipeline):
+    """TorchRec's sharded DLRM_DCN under FiveStagePipeline; see pipeline/interface.py."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        """Needs an initialised process group; collective: every rank must construct it with the same config."""
+        codecs, model = quantized_codecs(config, ranks.device), config.model
+        if config.trim_input_dist:
+            sizes = dict(zip(model.feature_names, model.multi_hot_sizes, strict=True))
+            sharder = TrimmedEBCSharder(sizes, qcomm_codecs_registry=codecs, cuda_graph=config.graph_dists)
+        else:
+            sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
+        super().__init__(config, ranks, sharder)
+
+    def close(self) -> None:
+        """Ends launching threads and destroys graphs."""
+        for schedule in (self._train, self._eval):
+            schedule.close()
+
+    def describe(self) -> dict[str, Any]:
+        """What the model's says; switches that were off although asked for, and why; features by their input dist.
+
+        Collective, and the same on every rank.
+        """
+        everyone: list[dict[str, str]] = [{}] * self._ranks.world_size
+        dist.all_gather_object(everyone, dict(self._train.switched_off))
+        described = {**super().describe(), "switched_off": merged_reasons(everyone)}
+        for module in self._model.modules():
+            if isinstance(module, TrimmedEBC):
+                described["input_dist"] = module.trimmed_features()
+                if self._config.graph_dists:
+                    described["graphed_dists"], why_not = self._graphed_dists(module)
+                    if why_not is not None:
+                        described["switched_off"]["graph_dists"] = why_not
+                        if self._ranks.rank == 0:
+                            logger.warning("graph_dists is off, or in part: %s", why_not)
+        return described
+
+    def _graphed_dists(self, collection: TrimmedEBC) -> tuple[list[str], str | None]:
+        """What every rank replays, and why that is not all. Collective."""
+        everyone: list[list[dict[str, Any]]] = [[]] * self._ranks.world_size
+        dist.all_gather_object(everyone, [graphed.describe() for graphed in collection.graphed()])
+        replayed = sorted(set.intersection(*({of["name"] for of in rank if of["replayed"]} for rank in everyone)))
+        if len(replayed) == ALL_TO_ALLS:
+            return replayed, None
+        if not captures(self._device):
+            return replayed, f"there are no CUDA graphs on {self._device}"
+        failures = [
+            f"rank {r}, {of['name']}: {of['failure']}" for r, n in enumerate(everyone) for of in n if of["failure"]
+        ]
+        return replayed, "; ".join(failures) or (
+            f"{len(replayed)} of {ALL_TO_ALLS} all-to-alls are replayed: the others are not of fixed sizes and one "
+            "sharding type, are quantised, or have not run twice; a rank alone has none"
+        )
+
+    def _schedule(self, training: bool) -> Any:
+        config = self._config
+        options = FiveStageOptions(
+            avoid_record_streams=config.avoid_record_streams,
+            pinned_d2h=config.pinned_d2h,
+            cuda_graph="dense" if training and config.cuda_graph == "dense" else "none",
+            launch_threads=config.launch_threads if training else 1,
+        )
+        return FiveStagePipeline(self._model, self._optimizer, self._device, options)
+
+
+def merged_reasons(everyone: list[dict[str, str]]) -> dict[str, str]:
+    """switched_off of all ranks in one: a reason that not all ranks have is told with the ranks that have it."""
+    merged = {}
+    for option in dict.fromkeys(option for of_rank in everyone for option in of_rank):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(everyone):
+            if option in of_rank:
+                ranks_of.setdefault(of_rank[option], []).append(rank)
+        merged[option] = "; ".join(
+            why if len(ranks) == len(everyone) else f"rank {', '.join(map(str, ranks))}: {why}"
+            for why, ranks in ranks_of.items()
+        )
+    return merged

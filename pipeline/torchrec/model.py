@@ -1,0 +1,335 @@
+"""What every pipeline over TorchRec's modules shares: the sharded DLRM_DCN, its optimizer, its batches, its state.
+
+EmbeddingBagCollection, EmbeddingShardingPlanner with the true pooling factors, DistributedModelParallel, exact Adagrad
+fused into the embedding backward, torch.optim.Adagrad for the dense weights, as the MLPerf reference has them. See
+mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec import EmbeddingBagCollection
+from torchrec.datasets.utils import Batch as TorchRecBatch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import (
+    CommOp,
+    QuantizedCommCodecs,
+    ShardedTensor,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
+from dlrm_bench.dlrm.model import DenseNetwork, torchrec_names
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, Part, Parts, gather, scatter, table_key
+from dlrm_bench.pipeline.torchrec.batch import BatchLayout
+
+Codecs = dict[str, QuantizedCommCodecs]
+_BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+
+
+class TorchRecPipeline(ABC):
+    """TorchRec's sharded DLRM_DCN under one schedule or another; see pipeline/interface.py."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        sharder: EmbeddingBagCollectionSharder,
+        left_out: Collection[ShardingType] = (),
+    ) -> None:
+        """Needs an initialised process group; collective: every rank must construct it with the same config.
+
+        left_out: sharding types that the planner must not choose.
+        """
+        self._config, self._ranks, self._device = config, ranks, ranks.device
+        self._layout = BatchLayout(config.model, config.local_batch_size, pin=ranks.device.type == "cuda")
+        self._model, self._plan = _build_model(config, ranks, sharder, left_out)
+        self._optimizer = _build_optimizer(self._model, config.optimizer)
+        self._codecs: Codecs | None = sharder.qcomm_codecs_registry
+        self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
+
+    @property
+    def model(self) -> DistributedModelParallel:
+        """The sharded model, for its state_dict."""
+        return self._model
+
+    @property
+    def optimizer(self) -> CombinedOptimizer:
+        """Fused embedding optimizer and dense optimizer together."""
+        return self._optimizer
+
+    def prepare(self, batch: Batch) -> TorchRecBatch:
+        """A torchrec Batch over the same memory."""
+        return self._layout.batch(batch)
+
+    def train_step(self, batches: Iterator[TorchRecBatch]) -> Tensor:
+        """One `progress` of the schedule, which may read two batches ahead."""
+        loss, _, _ = self._progress(self._train, batches)
+        return loss
+
+    def evaluate(self, batches: Iterator[TorchRecBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs a second schedule on the same model, as the reference does."""
+        with self._evaluating():
+            while True:
+                try:
+                    with torch.no_grad():
+                        _, logits, labels = self._progress(self._eval, batches)
+                except StopIteration:
+                    return
+                yield logits, labels
+
+    def state_dict(self) -> ModelState:
+        """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""
+        self._synchronize()
+        return gather(*self._parts(), self._ranks)
+
+    def load_state_dict(self, state: ModelState) -> None:
+        """Continues from rank 0's `state`, of any pipeline; batches in flight stay. Collective; see pipeline/state.py.
+
+        Writes through what the public state_dict of model and optimizer give, which is the memory they train.
+        ValueError where the state is of another model.
+        """
+        self._synchronize()
+        scatter(state, *self._parts(), self._ranks)
+        self._synchronize()
+
+    def _parts(self) -> tuple[Parts, Parts]:
+        """Weights and optimizer state; ValueError where the latter is of the sharding and not of the model."""
+        weights, state = self._model.state_dict(), self._optimizer.state_dict()["state"]
+        table_optimizer = self._config.optimizer.embedding
+        of_weights, of_optimizer = {}, {}
+        for key, value in weights.items():
+            name, is_table = key.removeprefix("model."), ".embedding_bags." in key
+            of_weights[name] = _tensor_parts(value, value)
+            if not is_table or table_optimizer != "sgd":
+                parts = _tensor_parts(value, _sums(state.get(key, {})))
+                of_optimizer[name] = _of_rows(name, parts) if is_table and table_optimizer != "adagrad" else parts
+        return of_weights, of_optimizer
+
+    @abstractmethod
+    def close(self) -> None:
+        """As the interface has it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Sharding type and ranks of every table, as the planner chose them; formats of quantised collectives."""
+        tables = next(iter(self._plan.plan.values()))
+        described: dict[str, Any] = {
+            "sharding_plan": {
+                name.removeprefix(TABLE_PREFIX): {
+                    "sharding_type": sharding.sharding_type,
+                    "compute_kernel": sharding.compute_kernel,
+                    "ranks": sharding.ranks,
+                }
+                for name, sharding in tables.items()
+            }
+        }
+        if self._codecs is not None:
+            codecs = self._codecs[CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name]
+            dtypes = {"forward": codecs.forward.quantized_dtype, "backward": codecs.backward.quantized_dtype}
+            described["quantized_comms"] = {way: str(dtype).removeprefix("torch.") for way, dtype in dtypes.items()}
+        return described
+
+    @abstractmethod
+    def _schedule(self, training: bool) -> Any:
+        """What schedules model and optimizer, with the method `progress` of TorchRec's train pipelines.
+
+        training: whether it is to train or to evaluate.
+        """
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode and the training's schedule out of the way, with its batches in flight."""
+        # TorchRec's pipelines but for TrainPipelineBase rewrite the forward of the EBC, one of them at a time.
+        rewritten = isinstance(self._train, TrainPipelineSparseDist)
+        self._synchronize()
+        if rewritten:
+            self._train.detach()
+        self._model.eval()
+        try:
+            yield
+        finally:
+            if isinstance(self._eval, TrainPipelineBase):
+                self._eval.reset()
+            elif rewritten:
+                self._eval.detach()
+            self._model.train()
+            if rewritten:
+                # The input dist of the batches in flight is done already: attach without starting it again.
+                self._train.attach(sparse_dist=False)
+
+    def _progress(self, schedule: Any, batches: Iterator[TorchRecBatch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, logits [B] and labels [B] of the next batch, detached."""
+        autocast = torch.autocast(
+            self._device.type,
+            torch.bfloat16,
+            enabled=self._config.precision == "bf16",
+            # A captured graph must cast the weights itself, not read casts of before its capture.
+            cache_enabled=self._config.cuda_graph == "none",
+        )
+        with autocast:
+            return schedule.progress(batches)
+
+    def _synchronize(self) -> None:
+        """Waits for every stream: schedules read and update tables on streams of their own."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def quantized_codecs(config: RunConfig, device: torch.device) -> Codecs | None:
+    """What encodes pooled vectors and their gradients for TorchRec's collectives; None where they stay fp32.
+
+    Gradients of a mean loss are small, so they keep fp32's exponents: the pair of TorchRec's own example, see
+    torchrec.distributed.fbgemm_qcomm_codec. On the CPU TorchRec puts fp16 in bf16's place.
+    """
+    if config.quantized_comms == "none":
+        return None
+    forward = {"bf16": CommType.BF16, "fp16": CommType.FP16}[config.quantized_comms]
+    precisions = QCommsConfig(forward_precision=forward, backward_precision=CommType.BF16)
+    return get_qcomm_codecs_registry(precisions, device=device)
+
+
+class _PlanningSharder(EmbeddingBagCollectionSharder):
+    """A sharder as the planner sees it, without some sharding types.
+
+    ParameterConstraints leaves types out too, but through a set of names, whose order changes from process to process
+    and with it the choice between equal plans.
+    """
+
+    def __init__(self, sharder: EmbeddingBagCollectionSharder, left_out: Collection[ShardingType]) -> None:
+        super().__init__(sharder.fused_params, sharder.qcomm_codecs_registry)
+        self._left_out = {kind.value for kind in left_out}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """TorchRec's, but for those left out, in its order."""
+        return [kind for kind in super().sharding_types(compute_device_type) if kind not in self._left_out]
+
+
+def _build_model(
+    config: RunConfig, ranks: Ranks, sharder: EmbeddingBagCollectionSharder, left_out: Collection[ShardingType]
+) -> tuple[DistributedModelParallel, ShardingPlan]:
+    model, device = config.model, ranks.device
+    memory = device_memory_bytes(ranks)
+    check_tables_fit(model, config.optimizer, memory, device)
+    train_model = DLRMTrain(_build_unsharded(model, config.seed, device))
+    optimizer, arguments = table_optimizer(config.optimizer)
+    apply_optimizer_in_backward(optimizer, train_model.model.sparse_arch.parameters(), arguments)
+    constraints = {
+        TABLE_PREFIX + name: ParameterConstraints(pooling_factors=[float(size)])
+        for name, size in zip(model.feature_names, model.multi_hot_sizes, strict=True)
+    }
+    kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
+    machine = (ranks.world_size, ranks.local_world_size, kind, memory)
+    planner = sharding_planner(constraints, config.local_batch_size, *machine)
+    planned = _PlanningSharder(sharder, {*left_out, *(() if config.row_wise else _BY_ROWS)})
+    try:
+        plan = planner.collective_plan(train_model, [planned], dist.GroupMember.WORLD)
+    except PlannerError as error:
+        raise ValueError(
+            f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB a rank; use more GPUs, a smaller "
+            f"--model.table-scale or a smaller --local-batch-size ({error})"
+        ) from error
+    sharded = DistributedModelParallel(module=train_model, device=device, plan=plan, sharders=[sharder])
+    _fill_tables(sharded, model, config.seed)
+    return sharded, plan
+
+
+def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLRM_DCN:
+    """TorchRec's DLRM_DCN, its tables on the meta device, with the initial dense weights of our DenseNetwork."""
+    tables = table_configs(model, TABLE_PREFIX)
+    dlrm = DLRM_DCN(
+        embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        dense_in_features=model.dense_in_features,
+        dense_arch_layer_sizes=list(model.bottom_mlp),
+        over_arch_layer_sizes=list(model.top_mlp),
+        dcn_num_layers=model.cross_layers,
+        dcn_low_rank_dim=model.cross_rank,
+        dense_device=device,
+    )
+    dense = DenseNetwork(model)
+    dense.init_weights(seed)
+    theirs = torchrec_names(model)
+    result = dlrm.load_state_dict({theirs[name]: value for name, value in dense.state_dict().items()}, strict=False)
+    assert not result.unexpected_keys
+    assert all("embedding_bags" in key for key in result.missing_keys)
+    return dlrm
+
+
+def _tensor_parts(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[Part]:
+    """Where `weights` has its shards, with the memory of `tensor`, sharded alike and None without a local shard."""
+    if not isinstance(weights, ShardedTensor):
+        assert isinstance(tensor, Tensor)
+        return [Part.whole(tensor)]
+    local = {}
+    if isinstance(tensor, ShardedTensor):  # rowwise state has offsets of its own; its shards are in the same order
+        for shard, of_weights in zip(tensor.local_shards(), weights.local_shards(), strict=True):
+            local[tuple(of_weights.metadata.shard_offsets)] = shard.tensor
+    return [
+        Part(s.placement.rank(), tuple(s.shard_offsets), tuple(s.shard_sizes), local.get(tuple(s.shard_offsets)))
+        for s in weights.metadata().shards_metadata
+    ]
+
+
+def _sums(state: dict[str, Any]) -> Tensor | ShardedTensor | None:
+    """Adagrad's state, which a fused optimizer calls momentum1 and has only where there is a shard."""
+    return next((value for name, value in state.items() if name == "sum" or name.endswith(".momentum1")), None)
+
+
+def _of_rows(name: str, parts: list[Part]) -> list[Part]:
+    """The parts of rowwise state, [rows, 1], of a table sharded as `parts`; ValueError where columns are split."""
+    if any(part.start[1] > 0 for part in parts):
+        raise ValueError(
+            f"{name}: TorchRec's plan splits its columns, so rowwise Adagrad's state is of shards and not of rows: "
+            "move states with --optimizer.embedding adagrad"
+        )
+    return [
+        Part(p.owner, p.start, (p.shape[0], 1), p.local.view(-1, 1) if p.local is not None else None) for p in parts
+    ]
+
+
+def _fill_tables(sharded: DistributedModelParallel, model: ModelConfig, seed: int) -> None:
+    state = sharded.state_dict()
+    for table, rows in enumerate(model.rows):
+        weights = state[f"model.{table_key(model, table)}"]
+        for part in _tensor_parts(weights, weights):
+            if part.local is not None:
+                row, column = part.start
+                fill_initial_weights(
+                    part.local, seed=seed, table=table, num_embeddings=rows, row_offset=row, column_offset=column
+                )
+
+
+def _build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> CombinedOptimizer:
+    not_fused = dict(in_backward_optimizer_filter(model.named_parameters()))
+    # TorchRec leaves data-parallel tables to the dense optimizer.
+    tables = {name: value for name, value in not_fused.items() if ".embedding_bags." in name}
+    optimizers = [model.fused_optimizer]
+    if tables and config.embedding != "adagrad":
+        not_fused = {name: value for name, value in not_fused.items() if name not in tables}
+        kind, arguments = table_optimizer(config)
+        optimizers.append(KeyedOptimizerWrapper(tables, lambda params: kind(params, **arguments)))
+    optimizers.append(
+        KeyedOptimizerWrapper(
+            not_fused, lambda params: torch.optim.Adagrad(params, lr=config.learning_rate, eps=config.eps)
+        )
+    )
+    return CombinedOptimizer(optimizers)

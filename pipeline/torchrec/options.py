@@ -1,0 +1,80 @@
+"""Options of the pipelines over TorchRec's modules."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dlrm_bench.dlrm.config import TrainingConfig, require
+
+Schedule = Literal["base", "sparse-dist", "fused-sparse-dist"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TorchRecModelOptions:
+    """What can be chosen of TorchRec's sharded model, whatever its schedule."""
+
+    row_wise: bool = True
+    """Let TorchRec's planner split tables by rows, which makes the input dist depend on the ids: the host has to read
+    the sizes of its exchange."""
+    quantized_comms: Literal["none", "bf16", "fp16"] = "none"
+    """Number format of pooled vectors in TorchRec's all-to-alls; their gradients are bf16 in both cases. On the CPU
+    TorchRec uses bf16 in place of fp16."""
+
+    def check(self, config: TrainingConfig) -> None:
+        """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
+        require(
+            not config.data.variable_lengths,
+            "--data.variable-lengths applies to --pipeline static only: leave it out",
+        )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TorchRecOptions(TorchRecModelOptions):
+    """Stock TorchRec: its own modules under one of its own train pipelines, nothing patched."""
+
+    name: ClassVar[str] = "torchrec"
+
+    schedule: Schedule = "sparse-dist"
+    """TorchRec's train pipeline: base is TrainPipelineBase, sparse-dist TrainPipelineSparseDist (the MLPerf reference's),
+    fused-sparse-dist TrainPipelineFusedSparseDist (needs a GPU)."""
+    inplace_copy: bool = False
+    """Copy batches into GPU memory that the main stream allocated (TorchRec's enable_inplace_copy_batch)."""
+
+    @property
+    def needs_gpu(self) -> str | None:
+        """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
+        if self.schedule == "fused-sparse-dist":
+            return "--schedule fused-sparse-dist needs a GPU: on this machine choose base or sparse-dist"
+        return None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FiveStageSwitches(TorchRecModelOptions):
+    """TorchRec's modules under FiveStagePipeline, with a switch for each cost of the host that it removes."""
+
+    name: ClassVar[str] = "five-stage"
+
+    avoid_record_streams: bool = False
+    """Keep the buffers that streams share alive by events instead of record_stream."""
+    pinned_d2h: bool = False
+    """Read device values through pinned memory, and wait where a value is needed, not where its copy is issued."""
+    dense_graph: bool = False
+    """Replay forward, backward, all-reduce and Adagrad's step of the dense network as CUDA graphs. GPU only."""
+    launch_threads: Literal[1, 2] = 1
+    """2: a second host thread launches the next batch's input dist, and the dense update."""
+    trim_input_dist: bool = False
+    """Leave out of the input dist what fixed multi-hot sizes make constant: exchanges of splits and lengths, and the
+    host's reads of them. Where all tables are sharded table-wise, also leave the copies and the second autograd
+    function out of the output dist."""
+    graph_dists: bool = False
+    """With trim_input_dist: replay each all-to-all of ids and pooled vectors, and what surrounds it, as a CUDA graph."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.trim_input_dist or not self.graph_dists,
+            "--graph-dists needs --trim-input-dist: only exchanges of fixed sizes can be replayed",
+        )
+
+    @property
+    def needs_gpu(self) -> str | None:
+        """None: without a GPU, switches that do not apply are off, and the record says so."""
+        return None

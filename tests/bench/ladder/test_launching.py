@@ -1,0 +1,210 @@
+"""Runs on forked ranks: that they are what torchrun would start, and how they fail and are stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE, _failed, run_forked, torchrun
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.run import LOG_NAME
+from dlrm_bench.dlrm.command_line import FailedError
+from tests.launched import end, ranks_naming, wait_until
+
+SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
+UNTIL = ["--target-auc", "None", "--iterations"]
+SHORT = [*SMOKE, *UNTIL, "20", "--warmup-iterations", "5"]
+LONG = [*SMOKE, *UNTIL, "1000000"]
+
+
+def ranks_of(run_id: str) -> list[int]:
+    """Process ids of forked ranks: their command line is the fork server's, their output is the run's."""
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "fd" / "1").readlink().name == f"{run_id}.log":
+                pids.append(int(process.name))
+        except OSError:  # not ours, or ended
+            continue
+    return sorted(pids)
+
+
+def while_training(folder: Path, what: Callable[[], None]) -> threading.Thread:
+    """Calls `what` from a thread once the run x in `folder` has begun to train."""
+
+    def wait() -> None:
+        log = folder / "x" / LOG_NAME
+        wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has started")
+        time.sleep(0.2)
+        what()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_forked_run_is_as_one_under_torchrun(tmp_path: Path) -> None:
+    place = ["--results-dir", str(tmp_path), "--run-id"]
+    for start, run_id in ((run_forked, "forked"), (torchrun, "torchrun"), (run_forked, "again")):
+        start([*SHORT, *place, run_id], 2, tmp_path / f"{run_id}.log")
+    forked, other, again = (read_record(tmp_path / run_id) for run_id in ("forked", "torchrun", "again"))
+    assert forked.losses.tolist() == other.losses.tolist() == again.losses.tolist()
+    assert forked.iterations_ms.shape == other.iterations_ms.shape == (2, 20)
+    assert forked.run["command"].replace("--run-id forked", "--run-id torchrun") == other.run["command"]
+    output = (tmp_path / "forked.log").read_text()
+    assert output.startswith("forked: torchrec, sparse-dist; latency")
+    assert f"record       {tmp_path / 'forked'}" in output
+
+
+def test_the_twin_starts_so_too(tmp_path: Path) -> None:
+    run_forked(["host", *SMOKE, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log", MEASURE)
+    run = read_record(tmp_path / "x").run
+    assert run["host"] is not None
+    assert run["command"].startswith("torchrun --nproc_per_node=2 launch/measure.py host --preset smoke")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--local-batch-size", "0"], r"--local-batch-size is 0"),
+        (["--precision", "tf32"], r"rank 0: error: --precision tf32 needs a GPU"),
+    ],
+)
+def test_a_run_that_fails_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    message = rf"`dlrm\.py --preset smoke .*` failed: rank 0 ended with status 2:\n(.|\n)*{why}"
+    with pytest.raises(FailedError, match=message):
+        run_forked([*SHORT, *arguments, "--results-dir", str(tmp_path)], 1, tmp_path / "x.log")
+    assert capfd.readouterr() == ("", "")  # torch elastic's account is in the file
+    assert "failed (exitcode: 2)" in (tmp_path / "x.log").read_text()
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)  # a shell's background job ignores it
+    kill = while_training(tmp_path, lambda: os.kill(ranks_of("x")[-1], signal.SIGKILL))
+    # torch elastic names one of those that it finds ended: the one that was killed, or one that missed it by then.
+    with pytest.raises(FailedError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
+        run_forked([*LONG, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log")
+    kill.join()
+    assert not ranks_of("x")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def start_ladder(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process that runs one long member, called x, in `folder`."""
+    flags = [*LONG, "--results-dir", str(folder), "--run-id", "x"]
+    imports = "from pathlib import Path; from dlrm_bench.bench.ladder.launching import run_forked"
+    call = f"{imports}; run_forked({flags}, 2, Path('x.log'))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", call], cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    process = start_ladder(tmp_path)
+    while_training(tmp_path, lambda: process.send_signal(number)).join()
+    assert process.wait(15) == status
+    assert not ranks_of("x")
+    log = (tmp_path / "x" / LOG_NAME).read_text()
+    assert '"status": "aborted"' in log
+    assert f"stopped by {number.name}" in (tmp_path / "x.log").read_text()
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name: str, status: int) -> None:
+    script, results = tmp_path / "script.py", tmp_path / "results"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'rank_' + os.environ['RANK']).touch()\n"
+        "time.sleep(600)\n"
+    )
+    call = (
+        "import signal, sys; from pathlib import Path; from bench import cli;"
+        f"signal.signal(signal.{name}, signal.SIG_DFL);"  # a shell's background job ignores SIGINT
+        f"cli.MEASURE = Path({str(script)!r});"
+        f"sys.exit(cli.main(['host', '--nproc', '2', '--results-dir', {str(results)!r}, '--preset', 'smoke']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("rank_*"))) == 2, "the ranks have started")
+        process.send_signal(signal.Signals[name])
+        _, said = process.communicate(timeout=15)
+        assert process.returncode == status
+        assert said == ""
+        assert not list(ranks_naming(str(script)))
+    finally:
+        end([process], str(script))
+
+
+def test_ctrl_c_while_the_server_imports_says_nothing(tmp_path: Path) -> None:
+    command = ["ladder", "--nproc", "2", "--results-dir", str(tmp_path), *LONG]
+    call = (
+        "import signal, sys; from bench import cli;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it
+        f"sys.exit(cli.main({command}))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_until(lambda: any(tmp_path.iterdir()), "the ladder has begun")
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)  # the server's too, to its end
+        assert (process.returncode, said) == (130, "")
+        (ladder,) = tmp_path.iterdir()
+        assert not any(ladder.iterdir())
+    finally:
+        end([process], str(tmp_path))
+
+
+def test_what_a_rank_knows_comes_before_another_ones_traceback(tmp_path: Path) -> None:
+    output = tmp_path / "x.log"
+    known, trace = (
+        "rank 1: error: day_0.npy: dense feature 3 is nan",
+        ["rank 0 failed:", *["  gloo"] * 60, "RuntimeError"],
+    )
+    output.write_text("\n".join(["warning", known, *trace, "E1121 00:00:00 elastic", "rank 2: error: x"]))
+    first, *lines = _failed(LAUNCHER, ["--seed", "1"], "rank 0 ended with status 1", output).splitlines()
+    assert first == "`dlrm.py --seed 1` failed: rank 0 ended with status 1:"
+    assert lines[:2] == [known, "rank 2: error: x"]
+    assert lines[2:] == [*trace[-30:], f"(all of it: {output})"]
+
+
+def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:
+    process = start_ladder(tmp_path)
+    while_training(tmp_path, process.kill).join()
+    assert process.wait(15) == -signal.SIGKILL
+    wait_until(lambda: not ranks_of("x"), "the ranks have ended", 15)
+
+
+@pytest.mark.gpu
+def test_forked_ranks_have_a_gpu(tmp_path: Path) -> None:
+    """From a shell, as a process that has not asked CUDA for anything; the fork server must not have either."""
+    place = ["--nproc", "1", "--results-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "dlrm_bench.bench.cli",
+        "ladder",
+        "--rungs",
+        "same",
+        "--rounds",
+        "1",
+        "--host",
+        *place,
+    ]
+    subprocess.run([*command, *SHORT], cwd=ROOT, check=True, timeout=300)
+    (ladder,) = tmp_path.iterdir()
+    for run_id in ("00-stock-a", "00-stock-b", "host-stock-a", "host-stock-b"):
+        run = read_record(ladder / run_id).run
+        assert run["machine"]["gpus"] == 1
+        assert (run["gpu"] is not None) == run_id.startswith("host")

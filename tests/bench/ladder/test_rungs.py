@@ -1,0 +1,94 @@
+"""The built-in ladders: what they add on each rung, and that launch/dlrm.py takes their flags."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from dlrm_bench.bench.ladder.rungs import LADDERS, Rung, ladder_called
+from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.launch.dlrm import parse
+
+KNOWN = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)}
+
+
+def parses(rung: Rung) -> bool:
+    """Whether this version has all flags of a rung."""
+    return {flag for flag in rung.flags if flag.startswith("--")} <= KNOWN
+
+
+def pairs(rung: Rung) -> set[tuple[str, ...]]:
+    """Each flag with its values."""
+    found: list[tuple[str, ...]] = []
+    for word in rung.flags:
+        if word.startswith("--"):
+            found.append((word,))
+        else:
+            found[-1] += (word,)
+    return set(found)
+
+
+AFTER_ALL = ("one-launch-thread", "graph-dists")
+"""Rungs of the five stages on which more changes than one of the five switches."""
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_every_rung_is_a_valid_configuration(name: str) -> None:
+    rungs = ladder_called(name)
+    assert len({rung.name for rung in rungs}) == len(rungs)
+    known = [rung for rung in rungs if parses(rung)]
+    assert known
+    configs = [parse(["--preset", "launch-bound", *rung.flags]) for rung in known]
+    assert len(set(configs)) == (1 if name == "same" else len(known))
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        (
+            "five-stage",
+            ["--avoid-record-streams", "--pinned-d2h", "--cuda-graph", "--launch-threads", "--trim-input-dist"],
+        ),
+        (
+            "five-stage-trim-first",
+            ["--trim-input-dist", "--cuda-graph", "--pinned-d2h", "--launch-threads", "--avoid-record-streams"],
+        ),
+    ],
+)
+def test_the_five_stages_gain_one_switch_a_rung(name: str, order: list[str]) -> None:
+    rungs = [r for r in ladder_called(name) if "--pipeline" in r.flags and r.name not in AFTER_ALL]
+    assert pairs(rungs[0]) == {("--pipeline", "five-stage"), ("--no-row-wise",), ("--precision", "tf32")}
+    added = [pairs(b) - pairs(a) for a, b in pairwise(rungs)]
+    assert [[pair[0] for pair in more] for more in added] == [[flag] for flag in order]
+    assert all(pairs(a) < pairs(b) for a, b in pairwise(rungs))
+    assert all(("--precision", "tf32") in pairs(rung) for rung in rungs)
+
+
+def test_every_rung_says_what_it_takes_away() -> None:
+    for name, rungs in LADDERS.items():
+        notes = [rung.note for rung in (rungs[1:] if name == "same" else rungs)]
+        assert all(note.endswith(".") and ". " not in note and len(note) <= 120 for note in notes)
+
+
+def test_the_full_ladder_ends_in_everything() -> None:
+    assert LADDERS["full"][: len(LADDERS["five-stage"])] == LADDERS["five-stage"]
+    *_, all_switches, one_thread, graph_dists = LADDERS["five-stage"]
+    assert pairs(all_switches) == pairs(LADDERS["five-stage-trim-first"][-1])
+    assert pairs(all_switches) - pairs(one_thread) == {("--launch-threads", "2")}
+    assert pairs(one_thread) < pairs(all_switches)
+    assert pairs(graph_dists) - pairs(one_thread) == {("--graph-dists",)}
+    assert pairs(one_thread) < pairs(graph_dists)
+    last = {
+        ("--ebc", "static"),
+        ("--cuda-graph", "iteration"),
+        ("--overlap",),
+        ("--presort-ids",),
+        ("--peer-memory",),
+        ("--precision", "bf16"),
+    }
+    assert pairs(LADDERS["full"][-1]) == last
+
+
+def test_unknown_ladders() -> None:
+    with pytest.raises(ValueError, match="--rungs 'fast' is unknown: choose one of stock"):
+        ladder_called("fast")

@@ -1,0 +1,259 @@
+"""Ceilings and the floor made of them. That they can be measured, test_cli.py shows."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_bench.bench.analysis.floor import distance_table, doubts_of_floor, limits_table, work_of_kernels, work_table
+from dlrm_bench.bench.measure.ceilings import dense_weights, gemm_shapes, lookup_bytes, update_bytes
+from dlrm_bench.bench.records.limits import (
+    ADAGRAD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BATCH_COPY,
+    IDS,
+    LIMITS_JSON,
+    LOOKUP,
+    POOLED,
+    REDUCE_SCATTER,
+    Ceiling,
+    Limits,
+    floor,
+    read_limits,
+)
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.records.schema import Git, Kernel, RunRecord
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.model import DenseNetwork
+from dlrm_bench.dlrm.presets import MLPERF_MODEL, preset
+from tests.bench.made_records import H200, configured, instruments, kernel, recorded_runs, write
+
+
+def ceiling(name: str, stage: str | None, ms: float, amount: float = 1e6, unit: str = "B") -> Ceiling:
+    return Ceiling(name=name, stage=stage, ms=ms, amount=amount, unit=unit)
+
+
+def some_limits(**changes: Any) -> Limits:
+    config = configured()
+    ceilings = [
+        ceiling(BATCH_COPY, "input_dist", 0.1),
+        ceiling(IDS, "input_dist", 0.2),
+        ceiling(LOOKUP, "embedding_forward", 0.3),
+        ceiling(POOLED, "embedding_forward", 0.4),
+        ceiling("GEMM: top 0 forward", "dense_forward_backward", 0.5, unit="FLOP"),
+        ceiling("GEMM: top 1 forward", "dense_forward_backward", 0.5, unit="FLOP"),
+        ceiling(ALL_REDUCE, "dense_forward_backward", 0.8),
+        ceiling("launch: 100 kernels", None, 0.2, 100, "launches"),
+    ]
+    model = json.loads(json.dumps(dataclasses.asdict(config.model)))
+    known: dict[str, Any] = {
+        "schema": 1,
+        "id": "limits",
+        "created": "2026-11-21T00:00:00+00:00",
+        "command": "torchrun",
+        "git": Git(commit="0123abc", dirty=False),
+        "machine": H200,
+        "config": {"world_size": 2, "local_batch_size": config.local_batch_size, "model": model, "precision": "tf32"},
+        "ceilings": ceilings,
+        "floor_ms": floor(ceilings),
+    }
+    return Limits(**known | changes)  # type: ignore[typeddict-item]
+
+
+def test_the_floor_hides_what_waits_for_nothing() -> None:
+    assert some_limits()["floor_ms"] == pytest.approx(
+        {
+            "input_dist": 0.3,
+            "embedding_forward": 0.7,
+            "dense_forward_backward": 1.0,  # the all-reduce hides behind the GEMMs
+            "embedding_backward": 0,
+            "dense_update": 0,
+            "iteration": 1.7,  # and the input dist behind all of it
+        }
+    )
+
+
+def test_the_floor_is_no_lower_than_what_uses_one_resource() -> None:
+    assert floor([ceiling(ALL_REDUCE, "dense_forward_backward", 9), ceiling(IDS, "input_dist", 2)])["iteration"] == 11
+    assert floor([ceiling(BATCH_COPY, "input_dist", 5)])["iteration"] == 5
+    assert floor([ceiling(ALL_REDUCE, "dense_forward_backward", 9)])["dense_forward_backward"] == 9
+
+
+def test_sizes_of_the_mlperf_model() -> None:
+    assert dense_weights(MLPERF_MODEL) == 16_044_545
+    assert dense_weights(preset("smoke").model) == sum(
+        p.numel() for p in DenseNetwork(preset("smoke").model).parameters()
+    )
+    flop = sum(2 * m * n * k for m, n, k in gemm_shapes(MLPERF_MODEL, batch=1).values())
+    assert flop == pytest.approx(96e6, rel=0.01)
+    assert lookup_bytes(MLPERF_MODEL, 1, pooled_size=2) == 214 * (4 + 512) + 26 * 128 * 2
+    assert update_bytes(MLPERF_MODEL, OptimizerConfig(), 1, gradient_size=4) == 214 * (4 + 2048) + 26 * 128 * 4
+    assert (
+        update_bytes(MLPERF_MODEL, OptimizerConfig(embedding="sgd"), 1, gradient_size=4)
+        == 214 * (4 + 1024) + 26 * 128 * 4
+    )
+
+
+def test_tables(tmp_path: Path) -> None:
+    limits = some_limits()
+    rows = [str(cell) for cell in limits_table(limits).columns[0].cells]
+    assert rows.count("GEMMs: top") == 1
+    timed = read_record(write(tmp_path / "timed", recorded_runs()[0])).run
+    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], instruments=instruments())).run
+    table = distance_table(limits, [timed, twin])
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert cells[2][:5] == [""] * 5
+    assert timed["latency_ms"] is not None
+    assert cells[2][5] == f"{timed['latency_ms']['p50']:.3f} ({timed['latency_ms']['p50'] / 1.7:.1f} x)"
+    assert cells[3] == ["1.500 (5.0 x)", "1.500 (2.1 x)", "1.500 (1.5 x)", "1.500", "1.500", ""]
+
+
+def twin_with(folder: Path, *kernels: Kernel, **changes: Any) -> RunRecord:
+    measured = {**instruments(), "kernels": list(kernels)}
+    return read_record(write(folder, recorded_runs()[0], instruments=measured, config=configured(**changes))).run
+
+
+def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
+    twin = twin_with(
+        tmp_path / "twin",
+        kernel("GEMM (nvjet)", "dense_forward_backward", 1500, calls=12),
+        kernel("split_embedding_forward", "embedding_forward", 900),
+        kernel("GEMM (cutlass)", "embedding_forward", 500, calls=3),  # by its range: the bottom MLP
+        kernel("NCCL SendRecv", "embedding_forward", 450),
+        kernel("NCCL SendRecv", "input_dist", 410),
+        kernel("NCCL SendRecv", "other", 400),  # nobody knows what it sends
+        kernel("radix sort", "input_dist", 300, calls=4),
+        kernel("NCCL AllReduce_Sum_f32_RING_LL", "dense_forward_backward", 200),
+        kernel("sorted_adagrad: _update_chunks", "embedding_backward", 100),  # these limits have no ceiling for it
+    )
+    work = work_of_kernels(some_limits(), twin)
+    assert [(each.name, each.us, each.best_us) for each in work] == [
+        ("GEMMs", 2000, 1000),
+        ("table lookup", 900, pytest.approx(300)),
+        ("all-to-all of pooled vectors", 450, pytest.approx(400)),
+        ("all-to-all of ids", 410, pytest.approx(200)),
+        ("NCCL SendRecv", 400, None),
+        ("radix sort", 300, None),
+        ("all-reduce", 200, pytest.approx(800)),
+        ("table update", 100, None),
+    ]
+    assert (work[0].kernels, work[0].calls) == (["GEMM (nvjet)", "GEMM (cutlass)"], 15)
+    table = work_table(some_limits(), twin)
+    assert table is not None
+    assert list(table.columns[4].cells)[3:5] == ["200.0", "not known"]
+    assert next(iter(table.columns[5].cells)) == "2.0 x"
+
+
+def test_no_ceiling_is_claimed_for_work_of_another_size(tmp_path: Path) -> None:
+    """Reduce-scatter: each rank updates its part. Another precision: other bytes, but for ids."""
+    kernels = (
+        kernel("NCCL ReduceScatter_Sum_bf16_RING_LL", "dense_forward_backward", 200),
+        kernel("NCCL AllReduce_Sum_bf16_RING_LL", "dense_forward_backward", 100),
+        kernel("flat_adagrad: _update", "dense_update", 50),
+        kernel("NCCL SendRecv", "input_dist", 20),
+        kernel("GEMM (nvjet)", "dense_forward_backward", 10),
+    )
+    limits = some_limits()
+    limits["ceilings"] += [ceiling(REDUCE_SCATTER, None, 0.15), ceiling(ADAGRAD, "dense_update", 0.1)]
+    best = [each.best_us for each in work_of_kernels(limits, twin_with(tmp_path / "a", *kernels))]
+    assert best == [pytest.approx(150), None, None, pytest.approx(200), pytest.approx(1000)]
+    alone = work_of_kernels(limits, twin_with(tmp_path / "b", *kernels[1:]))
+    assert [each.best_us for each in alone] == pytest.approx([800, 100, 200, 1000])
+    peers = (
+        kernel("sharded_adagrad: _update_slice", "dense_update", 300),
+        kernel("NCCL AllReduce_Sum_f32_RING_LL", "dense_forward_backward", 100),
+        kernel("pooled_lookup: _lookup", "embedding_forward", 90),
+        kernel("fetch: _fetch", "input_dist", 80),
+    )
+    limits["ceilings"].append(ceiling(ALL_GATHER, None, 0.07))
+    in_peer_memory = work_of_kernels(limits, twin_with(tmp_path / "e", *peers))
+    assert [each.best_us for each in in_peer_memory] == [
+        pytest.approx(220),
+        None,
+        pytest.approx(300),
+        pytest.approx(100),
+    ]
+    other = work_of_kernels(limits, twin_with(tmp_path / "c", *kernels[1:], precision="bf16"))
+    assert [each.best_us for each in other] == [None, None, pytest.approx(200), None]
+    assert work_table(limits, read_record(write(tmp_path / "d", recorded_runs()[0])).run) is None
+
+
+def test_a_record_of_other_work_is_refused(tmp_path: Path) -> None:
+    other = read_record(write(tmp_path / "x", recorded_runs()[0], config=configured(local_batch_size=64))).run
+    with pytest.raises(ValueError, match="another local_batch_size than limits"):
+        distance_table(some_limits(), [other])
+
+
+def test_a_floor_of_cpus_is_none_for_gpus(tmp_path: Path) -> None:
+    record = read_record(write(tmp_path / "x", recorded_runs()[0])).run
+    on_cpus: Any = {**H200, "gpu": None, "gpus": 0}
+    with pytest.raises(ValueError, match="x ran on NVIDIA H200, and limits is of CPUs: measure limits on"):
+        distance_table(some_limits(machine=on_cpus), [record])
+    other = read_record(write(tmp_path / "y", recorded_runs()[0], machine=on_cpus)).run
+    with pytest.raises(ValueError, match="y ran on CPUs, and limits is of NVIDIA H200"):
+        distance_table(some_limits(), [other])
+
+
+@pytest.mark.parametrize(
+    ("measured", "ran", "said"),
+    [
+        ({}, {"config": configured(precision="bf16")}, "precision bf16, beside a floor of tf32"),
+        ({"gpu": "NVIDIA H100"}, {}, "GPU NVIDIA H200, beside a floor of NVIDIA H100"),
+        (
+            {"gpu": None, "cpu": "x86"},
+            {"machine": {**H200, "gpu": None, "cpu": "Arm"}},
+            "CPU Arm, beside a floor of x86",
+        ),
+        ({"hosts": ["a", "b"]}, {"machine": {**H200, "hosts": ["c"]}}, "host c, beside a floor of a + b"),
+        (
+            {},
+            {"config": configured(optimizer=OptimizerConfig(embedding="sgd"))},
+            "table optimizer sgd, beside a floor of adagrad",
+        ),
+        (
+            {},
+            {"config": configured(ebc="static", data=DataConfig(variable_lengths=True))},
+            "bags of varying length, beside a floor of full ones",
+        ),
+    ],
+)
+def test_a_floor_of_other_work_is_doubtful(
+    tmp_path: Path, measured: dict[str, Any], ran: dict[str, Any], said: str
+) -> None:
+    limits = some_limits(machine={**H200, **measured})
+    limits["config"]["table_optimizer"] = "adagrad"
+    record = read_record(write(tmp_path / "x", recorded_runs()[0], **ran)).run
+    assert doubts_of_floor(limits, record) == [said]
+    assert str(distance_table(limits, [record, record]).caption) == "\n".join([f"warning: x: {said}"] * 2)
+
+
+def test_what_limits_or_record_do_not_say_is_no_doubt(tmp_path: Path) -> None:
+    nameless = {name: value for name, value in H200.items() if name != "hosts"}
+    ran_by_sgd = configured(optimizer=OptimizerConfig(embedding="sgd"))
+    record = read_record(write(tmp_path / "x", recorded_runs()[0], machine=nameless, config=ran_by_sgd)).run
+    named = some_limits(machine={**H200, "hosts": ["a"]})
+    assert doubts_of_floor(named, record) == []
+    assert distance_table(named, [record]).caption is None
+    renamed = read_record(write(tmp_path / "y", recorded_runs()[0], machine={**H200, "hosts": ["b"]})).run
+    assert doubts_of_floor(some_limits(machine=nameless), renamed) == []
+
+
+def test_reading(tmp_path: Path) -> None:
+    limits, file = some_limits(), tmp_path / LIMITS_JSON
+    with pytest.raises(ValueError, match=r"limits\.json cannot be read"):
+        read_limits(tmp_path)
+    file.write_text(json.dumps(limits))
+    assert read_limits(tmp_path) == read_limits(file) == limits
+    for content, message in (
+        (b'{"schema"', "corrupt at line 1 column"),
+        (b"\xfe", "corrupt at byte 0"),
+        (b"3", "no limits record of schema 1"),
+        (b'{"schema": 1}', "lacks id"),
+        (json.dumps(limits | {"machine": {}}).encode(), r"lacks machine\.cores, machine\.cpu"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_limits(tmp_path)

@@ -1,0 +1,289 @@
+"""The instrumented twin, and what the harness itself costs an iteration. That a twin runs, test_cli.py shows."""
+
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dlrm_bench.bench.analysis.ladder import host_cost
+from dlrm_bench.bench.analysis.profile_tables import COUNTS, KERNELS_SHOWN, host_table, kernel_table, timeline_table
+from dlrm_bench.bench.analysis.repeat import twin_flags
+from dlrm_bench.bench.measure.clock import IterationClock
+from dlrm_bench.bench.measure.losses import LossHistory
+from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
+from dlrm_bench.bench.measure.profiled_run import (
+    MEASURED,
+    PROFILED,
+    SETTLING,
+    InstrumentedPipeline,
+    mean_of_ranks,
+    twin_config,
+)
+from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.measure.telemetry import RunMonitor
+from dlrm_bench.bench.measure.trace import read_trace
+from dlrm_bench.bench.progress import StillBar
+from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.records.schema import Span
+from dlrm_bench.bench.run import Run
+from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.ranks import Ranks
+from tests.bench.made_records import configured, edit, instruments, kernel, recorded_runs, write
+
+CPU = torch.device("cpu")
+
+
+class Nothing:
+    """A pipeline and data set that take no time."""
+
+    train_samples = None
+    eval_samples = 0
+    best_auc = None
+
+    def __init__(self) -> None:
+        self.loss = torch.zeros(())
+        self.steps = 0
+
+    def train_batches(self, *_: Any, **__: Any) -> Iterator[int]:
+        return repeat(0)
+
+    def prepare(self, batch: Any) -> Any:
+        return batch
+
+    def train_step(self, batches: Iterator[Any]) -> torch.Tensor:
+        self.steps += 1
+        with torch.profiler.record_function("embedding_forward"):
+            return self.loss
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def loop(iterations: int, pipeline: Any, ranks: Ranks) -> Run:
+    config = configured(iterations=iterations)
+    schedule = Schedule(global_batch_size=1, iterations=iterations, evaluate_every=None, iterations_per_epoch=math.inf)
+    return Run(
+        config=config,
+        ranks=ranks,
+        dataset=Nothing(),  # type: ignore[arg-type]
+        schedule=schedule,
+        pipeline=pipeline,
+        log=MLPerfLog(None),
+        clock=IterationClock(CPU),
+        losses=LossHistory(CPU, 100),
+        bar=StillBar(iterations, "", Console()),
+    )
+
+
+def time_the_loop(ranks: Ranks) -> float:
+    """Microseconds of an iteration that trains nothing, monitor included; the best of five loops."""
+    best = math.inf
+    for _ in range(5):
+        run = loop(5000, Nothing(), ranks)
+        with RunMonitor(CPU, run.clock):
+            begin = time.perf_counter()
+            run.train()
+            best = min(best, time.perf_counter() - begin)
+    return best / 5000 * 1e6
+
+
+def test_the_harness_adds_next_to_nothing_to_an_iteration(run_ranks: Any) -> None:
+    (overhead_us,) = run_ranks(1, time_the_loop)
+    assert overhead_us < 100  # 15 us on an idle core: 1.5 % of the fastest iteration there is, 1 ms
+
+
+def measure_nothing(ranks: Ranks, folder: Path) -> tuple[Any, int]:
+    pipeline = Nothing()
+    config = configured()
+    twin = InstrumentedPipeline(pipeline, folder, config, ranks)  # type: ignore[arg-type]
+    for _ in range(twin_config(config).iterations or 0):
+        twin.train_step(iter(()))
+    dist.barrier()
+    return twin.instruments(), pipeline.steps
+
+
+def test_the_twin_measures_every_rank(run_ranks: Any, tmp_path: Path) -> None:
+    (measured, steps), (same, _) = run_ranks(2, measure_nothing, tmp_path)
+    assert measured == same
+    assert steps == configured().warmup_iterations + MEASURED + SETTLING + PROFILED
+    assert measured["gpu"] is None
+    assert measured["host"]["kernel_launches"] == 0
+    assert 0 < measured["host"]["launching_thread_ms"] <= measured["host"]["cpu_ms"] * 1.01
+    assert sum(measured["host_threads_ms"].values()) <= measured["host"]["cpu_ms"]
+    assert measured["stages_ms"] == measured["host_stages_ms"]
+    assert measured["stages_ms"]["embedding_forward"] > 0
+    assert list(measured["timeline"]) == ["embedding_forward"]
+    assert measured["kernels"] is None
+    for rank in range(2):
+        names = [event["name"] for event in read_trace(tmp_path / f"trace_rank{rank}.json.gz")]
+        assert names.count("embedding_forward") == SETTLING + PROFILED
+
+
+def test_the_twins_configuration() -> None:
+    twin = twin_config(preset("smoke"))
+    assert (twin.iterations, twin.target_auc) == (50 + MEASURED + SETTLING + PROFILED, None)
+    assert twin.model == preset("smoke").model
+
+
+def test_the_flags_of_a_record(tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", recorded_runs()[0], world_size=4)
+    assert twin_flags(read_record(folder)) == (["--preset", "launch-bound", "--seed", "0"], 4)
+    for command, message in (
+        ("python train.py", "cannot repeat `python train.py`"),
+        ("torchrun launch/dlrm.py", "cannot repeat"),
+        ("torchrun --nnodes=2 --nproc_per_node=8 launch/dlrm.py", "several nodes"),
+    ):
+        edit(folder, command=command)
+        with pytest.raises(ValueError, match=message):
+            twin_flags(read_record(folder))
+
+
+def test_the_tables(tmp_path: Path) -> None:
+    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], instruments=instruments())).run
+    table = host_table(twin)
+    assert table.row_count == 9 + len(STAGES) + 1
+    assert [str(cell).strip() for cell in table.columns[0].cells][1:3] == ["launching thread, ms", "batch-reader, ms"]
+    assert "88% idle" in list(table.columns[2].cells)
+    kernels, timeline = kernel_table(twin), timeline_table(twin)
+    assert kernels is not None
+    assert kernels.row_count == KERNELS_SHOWN + 1
+    assert [next(iter(kernels.columns[i].cells)) for i in (0, 3)] == ["GEMM (nvjet)", "2000.0"]
+    assert [list(kernels.columns[i].cells)[-1] for i in (0, 2, 3)] == ["4 others", "4", "370.0"]
+    assert timeline is not None
+    bars = [str(bar) for bar in timeline.columns[4].cells]
+    assert [len(bar) - len(bar.lstrip()) for bar in bars] == [0, 7, 13, 20, 27]  # of 40 for 1.5 ms
+    timed = read_record(write(tmp_path / "timed", recorded_runs()[0])).run
+    assert kernel_table(timed) is timeline_table(timed) is None
+    with pytest.raises(ValueError, match="timed is a timed run without instruments"):
+        host_table(timed)
+
+
+def test_a_twin_for_another_profiler_has_no_counts(tmp_path: Path) -> None:
+    clocks = {"cpu_ms": 1.0, "launching_thread_ms": 0.5, "wall_ms": 2.0}
+    none = dict.fromkeys(("gpu", "stages_ms", "host_stages_ms", "timeline", "kernels"))
+    twin = read_record(write(tmp_path / "x", recorded_runs()[0], instruments={"host": clocks, **none}))
+    table = host_table(twin.run)
+    assert list(table.columns[1].cells).count("not counted") == len(COUNTS)
+    assert table.row_count == 8
+    with pytest.raises(ValueError, match="it counts no calls"):
+        host_cost(twin)
+
+
+def emit_nvtx(ranks: Ranks, folder: Path) -> Any:
+    pipeline = Nothing()
+    twin = InstrumentedPipeline(pipeline, folder, configured(), ranks, nvtx=True)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+@pytest.mark.gpu
+def test_an_nvtx_twin_counts_nothing_and_leaves_no_trace(run_ranks: Any, tmp_path: Path) -> None:
+    (measured,) = run_ranks(1, emit_nvtx, tmp_path, gpu=True)
+    assert set(measured["host"]) == {"cpu_ms", "launching_thread_ms", "wall_ms"}
+    assert measured["stages_ms"] is measured["kernels"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+class OnGpu(Nothing):
+    """One matrix product, one read that waits, and one replay of a graph of two kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.ones(256, 256, device="cuda")
+        self.out = torch.empty_like(self.x)
+        self.graph = torch.cuda.CUDAGraph()
+        torch.mm(self.x, self.x, out=self.out)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            torch.mm(self.x, self.x, out=self.out)
+            self.out.add_(1)
+
+    def train_step(self, batches: Iterator[Any]) -> torch.Tensor:
+        with torch.profiler.record_function("embedding_forward"):
+            torch.mm(self.x, self.x, out=self.out)
+            self.out[0, 0].item()
+        self.graph.replay()
+        return self.loss
+
+
+def measure_on_gpu(ranks: Ranks, folder: Path) -> Any:
+    twin = InstrumentedPipeline(OnGpu(), folder, configured(), ranks)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+@pytest.mark.gpu
+def test_what_kineto_says_of_a_gpu(run_ranks: Any, tmp_path: Path) -> None:
+    """Names and categories of this torch's real traces are those that the made-up ones have."""
+    (measured,) = run_ranks(1, measure_on_gpu, tmp_path, gpu=True)
+    host = measured["host"]
+    assert (host["graph_launches"], host["stream_syncs"], host["d2h_copies"]) == (1, 1, 1)
+    assert host["kernel_launches"] >= 1
+    assert 0 < measured["gpu"]["busy_ms"] < host["wall_ms"]
+    assert measured["stages_ms"]["embedding_forward"] > 0
+    of_names = {(each["name"].partition(" (")[0], each["stage"]) for each in measured["kernels"]}
+    assert {("GEMM", "embedding_forward"), ("GEMM", "dense_forward_backward")} <= of_names
+    assert {"embedding_forward", "dense_forward_backward"} == set(measured["timeline"])
+
+
+class Launching(Nothing):
+    """A pipeline whose second thread, older than the profiler, launches the input dist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool = ThreadPoolExecutor(1)
+        self._pool.submit(int).result()
+
+    def train_step(self, batches: Iterator[Any]) -> torch.Tensor:
+        self._pool.submit(self._input_dist).result()
+        return super().train_step(batches)
+
+    @staticmethod
+    def _input_dist() -> None:
+        with torch.profiler.record_function("input_dist"):
+            torch.ones(10).sum()
+
+
+def measure_two_threads(ranks: Ranks, folder: Path) -> Any:
+    twin = InstrumentedPipeline(Launching(), folder, configured(), ranks)  # type: ignore[arg-type]
+    for _ in range(twin_config(configured()).iterations or 0):
+        twin.train_step(iter(()))
+    return twin.instruments()
+
+
+def test_a_second_launching_thread_is_seen(run_ranks: Any, tmp_path: Path) -> None:
+    (measured,) = run_ranks(1, measure_two_threads, tmp_path)
+    assert measured["host_stages_ms"]["input_dist"] > 0
+    assert list(measured["timeline"]) == ["input_dist", "embedding_forward"]
+
+
+def test_the_mean_of_ranks() -> None:
+    """A rank without a kernel spent nothing on it; a stage's times are those of the ranks that had it."""
+    one, other = instruments(), instruments()
+    assert mean_of_ranks([one, other]) == one
+    one["kernels"] = [kernel("a", "other", 10, calls=2), kernel("b", "other", 4)]
+    other["kernels"] = [kernel("a", "other", 30, calls=4)]
+    other["timeline"] = {"dense_update": Span(start_ms=2, end_ms=3, busy_ms=0)}
+    other["host"] = dict.fromkeys(other["host"], 14.0)
+    other["gpu"] = {"busy_ms": 2.5, "idle_fraction": 0.5}
+    mean = mean_of_ranks([one, other])
+    assert mean["gpu"] == {"busy_ms": 2.0, "idle_fraction": 0.875}  # of the rank that the other waits for
+    assert mean["kernels"] == [
+        kernel("a", "other", 20, calls=3, least=10, most=30),
+        {**kernel("b", "other", 2, calls=0.5, most=4), "least_us": 0},
+    ]
+    assert mean["timeline"] is not None
+    assert mean["timeline"]["dense_update"] == {"start_ms": 1.5, "end_ms": 2.25, "busy_ms": 0.2}
+    assert mean["timeline"]["input_dist"] == one["timeline"]["input_dist"]  # type: ignore[index]
+    assert mean["host"]["cpu_ms"] == 13

@@ -1,0 +1,98 @@
+"""What happened during a run: NVML's answers summed up, and garbage collections seen."""
+
+import gc
+import time
+
+import pytest
+import torch
+
+from dlrm_bench.bench.measure import telemetry as monitor
+from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
+from dlrm_bench.bench.measure.machine import GpuState
+from dlrm_bench.bench.measure.telemetry import RunMonitor, Samples, summarize
+
+CPU = torch.device("cpu")
+
+
+def states(*reasons: int | None) -> Samples:
+    """One sample every ten iterations."""
+    return Samples(states=[(10 * i, GpuState(1980.0 - i, 50.0 + i, None, bits)) for i, bits in enumerate(reasons, 1)])
+
+
+def test_throttling_is_told_in_spans_by_rank_and_reason() -> None:
+    conditions = summarize([states(0, 0x4, 0x4 | 0x20, 0x1, 0), states(0, 0, 0, 0, 0x8)], 0.5)
+    assert conditions["throttled"] is True
+    assert conditions["throttling"] == [
+        {"rank": 0, "reason": "power cap", "first_iteration": 20, "last_iteration": 40},
+        {"rank": 0, "reason": "software thermal slowdown", "first_iteration": 30, "last_iteration": 40},
+        {"rank": 1, "reason": "hardware slowdown", "first_iteration": 50, "last_iteration": 50},
+    ]
+    assert conditions["sm_clock_mhz"] == [1975, 1977, 1979]
+    assert conditions["power_w"] is None
+    assert conditions["samples"] == 5
+
+
+def test_idle_and_application_clocks_are_not_throttling() -> None:
+    assert summarize([states(0x1, 0x2, 0x100)], 0.5)["throttled"] is False
+
+
+def test_what_nvml_does_not_say_is_unknown() -> None:
+    assert summarize([states(None, None)], 0.5)["throttled"] is None
+    assert summarize([Samples()], 0.5)["sm_clock_mhz"] is None
+
+
+def test_a_collection_within_the_loop_is_seen_and_those_around_it_are_not() -> None:
+    clock = IterationClock(CPU)
+    with RunMonitor(CPU, clock) as watched:
+        with frozen_gc():
+            clock.start()
+            for iteration in range(20):
+                if iteration == 7:
+                    gc.collect()
+                clock.lap()
+            clock.pause()
+        gc.collect()
+    assert watched.gather()["gc_iterations"] == [7]
+    assert watched._on_gc not in gc.callbacks
+
+
+def test_the_gpu_is_sampled_while_the_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "current_gpu", lambda: "gpu")
+    monkeypatch.setattr(monitor, "gpu_state", lambda _: GpuState(1980.0, 50.0, 700.0, 0x4))
+    monkeypatch.setattr(monitor, "nvml_session", lambda: monitor_session())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    clock = IterationClock(CPU)
+    with RunMonitor(torch.device("cuda"), clock, interval_s=0.01) as watched:
+        clock.start()
+        for _ in range(50):
+            time.sleep(0.001)
+            clock.lap()
+        clock.pause()
+    conditions = watched.gather()
+    assert conditions["samples"] >= 2
+    assert conditions["throttled"] is True
+    assert conditions["throttling"][0]["last_iteration"] == 50
+
+
+class monitor_session:  # noqa: N801
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.gpu
+def test_nvml_answers_on_this_gpu_and_costs_next_to_nothing() -> None:
+    from dlrm_bench.bench.measure.machine import current_gpu, gpu_state, nvml_session
+
+    with nvml_session() as works:
+        assert works
+        gpu = current_gpu()
+        gpu_state(gpu)
+        begin = time.perf_counter()
+        state = gpu_state(gpu)
+        assert time.perf_counter() - begin < 0.02
+    assert state.sm_clock_mhz is not None
+    assert state.clocks_event_reasons is not None

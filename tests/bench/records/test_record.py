@@ -1,0 +1,318 @@
+"""Run records: summaries and their interval, the round trip, and every way in which a record can be broken."""
+
+import dataclasses
+import json
+import time
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_bench.bench.measure.machine import describe_machine
+from dlrm_bench.bench.records.record import (
+    ITERATIONS_NPZ,
+    RUN_JSON,
+    TrainingOutcome,
+    build_record,
+    create_run_folder,
+    median_ci95,
+    new_run_id,
+    read_record,
+    summarize_latency,
+    write_record,
+)
+from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, RunRecord
+from dlrm_bench.dlrm.presets import PRESETS, preset
+
+NOW = datetime(2026, 11, 21, 0, 45, 12, tzinfo=UTC)
+MACHINE = describe_machine()
+
+
+def latencies(ranks: int = 2, iterations: int = 80, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).gamma(4, 0.5, (ranks, iterations)).astype(np.float32)
+
+
+def record_of(ms: np.ndarray, losses: Any, **changes: Any) -> RunRecord:
+    known: dict[str, Any] = {
+        "run_id": "20261121T004512Z-cpu-launch-bound",
+        "created": NOW,
+        "command": "python launch/dlrm.py --preset launch-bound",
+        "git": Git(commit="0123abc", dirty=False),
+        "config": preset("launch-bound"),
+        "world_size": len(ms),
+        "machine": MACHINE,
+        "pipeline": {"name": "stock"},
+        "training": TrainingOutcome(status="success", epoch_num=0.76, auc=0.8028, target=0.80275),
+    }
+    return build_record(**known | changes, iterations_ms=ms, losses=losses)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    ms, losses = latencies(), np.linspace(0.7, 0.5, 80)
+    write_record(tmp_path, record_of(ms, losses), ms, losses)
+    return tmp_path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Changes top-level fields of run.json; a field changed to `...` goes away."""
+    path = folder / RUN_JSON
+    record = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in record.items() if value is not ...}))
+
+
+def test_round_trip_keeps_every_raw_time(written: Path) -> None:
+    record = read_record(written)
+    np.testing.assert_array_equal(record.iterations_ms, latencies())
+    np.testing.assert_array_equal(record.losses, np.linspace(0.7, 0.5, 80).astype(np.float32))
+    assert record.run == record_of(latencies(), np.linspace(0.7, 0.5, 80))
+    assert record.folder == written
+    assert sorted(file.name for file in written.iterdir()) == [ITERATIONS_NPZ, RUN_JSON]
+
+
+def test_run_json_reads_top_down(written: Path) -> None:
+    text = (written / RUN_JSON).read_text()
+    assert list(json.loads(text)) == list(RunRecord.__annotations__)
+    assert text.startswith('{\n  "schema": 1,\n  "id": "20261121T004512Z-cpu-launch-bound",\n')
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    ranks=st.integers(1, 4),
+    iterations=st.integers(51, 120),
+    seed=st.integers(0, 1000),
+    losses=st.floats(allow_nan=True, allow_infinity=True, width=32),
+)
+def test_any_run_survives_the_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, iterations: int, seed: int, losses: float
+) -> None:
+    folder = tmp_path_factory.mktemp("record")
+    ms, loss = latencies(ranks, iterations, seed), [losses] * iterations
+    write_record(folder, record_of(ms, loss), ms, loss)
+    record = read_record(folder)
+    np.testing.assert_array_equal(record.iterations_ms, ms)
+    np.testing.assert_array_equal(record.losses, np.float32(loss))
+    assert record.run["latency_ms"] == summarize_latency(ms, 50)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_config_is_fully_resolved(name: str) -> None:
+    config = dataclasses.replace(preset(name), warmup_iterations=5)
+    ms = latencies(ranks=4, iterations=10)
+    record = record_of(ms, [0.5] * 10, config=config)
+    assert record["config"] | {"world_size": 4, "global_batch_size": 4 * config.local_batch_size} == record["config"]
+    assert record["config"]["results_dir"] == "results"
+    assert record["config"]["model"]["num_embeddings"] == list(config.model.num_embeddings)
+    latency = record["latency_ms"]
+    assert latency is not None
+    assert record["samples_per_second"] == pytest.approx(4 * config.local_batch_size / (latency["mean"] / 1000))
+
+
+def test_training_and_memory() -> None:
+    ms = latencies(iterations=60)
+    record = record_of(ms, [0.7, *[0.6] * 58, float("nan")], peak_memory_bytes=[2_500_000_000, 1_000_000_000])
+    assert record["memory_gb"] == {"peak_allocated": [2.5, 1.0]}
+    assert record["training"] == {
+        "losses": {"first": 0.7, "last": None},
+        "auc": 0.8028,
+        "target": 0.80275,
+        "best_auc": None,
+        "epoch_num": 0.76,
+        "status": "success",
+    }
+    assert record_of(ms, [0.7] * 60, training=None)["training"] is None
+
+
+def test_a_run_that_ended_within_the_warmup(tmp_path: Path) -> None:
+    ms = latencies(iterations=20)
+    write_record(tmp_path, record_of(ms, [0.5] * 20), ms, [0.5] * 20)
+    record = read_record(tmp_path).run
+    assert record["latency_ms"] is None
+    assert record["samples_per_second"] is None
+    edit(tmp_path, warmup_iterations=3)
+    with pytest.raises(ValueError, match="17 iterations after the warm-up"):
+        read_record(tmp_path)
+
+
+def test_a_record_is_never_overwritten(written: Path) -> None:
+    before = (written / RUN_JSON).read_bytes()
+    ms = latencies(seed=1)
+    with pytest.raises(ValueError, match="--run-id"):
+        write_record(written, record_of(ms, [0.5] * 80), ms, [0.5] * 80)
+    assert (written / RUN_JSON).read_bytes() == before
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_json_cannot_hold_are_refused(tmp_path: Path, bad: float) -> None:
+    ms = latencies()
+    outcome = TrainingOutcome(status="aborted", epoch_num=0.1, auc=bad)
+    with pytest.raises(ValueError, match=r"training\.auc is (nan|inf)"):
+        write_record(tmp_path, record_of(ms, [0.5] * 80, training=outcome), ms, [0.5] * 80)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_write_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def power_cut(*_: object) -> None:
+        raise OSError("power cut")
+
+    monkeypatch.setattr("os.replace", power_cut)
+    ms = latencies()
+    with pytest.raises(OSError, match="power cut"):
+        write_record(tmp_path, record_of(ms, [0.5] * 80), ms, [0.5] * 80)
+    with pytest.raises(ValueError, match="no record of a finished run"):
+        read_record(tmp_path)
+
+
+@settings(deadline=None, max_examples=30)
+@given(share=st.floats(0, 0.999))
+def test_truncated_json_names_file_and_position(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+    folder = tmp_path_factory.mktemp("record")
+    ms = latencies()
+    write_record(folder, record_of(ms, [0.5] * 80), ms, [0.5] * 80)
+    content = (folder / RUN_JSON).read_bytes()
+    (folder / RUN_JSON).write_bytes(content[: int(share * (len(content) - 2))])
+    with pytest.raises(ValueError, match=r"run\.json is corrupt at line \d+ column \d+"):
+        read_record(folder)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_damaged_npz_is_an_error_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("record")
+    ms = latencies()
+    write_record(folder, record_of(ms, [0.5] * 80), ms, [0.5] * 80)
+    path = folder / ITERATIONS_NPZ
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        del content[position:]
+    else:
+        content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    try:
+        np.testing.assert_array_equal(read_record(folder).iterations_ms, ms)  # a date in the zip's headers, say
+    except ValueError as error:
+        assert ITERATIONS_NPZ in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": RECORD_SCHEMA + 1}, "schema 2; this version reads schema 1"),
+        ({"schema": ...}, "schema None"),
+        ({"machine": ..., "host": ...}, "lacks machine, host"),
+        ({"git": {"commit": None}}, r"lacks git\.dirty"),
+        ({"git": None}, r"lacks git\.commit, git\.dirty"),
+        ({"latency_ms": {"n": 30}}, r"lacks latency_ms\.mean"),
+        ({"latency_ms": None}, "30 iterations after the warm-up"),
+        ({"warmup_iterations": 49}, r"iterations\.npz disagrees with run\.json: latency_ms\.n is 31"),
+        ({"warmup_iterations": "50"}, "warmup_iterations is '50', expected int"),
+        ({"config": {"world_size": 3}}, r"latency_ms is float32 \[2, 80\], expected float32 \[3, iterations\]"),
+        ({"training": {"losses": {}}}, r"lacks training\.auc"),
+        ({"samples_per_second": float("nan")}, "samples_per_second is nan"),
+    ],
+)
+def test_broken_fields_are_named(written: Path, changes: dict[str, Any], message: str) -> None:
+    edit(written, **changes)
+    with pytest.raises(ValueError, match=message):
+        read_record(written)
+
+
+@pytest.mark.parametrize("name", ["n", "mean", "p50", "p90", "p99"])
+def test_a_summary_that_is_not_that_of_the_raw_times(written: Path, name: str) -> None:
+    summary = json.loads((written / RUN_JSON).read_text())["latency_ms"]
+    for wrong in (summary[name] * 1.001 + 1, None):
+        edit(written, latency_ms=summary | {name: wrong})
+        with pytest.raises(ValueError, match=rf"disagrees with run\.json: latency_ms\.{name}"):
+            read_record(written)
+
+
+def test_broken_files_are_named(written: Path) -> None:
+    np.savez(written / ITERATIONS_NPZ, latency_ms=latencies())
+    with pytest.raises(ValueError, match=r"iterations\.npz lacks an array: .*loss"):
+        read_record(written)
+    np.savez(written / ITERATIONS_NPZ, latency_ms=latencies(), loss=np.zeros(79, np.float32))
+    with pytest.raises(ValueError, match=r"loss is float32 \[79\], expected float32 \[80\]"):
+        read_record(written)
+    (written / ITERATIONS_NPZ).unlink()
+    with pytest.raises(ValueError, match=r"iterations\.npz is missing"):
+        read_record(written)
+    (written / RUN_JSON).write_text("[]")
+    with pytest.raises(ValueError, match="expected an object, found list"):
+        read_record(written)
+    (written / RUN_JSON).write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="at byte 0: not UTF-8"):
+        read_record(written)
+
+
+def test_run_ids() -> None:
+    assert new_run_id("8xh200", "launch-bound", NOW) == "20261121T004512Z-8xh200-launch-bound"
+    assert new_run_id("cpu", "smoke", NOW.astimezone(timezone(timedelta(hours=9)))).startswith("20261121T004512Z")
+
+
+@given(st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1)), st.integers(1, 10**9))
+def test_run_ids_sort_by_date(earlier: datetime, seconds: int) -> None:
+    early = earlier.replace(tzinfo=UTC)
+    assert new_run_id("zz", "z", early) < new_run_id("aa", "a", early + timedelta(seconds=seconds))
+
+
+def test_run_folders_are_new(tmp_path: Path) -> None:
+    folder = create_run_folder(tmp_path / "deep" / "results", "id")
+    assert folder.is_dir()
+    with pytest.raises(ValueError, match=f"{folder} exists .*--run-id or --results-dir"):
+        create_run_folder(tmp_path / "deep" / "results", "id")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be made \(Not a directory\).*--results-dir"):
+        create_run_folder(tmp_path / "file", "id")
+
+
+def test_latency_is_the_slowest_ranks_after_the_warmup() -> None:
+    ms = np.array([[9, 1, 5, 1, 2], [9, 3, 1, 4, 1]], dtype=np.float32)
+    summary = summarize_latency(ms, warmup=1)  # 3, 5, 4, 2
+    assert summary | {"ci95": []} == {"n": 4, "mean": 3.5, "p50": 3.5, "p90": 4.7, "p99": 4.97, "ci95": []}
+    assert summarize_latency(ms[:, :4], warmup=1)["p50"] == 4  # an odd number of iterations
+    with pytest.raises(ValueError, match="--warmup-iterations 5 leaves none of the 5 iterations"):
+        summarize_latency(ms, warmup=5)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(2**-10, 2**20, width=32), min_size=1, max_size=60))
+def test_the_interval_lies_within_the_values_and_does_not_depend_on_chance(values: list[float]) -> None:
+    series = np.array(values, dtype=np.float32)
+    low, high = median_ci95(series)
+    assert series.min() <= low <= high <= series.max()
+    assert median_ci95(series) == [low, high]
+    if len(set(values)) == 1:
+        assert low == high == series[0]
+
+
+def _correlated(random: np.random.Generator, n: int) -> np.ndarray:
+    """An autoregressive series of order one, coefficient 0.5, with median 10."""
+    noise = random.normal(size=n + 50)
+    for i in range(1, n + 50):
+        noise[i] += 0.5 * noise[i - 1]
+    return (10 + noise[50:]).astype(np.float32)
+
+
+def test_the_interval_covers_the_median_of_correlated_series() -> None:
+    random = np.random.default_rng(0)
+    intervals = [median_ci95(_correlated(random, 400)) for _ in range(150)]
+    covered = np.mean([low <= 10 <= high for low, high in intervals])
+    assert 0.87 <= covered <= 0.99
+    # Drawing single values, as if they were independent, would make the interval too narrow.
+    width = np.mean([high - low for low, high in intervals])
+    independent = np.mean([np.diff(median_ci95(random.permutation(_correlated(random, 400)))) for _ in range(50)])
+    assert width > 1.2 * independent
+
+
+def test_the_interval_of_a_whole_training_run_is_quick() -> None:
+    series = latencies(1, 60_000)[0]
+    begin = time.perf_counter()
+    low, high = median_ci95(series)
+    assert time.perf_counter() - begin < 2  # 0.3 s on a busy core
+    assert low < np.median(series) < high
+    assert high - low < 0.03

@@ -1,0 +1,38 @@
+"""Options that mean nothing are refused, and an environment that two threads cannot do with is named."""
+
+import pytest
+import torch
+
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions, few_queues
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cuda_graph": True}, "cuda_graph must be 'none' or 'dense', not True"),
+        ({"cuda_graph": "iteration"}, "cuda_graph must be 'none' or 'dense', not 'iteration'"),
+        ({"launch_threads": 4}, "launch_threads must be 1 or 2, not 4"),
+        ({"launch_threads": True}, "launch_threads must be 1 or 2, not True"),
+        ({"avoid_record_streams": "yes"}, "avoid_record_streams must be False or True, not 'yes'"),
+        ({"pinned_d2h": 1}, "pinned_d2h must be False or True, not 1"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused(options, message):
+    with pytest.raises(ValueError, match=rf"^FiveStageOptions\.{message}$"):
+        FiveStageOptions(**options)
+
+
+@pytest.mark.parametrize("given", [None, "", "8", "many"])
+def test_two_threads_need_hardware_queues(monkeypatch, given):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    why = few_queues(FiveStageOptions(launch_threads=2), GPU)
+    assert why is not None
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 'not set'}: set CUDA_DEVICE_MAX_CONNECTIONS=32" in why
+    assert few_queues(FiveStageOptions(launch_threads=2), CPU) is None
+    assert few_queues(FiveStageOptions(), GPU) is None
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert few_queues(FiveStageOptions(launch_threads=2), GPU) is None

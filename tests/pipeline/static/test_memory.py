@@ -1,0 +1,89 @@
+"""The memory report adds up to what the model, its state and its batches need."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.data.batch import Batch, storage_bytes
+from dlrm_bench.dlrm.embedding.plan import make_plan, rank_loads
+from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.static.memory import memory_gb
+from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+
+MODEL = preset("smoke").model
+BATCH_SIZE = 64
+
+
+def config(embedding: TableOptimizer, presort: bool, peer_memory: bool) -> RunConfig:
+    return RunConfig(
+        preset="test",
+        model=MODEL,
+        data=DataConfig(source="random", random_batches=4),
+        optimizer=OptimizerConfig(embedding=embedding),
+        ebc="static",
+        presort_ids=presort,
+        peer_memory=peer_memory,
+        local_batch_size=BATCH_SIZE,
+        precision="fp32",
+        iterations=100,
+    )
+
+
+JOBS: list[tuple[TableOptimizer, bool, bool]] = [
+    ("adagrad", True, True),
+    ("adagrad", True, False),
+    ("adagrad", False, False),
+    ("rowwise_adagrad", False, False),
+]
+
+
+def describe(ranks: Ranks) -> list[list[dict[str, float]]]:
+    return [StaticPipeline(config(*job), ranks).describe()["memory_gb"] for job in JOBS]
+
+
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.multi_gpu)])
+def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None:
+    first, second = run_ranks(2, describe, gpu=gpu)
+    for (embedding, presort, peer_memory), ranks in zip(JOBS, first, strict=True):
+        optimizer = OptimizerConfig(embedding=embedding)
+        plan = make_plan(MODEL, 2, 2 * BATCH_SIZE, 4, embedding, replicate=not peer_memory)
+        loads = rank_loads(plan, MODEL, optimizer, 2 * BATCH_SIZE, 4)
+        for rank, (memory, load) in enumerate(zip(ranks, loads, strict=True)):
+            assert memory["tables"] * 1e9 == pytest.approx(load.table_bytes, rel=0.01)
+            assert memory["optimizer_state"] * 1e9 == pytest.approx(load.state_bytes, rel=0.01)
+            # Of each of four batches: the batch and the ids that the rank looks up. The two in evaluation have no
+            # sorted ids.
+            batch = storage_bytes(BATCH_SIZE, MODEL)
+            ids = 2 * BATCH_SIZE * sum(MODEL.multi_hot_sizes[shard.table] for shard in plan.of_rank(rank)) * 4
+            local = BATCH_SIZE * sum(MODEL.multi_hot_sizes[table] for table in plan.replicated) * 4
+            starts = sum(MODEL.rows[table] for table in plan.replicated) * 4
+            needed = 4 * (batch + ids + 3 * local + starts) + (4 * ids if presort else 0)
+            assert memory["batches"] * 1e9 == pytest.approx(needed, rel=0.01)
+            assert memory["dense_weights"] > 0
+            peers = memory["peer_memory"] if peer_memory else 0
+            if peer_memory:
+                # Gradients of the rank's pooled vectors, inputs of the interaction of its samples.
+                columns = max(sum(shard.columns for shard in plan.of_rank(owner)) for owner in range(2))
+                inputs = BATCH_SIZE * (MODEL.num_features + 1) * MODEL.embedding_dim
+                assert peers * 1e9 > 4 * (2 * BATCH_SIZE * columns + inputs)
+            if gpu:
+                assert 0 < sum(list(memory.values())[:4]) <= memory["allocated"] + peers
+                assert memory["allocated"] <= memory["reserved"]
+                assert memory["left"] > 0
+    assert len(second) == len(first)
+
+
+def views(ranks: Ranks) -> list[dict[str, float]]:
+    batch = Batch.empty(BATCH_SIZE, MODEL)
+    whole = torch.zeros(1000)
+    return memory_gb(ranks, {"batch": batch, "views": [whole[:10], (whole, [whole[5:]])], "nothing": []})
+
+
+def test_memory_behind_several_views_counts_once(run_ranks: Callable[..., list[Any]]) -> None:
+    ((memory,),) = run_ranks(1, views)
+    expected = {"batch": storage_bytes(BATCH_SIZE, MODEL) / 1e9, "views": 4e-6, "nothing": 0}
+    assert memory == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,128 @@
+"""A function replayed as a CUDA graph gives what a plain call gives, in tensors of the caller's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlrm_bench.pipeline.cuda_graph
+from dlrm_bench.pipeline.cuda_graph import GraphedFunction
+
+Function = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+class ReplayedOnCPU:
+    """Stands for a graph: replays into the memory of the results that the capture gave."""
+
+    def __init__(self, work: Callable[[], None], results: list[tuple[Tensor, ...]]) -> None:
+        self._work, self._results = work, results
+
+    def replay(self) -> None:
+        self._work()
+        for first, now in zip(self._results[0], self._results.pop(), strict=True):
+            first.copy_(now)
+
+    def reset(self) -> None:
+        """There is nothing to free."""
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cpu":
+
+        class NoStream:
+            def wait_stream(self, other: Any) -> None: ...
+
+        def record(work: Callable[[], None]) -> ReplayedOnCPU:
+            work()
+            (results,) = (cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, list))  # type: ignore[attr-defined]
+            return ReplayedOnCPU(work, results)
+
+        monkeypatch.setattr(dlrm_bench.pipeline.cuda_graph, "record", record)
+        monkeypatch.setattr(dlrm_bench.pipeline.cuda_graph, "captures", lambda device: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
+    return torch.device(request.param)
+
+
+def halves(x: Tensor) -> tuple[Tensor, ...]:
+    return x.flip(0)[: len(x) // 2] * 2, x.amax(dim=0)
+
+
+def test_replays_give_what_plain_calls_give(device: torch.device) -> None:
+    calls = 0
+
+    def counted(x: Tensor) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        return halves(x)
+
+    graphed, given, expected = GraphedFunction(counted, "halves"), [], []
+    for step in range(5):
+        x = torch.randn(6, 4, device=device, generator=torch.Generator(device).manual_seed(step))
+        if step == 3:
+            x = x.t().contiguous().t()  # of another layout, as autograd may hand it over
+        given.append(graphed(x))
+        expected.append(halves(x))
+        x.zero_()
+    torch.testing.assert_close(given, expected, rtol=0, atol=0)  # later calls overwrite nothing
+    assert graphed.describe() == {"name": "halves", "replayed": True, "failure": None}
+    if device.type == "cuda":
+        assert calls == 2, "once eagerly, once for the capture"
+
+
+def test_other_shapes_and_dtypes_run_plainly(device: torch.device) -> None:
+    graphed = GraphedFunction(halves, "halves")
+    shapes = [(4, 2), (4, 2), (4, 2), (6, 2), (4, 2)]
+    for shape in shapes:
+        for dtype in (torch.float32, torch.float64) if shape == (6, 2) else (torch.float32,):
+            x = torch.randn(shape, device=device, dtype=dtype)
+            torch.testing.assert_close(graphed(x), halves(x), rtol=0, atol=0)
+    assert graphed.describe()["replayed"]
+
+
+def test_a_closed_one_runs_plainly(device: torch.device) -> None:
+    graphed, x = GraphedFunction(halves, "halves"), torch.ones(4, 2, device=device)
+    for _ in range(3):
+        graphed(x)
+    graphed.close()
+    graphed.close()
+    assert not graphed.describe()["replayed"]
+    for _ in range(3):
+        torch.testing.assert_close(graphed(2 * x), halves(2 * x), rtol=0, atol=0)
+    assert not graphed.describe()["replayed"]
+
+
+def test_what_cannot_be_captured_runs_plainly(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    calls = 0
+
+    def reads(x: Tensor) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        if device.type == "cpu" and calls == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return (x * x.sum().item(),)
+
+    graphed = GraphedFunction(reads, "what reads the device")
+    for step in range(4):
+        x = torch.full((3,), float(step), device=device)
+        torch.testing.assert_close(graphed(x), (x * 3 * step,))
+    assert "capturing" in graphed.describe()["failure"] or "capture" in graphed.describe()["failure"]
+    (said,) = caplog.messages
+    assert "what reads the device cannot be captured" in said
+
+
+@pytest.mark.gpu
+def test_calls_from_another_stream_wait_for_those_before() -> None:
+    graphed, n = GraphedFunction(lambda x: (x.cumsum(0),), "cumsum"), 1 << 24
+    side, results = torch.cuda.Stream(), []
+    given = [torch.full((n,), step % 3, device="cuda", dtype=torch.int64) for step in range(8)]
+    graphed(given[0])
+    graphed(given[0])
+    torch.cuda.synchronize()
+    for step, x in enumerate(given):
+        with torch.cuda.stream(side if step % 2 else torch.cuda.current_stream()):
+            results.append(graphed(x)[0][-1])
+    torch.cuda.synchronize()
+    assert [int(result) for result in results] == [n * (step % 3) for step in range(8)]

@@ -1,0 +1,170 @@
+"""TorchRec's schedules train the same model as plain PyTorch does, and evaluating between steps changes nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+from dlrm_bench.dlrm.config import DataConfig, RunConfig
+from dlrm_bench.dlrm.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.torchrec.stock import StockPipeline
+from tests.cases import PLACES
+from tests.plain_dlrm import PlainDLRM
+
+STEPS = 30
+EVALUATED_EVERY = 7
+EXACT: dict[str, dict[str, Any]] = {
+    "sparse-dist": {},
+    "base": {"pipeline": "base"},
+    "sparse-dist in place": {"inplace_copy": True},
+    "base in place": {"pipeline": "base", "inplace_copy": True},
+    "fused": {"pipeline": "fused-sparse-dist"},
+    "fused in place": {"pipeline": "fused-sparse-dist", "inplace_copy": True},
+}
+QUANTIZED: dict[str, dict[str, Any]] = {"bf16": {"quantized_comms": "bf16"}, "fp16": {"quantized_comms": "fp16"}}
+
+
+def small(**changes: Any) -> RunConfig:
+    return replace(
+        preset("smoke"),
+        data=DataConfig(source="random", random_batches=STEPS),
+        target_auc=None,
+        iterations=STEPS,
+        warmup_iterations=0,
+        local_batch_size=32,
+        **changes,
+    )
+
+
+@dataclass(slots=True)
+class Trained:
+    losses: list[float]
+    evaluated: list[float]
+    """Losses of a second training, evaluated in between."""
+    described: dict[str, Any]
+
+    @property
+    def sharding_types(self) -> set[str]:
+        return {table["sharding_type"] for table in self.described["sharding_plan"].values()}
+
+
+def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[list[float], dict[str, Any]]:
+    dataset = RandomDataset(config.data, config.model, config.seed)
+    place = (ranks.rank, ranks.world_size, config.local_batch_size)
+    pipeline = StockPipeline(config, ranks)
+    batches = map(pipeline.prepare, islice(dataset.train_batches(*place), STEPS))
+    losses = []
+    for step in range(1, STEPS + 1):
+        losses.append(pipeline.train_step(batches).item())
+        if evaluate_every and step % evaluate_every == 0:
+            held_out = islice(dataset.train_batches(*place), 3)
+            assert len(list(pipeline.evaluate(map(pipeline.prepare, held_out)))) == 3
+    with pytest.raises(StopIteration):
+        pipeline.train_step(batches)
+    return losses, pipeline.describe()
+
+
+def train_all(ranks: Ranks) -> dict[str, Trained]:
+    trained = {}
+    for name, changes in (EXACT | QUANTIZED).items():
+        if ranks.device.type == "cuda" or not name.startswith("fused"):
+            losses, described = train(ranks, small(**changes), None)
+            trained[name] = Trained(losses, train(ranks, small(**changes), EVALUATED_EVERY)[0], described)
+    return trained
+
+
+Run = Callable[[int, bool], list[dict[str, Trained]]]
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Callable[..., list[Any]]) -> Run:
+    """trained(world_size, gpu)[rank][name]"""
+    return cache(lambda world_size, gpu: run_ranks(world_size, train_all, gpu=gpu))
+
+
+def mean_losses(ranks: list[dict[str, Trained]], name: str) -> torch.Tensor:
+    return torch.tensor([rank[name].losses for rank in ranks]).mean(dim=0)
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_losses_equal_plain_dlrm(trained, world_size, gpu):
+    config, ranks = small(), trained(world_size, gpu)
+    dataset = RandomDataset(config.data, config.model, config.seed)
+    plain = PlainDLRM(config)
+    batches = [dataset.train_batches(rank, world_size, config.local_batch_size) for rank in range(world_size)]
+    expected = [plain.train_step([next(rank_batches) for rank_batches in batches]) for _ in range(STEPS)]
+    for name in ranks[0].keys() - QUANTIZED.keys():
+        losses = mean_losses(ranks, name)
+        torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_quantized_collectives_train_nearly_alike(trained, world_size, gpu, name):
+    exact, quantized = (mean_losses(trained(world_size, gpu), which) for which in ("sparse-dist", name))
+    torch.testing.assert_close(quantized, exact, rtol=2e-2, atol=0)
+    assert torch.equal(quantized, exact) == (world_size == 1 and gpu)  # a single rank on NCCL sends nothing
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_evaluation_leaves_training_as_it_was(trained, world_size, gpu):
+    for rank in trained(world_size, gpu):
+        for name, run in rank.items():
+            # Atomic additions of a GPU come in any order.
+            losses, evaluated = torch.tensor(run.losses), torch.tensor(run.evaluated)
+            torch.testing.assert_close(evaluated, losses, rtol=1e-5 if gpu else 0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_plans_are_mixed_but_for_the_fused_schedule(trained, world_size, gpu):
+    for name, run in trained(world_size, gpu)[0].items():
+        if name.startswith("fused"):
+            assert "data_parallel" not in run.sharding_types
+        elif world_size > 1 and name in EXACT:  # quantised collectives make sharding cheaper
+            assert {"table_wise", "data_parallel"} <= run.sharding_types
+
+
+def test_what_the_cpu_changes_is_described(trained):
+    (rank,) = trained(1, False)
+    off = {name: list(run.described["switched_off"]) for name, run in rank.items()}
+    assert off == {name: ["inplace_copy"] if "in place" in name else [] for name in rank}
+    assert "quantized_comms" not in rank["sparse-dist"].described
+    for name in QUANTIZED:  # TorchRec takes fp16 for bf16
+        assert rank[name].described["quantized_comms"] == {"forward": "float16", "backward": "float16"}
+
+
+def by_rows(ranks: Ranks) -> list[Any]:
+    """Trained on plans of the planner's choice between rows and whole tables; on CPUs TorchRec offers it no rows."""
+    with patch.object(EmbeddingBagCollectionSharder, "sharding_types", lambda *_: ["row_wise", "table_wise"]):
+        return [
+            train(ranks, small(**changes), None) for changes in ({}, {"quantized_comms": "fp16"}, {"row_wise": False})
+        ]
+
+
+def test_row_wise_tables_can_be_left_out_and_their_collectives_quantized(run_ranks):
+    ranks = run_ranks(2, by_rows)
+    types = [{table["sharding_type"] for table in described["sharding_plan"].values()} for _, described in ranks[0]]
+    assert "row_wise" in types[0] & types[1]
+    assert types[2] == {"table_wise"}
+    exact, quantized, by_tables = torch.tensor([[losses for losses, _ in rank] for rank in ranks]).mean(dim=0)
+    torch.testing.assert_close(by_tables, exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(quantized, exact, rtol=2e-2, atol=0)
+    assert not torch.equal(quantized, exact)
+
+
+def fused_on_cpu(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="--pipeline fused-sparse-dist needs a GPU"):
+        StockPipeline(small(pipeline="fused-sparse-dist"), ranks)
+
+
+def test_the_fused_schedule_is_refused_without_a_gpu(run_ranks):
+    run_ranks(1, fused_on_cpu)
