@@ -170,13 +170,13 @@ class Host:
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Runs the twin and prints what it found; returns the exit status."""
         from dlrm_bench.bench.analysis.profile_tables import host_table, kernel_table, timeline_table
-        from dlrm_bench.bench.analysis.repeat import twin_flags
+        from dlrm_bench.bench.analysis.repeat import repeating_flags
 
         if (self.record is None) == (not forwarded):
             raise ValueError("name one: a record, or --preset and its flags")
         flags, processes = list(forwarded), self.nproc
         if self.record is not None:
-            flags, recorded = twin_flags(read_record(self.record))
+            flags, recorded = repeating_flags(read_record(self.record))
             processes = recorded if processes is None else processes
         folder = _measure("nvtx" if self.nvtx else "host", flags, _processes(processes), self.results_dir)
         twin = read_record(folder).run

@@ -6,10 +6,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dlrm_bench.dlrm.config import ModelConfig, RunConfig
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
 from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
 from dlrm_bench.dlrm.embedding.torchrec_plan import make_torchrec_plan
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 _H200_BYTES = 141_000_000_000
 
@@ -19,13 +21,14 @@ def print_plan(config: RunConfig, world_size: int) -> None:
     if world_size < 1:
         raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
     model, global_batch_size = config.model, config.local_batch_size * world_size
-    if config.plan == "torchrec":
+    options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
+    if options.plan == "torchrec":
         plan = make_torchrec_plan(config, world_size, world_size, "cuda", _H200_BYTES)
     else:
-        plan = plan_for(config, world_size, int(_H200_BYTES * HEADROOM))
+        plan = plan_for(config, world_size, int(_H200_BYTES * HEADROOM), replicate=not options.peer_memory)
     loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes)
     table = Table(
-        title=f"{config.preset} with --ebc static on {world_size} rank(s), global batch {global_batch_size}",
+        title=f"{config.preset} with --pipeline static on {world_size} rank(s), global batch {global_batch_size}",
         caption="us: predicted work of an iteration on an H200; tables: lookup, sort, update; all: and the all-to-alls",
         title_justify="left",
         caption_justify="left",

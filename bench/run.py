@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.losses import LossHistory
@@ -21,14 +22,13 @@ from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import TrainingOutcome, build_record, create_run_folder, new_run_id, write_record
 from dlrm_bench.bench.records.schema import Conditions, Instruments, Machine, RunRecord, TrainingStatus
-from dlrm_bench.dlrm.config import RunConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.metrics import distributed_auc
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.build import build_pipeline, check_device
-from dlrm_bench.pipeline.interface import Pipeline
+from dlrm_bench.pipeline.build import build_pipeline
+from dlrm_bench.pipeline.interface import Pipeline, check_device
 
 LOG_NAME = "result_0.txt"
 
@@ -143,7 +143,7 @@ def run(
     run that fails later leaves a folder whose log is closed as aborted.
     """
     _set_precision(config, ranks.device)
-    check_device(config, ranks.device)  # now: a folder that is made is never used again
+    check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
@@ -155,7 +155,7 @@ def run(
         folder = _agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
         _log_init(config, ranks, log, machine, dataset, schedule)
-        pipeline = build_pipeline(config, ranks)
+        pipeline = build_pipeline(config, config.pipeline, ranks)
         instrumented = instrument(pipeline, folder) if instrument else None
         this = Run(
             config=config,

@@ -1,9 +1,7 @@
 """What a run says at its end, and the exit status that goes with it."""
 
-import multiprocessing
-import os
-import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from rich import box
@@ -29,19 +27,6 @@ def print_summary(outcome: Outcome, ranks: Ranks) -> int:
     status = [_print(outcome) if ranks.rank == 0 else 0]
     dist.broadcast_object_list(status, src=0)
     return status[0]
-
-
-def leave(status: int) -> NoReturn:
-    """Ends this rank without the interpreter's shutdown, where there is no process that waits for more than its end.
-
-    After a failure other ranks may wait in a collective that this rank's teardown joins; after a success threads of
-    torch's abort it now and then.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status or multiprocessing.parent_process() is None:
-        os._exit(status)
-    sys.exit()
 
 
 def _print(outcome: Outcome) -> int:
@@ -70,9 +55,14 @@ def _print(outcome: Outcome) -> int:
     return status
 
 
+def pipeline_label(options: Mapping[str, Any]) -> str:
+    """The pipeline's name, and which of TorchRec's schedules it is."""
+    return f"{options['name']}, {options['schedule']}" if "schedule" in options else str(options["name"])
+
+
 def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
     config = record["config"]
-    variant = f"{config['ebc']}, {config.get('pipeline') or 'sparse-dist'}"
+    variant = pipeline_label(config["pipeline"])
     title = f"{record['id']}: {variant}; latency of an iteration (slowest rank), ms"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):

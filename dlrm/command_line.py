@@ -1,9 +1,11 @@
 """How a command of this project ends: what is wrong in one line, and an exit status."""
 
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -50,3 +52,16 @@ def _notes(error: BaseException) -> list[str]:
 def _say(*lines: str) -> None:
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this rank without the interpreter's shutdown, where there is no process that waits for more than its end.
+
+    After a failure other ranks may wait in a collective that this rank's teardown joins; after a success threads of
+    torch's abort it now and then.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status or multiprocessing.parent_process() is None:
+        os._exit(status)
+    sys.exit()

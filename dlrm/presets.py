@@ -1,9 +1,8 @@
-"""Named complete configurations: each preset is a function that returns one."""
+"""What the presets train; bench/presets.py adds how a run of each goes."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from dlrm_bench.dlrm.config import DataConfig, MLPerfConfig, ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 
 # MLPerf Training DLRM-DCNv2 (mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD).
 # fmt: off
@@ -17,60 +16,32 @@ MLPERF_TARGET_AUC = 0.80275
 MLPERF_MODEL = ModelConfig(num_embeddings=MLPERF_NUM_EMBEDDINGS, multi_hot_sizes=MLPERF_MULTI_HOT_SIZES)
 
 
-def smoke() -> RunConfig:
-    """Trains tiny tables on a planted data set to a target AUC: a minute on two CPU cores or one GPU."""
-    return RunConfig(
-        preset="smoke",
-        model=ModelConfig(
-            num_embeddings=tuple(min(rows, 1000) for rows in MLPERF_NUM_EMBEDDINGS),
-            multi_hot_sizes=tuple(min(size, 4) for size in MLPERF_MULTI_HOT_SIZES),
-            embedding_dim=16,
-            bottom_mlp=(32, 16),
-            cross_layers=2,
-            cross_rank=16,
-            top_mlp=(64, 32, 1),
-        ),
+SMOKE_MODEL = ModelConfig(
+    num_embeddings=tuple(min(rows, 1000) for rows in MLPERF_NUM_EMBEDDINGS),
+    multi_hot_sizes=tuple(min(size, 4) for size in MLPERF_MULTI_HOT_SIZES),
+    embedding_dim=16,
+    bottom_mlp=(32, 16),
+    cross_layers=2,
+    cross_rank=16,
+    top_mlp=(64, 32, 1),
+)
+
+TRAININGS: dict[str, TrainingConfig] = {
+    "smoke": TrainingConfig(
+        model=SMOKE_MODEL,
         data=DataConfig(source="multi_hot", path=Path("data/smoke"), train_days=3),
         optimizer=OptimizerConfig(learning_rate=0.02),
         local_batch_size=512,
         precision="fp32",
-        target_auc=0.82,
-        loss_interval=20,
-    )
-
-
-def mlperf_dcnv2() -> RunConfig:
-    """The MLPerf model with all 26 full-size tables; 6912 samples a GPU are GBS 55296 on eight. Random batches."""
-    return RunConfig(
-        preset="mlperf-dcnv2",
-        model=MLPERF_MODEL,
-        data=DataConfig(source="random"),
-        mlperf=MLPerfConfig(division="closed"),
-        local_batch_size=6912,
-        iterations=250,
-    )
-
-
-def launch_bound() -> RunConfig:
-    """The MLPerf model at 512 samples a GPU, the load of GBS 65536 on 16 nodes: the host is the limit."""
-    return RunConfig(
-        preset="launch-bound",
-        model=MLPERF_MODEL,
-        data=DataConfig(source="random"),
-        local_batch_size=512,
-        iterations=250,
-    )
-
-
-PRESETS: dict[str, Callable[[], RunConfig]] = {
-    "smoke": smoke,
-    "mlperf-dcnv2": mlperf_dcnv2,
-    "launch-bound": launch_bound,
+    ),
+    "mlperf-dcnv2": TrainingConfig(model=MLPERF_MODEL, data=DataConfig(source="random"), local_batch_size=6912),
+    "launch-bound": TrainingConfig(model=MLPERF_MODEL, data=DataConfig(source="random"), local_batch_size=512),
 }
+"""What each preset trains, by its name."""
 
 
-def preset(name: str) -> RunConfig:
-    """The preset called `name`; ValueError names the known ones."""
-    if name not in PRESETS:
-        raise ValueError(f"--preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]()
+def training(preset: str) -> TrainingConfig:
+    """What the preset of this name trains; ValueError names the known presets."""
+    if preset not in TRAININGS:
+        raise ValueError(f"--preset {preset!r} is unknown: choose one of {', '.join(TRAININGS)}")
+    return TRAININGS[preset]

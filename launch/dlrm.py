@@ -1,10 +1,11 @@
 """Train DLRM-DCNv2 as a preset says; leave an MLPerf log and a record of its latency.
 
-torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--field value ...]
+torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--pipeline static] [--field value ...]
 
---preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. Two flags show what a
-run would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of
---ebc static would hold which tables, and its load; RANKS is torchrun's WORLD_SIZE where left out, or else 8.
+--preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --pipeline takes
+torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
+would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the
+static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 
 # Python puts this folder first on the path; the package dlrm_bench is this file's own, whatever pip has installed.
@@ -33,15 +33,12 @@ if not sys.warnoptions:
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # such as that a switch does not apply
 
-import tyro
+from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.flags import parse_run
+from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED, leave
+from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
-from dlrm_bench.bench.plan_table import print_plan
-from dlrm_bench.bench.run import run
-from dlrm_bench.bench.summary import leave, print_summary
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
-from dlrm_bench.dlrm.config import RunConfig
-from dlrm_bench.dlrm.presets import preset
-from dlrm_bench.dlrm.ranks import Ranks
+# What needs torch is imported once the flags are read: --help and a wrong flag answer at once.
 
 
 def parse(arguments: list[str]) -> RunConfig:
@@ -49,21 +46,17 @@ def parse(arguments: list[str]) -> RunConfig:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="smoke")
+    first.add_argument("--pipeline", default=TorchRecOptions.name)
     first.add_argument("--print-config", action="store_true")
     first.add_argument("--print-plan", type=int, nargs="?", metavar="RANKS", const=os.environ.get("WORLD_SIZE", "8"))
     chosen, rest = first.parse_known_args(arguments)
-    config = tyro.cli(
-        RunConfig,
-        default=preset(chosen.preset),
-        args=rest,
-        description=__doc__,
-        console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
-    )
-    config = replace(config, pipeline=config.pipeline_name)
+    config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__, os.environ.get("LOCAL_RANK", "0") == "0")
     if chosen.print_config:
-        print(json.dumps(asdict(config), indent=2, default=str))
+        print(json.dumps(as_json(config), indent=2))
         sys.exit()
     if chosen.print_plan is not None:
+        from dlrm_bench.bench.plan_table import print_plan
+
         print_plan(config, chosen.print_plan)
         sys.exit()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
@@ -71,8 +64,12 @@ def parse(arguments: list[str]) -> RunConfig:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Train as the command line says; returns the exit status."""
     config = parse(sys.argv[1:])
+    from dlrm_bench.bench.run import run
+    from dlrm_bench.bench.summary import print_summary
+    from dlrm_bench.dlrm.ranks import Ranks
+
     ranks = Ranks.from_environment()
     outcome = run(config, ranks, ranks.command_line("launch/dlrm.py", sys.argv[1:]))
     status = print_summary(outcome, ranks)
@@ -81,7 +78,7 @@ def main() -> int:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """The exit status of `work`; says what went wrong, and on which rank."""
+    """The exit status of `work`; prints what went wrong, and on which rank."""
     where = f"rank {os.environ.get('RANK', '-')}"
     try:
         return work()

@@ -11,11 +11,7 @@ from pathlib import Path
 # As in launch/dlrm.py.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dlrm_bench.bench.measure.limits import run_limits
-from dlrm_bench.bench.measure.profiled_run import InstrumentedPipeline, twin_config
-from dlrm_bench.bench.run import run
-from dlrm_bench.bench.summary import leave
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.command_line import leave
 from dlrm_bench.launch.dlrm import guarded, parse
 
 
@@ -24,6 +20,11 @@ def main() -> int:
     what, *flags = sys.argv[1:] or ["nothing"]
     # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
+    from dlrm_bench.bench.measure.limits import run_limits
+    from dlrm_bench.bench.measure.profiled_run import InstrumentedPipeline, twin_config
+    from dlrm_bench.bench.run import run
+    from dlrm_bench.dlrm.ranks import Ranks
+
     ranks = Ranks.from_environment()
     command = ranks.command_line("launch/measure.py", sys.argv[1:])
     if what == "nvtx" and ranks.device.type != "cuda":

@@ -1,11 +1,27 @@
-"""What the training loop asks of a pipeline, whichever it is."""
+"""What the training loop asks of a pipeline, and what a configuration asks of its options."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.data.batch import Batch
+
+
+class Options(Protocol):
+    """Options of one pipeline, defined beside it."""
+
+    @property
+    def needs_gpu(self) -> str | None:
+        """What to say where there is no GPU; None if these options work without one."""
+        ...
+
+
+def check_device(options: Options, device: torch.device) -> None:
+    """Raise ValueError where the options need a GPU and `device` is none; allocates nothing."""
+    if device.type != "cuda" and options.needs_gpu is not None:
+        raise ValueError(options.needs_gpu)
 
 
 class Pipeline(Protocol):

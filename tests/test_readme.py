@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.config import PIPELINES, RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", ROOT / "results" / "README.md"]
@@ -28,7 +28,8 @@ def test_links_lead_somewhere(readme: Path) -> None:
 def test_switches_exist() -> None:
     tables = [line for line in READMES[0].read_text(encoding="utf-8").splitlines() if line.startswith("| `--")]
     flags = {flag for line in tables for flag in re.findall(r"`--([a-z][a-z0-9-]*)", line.split("|")[1])}
-    fields = {field.name.replace("_", "-") for field in dataclasses.fields(RunConfig)}
+    owners = (RunConfig, *PIPELINES.values())
+    fields = {field.name.replace("_", "-") for owner in owners for field in dataclasses.fields(owner)}
     assert len(flags) > 10
     assert {flag.removeprefix("no-") for flag in flags} <= fields
 

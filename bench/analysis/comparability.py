@@ -6,13 +6,11 @@ Within a side the program should be the same too.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from dlrm_bench.bench.records.record import Record
-from dlrm_bench.dlrm.config import RunConfig
 
 SHOULD_BE_EQUAL = {
     "nodes": "machine.nodes",
@@ -50,12 +48,6 @@ SM_CLOCK = "SM clock during the run (MHz)"
 
 _BEFORE = {"config.optimizer.embedding": "adagrad", "config.data.variable_lengths": False}
 """What runs did whose records are older than the field."""
-_NO_SWITCHES = {
-    "preset", "model", "data", "optimizer", "mlperf", "local_batch_size", "precision", "iterations",
-    "warmup_iterations", "target_auc", "evaluations_per_epoch", "loss_interval", "seed", "results_dir", "run_id",
-}  # fmt: skip
-"""Fields of RunConfig that say what is computed, how long and where to; all others are the program: ebc, pipeline and
-every switch, also those that a later version adds."""
 
 
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
@@ -90,19 +82,17 @@ def doubts_of_side(label: str, records: Sequence[Record]) -> list[str]:
     counts = Counter(doubt for record in records for doubt in doubts(record))
     found = [f"{label}: {doubt} in {n} of {len(records)} runs" for doubt, n in counts.items()]
     programs = [_program(record) for record in records]
-    varying = [field for field in programs[0] if len(different(p[field] for p in programs)) > 1]
+    fields = dict.fromkeys(field for program in programs for field in program)
+    varying = [field for field in fields if len({program.get(field) for program in programs} - {None}) > 1]
     if varying:
         found.append(f"{label}: runs of several programs, which differ in {', '.join(varying)}: name those of one")
     return found
 
 
 def _program(record: Record) -> dict[str, str | None]:
-    """The commit, and all fields of the configuration that make the program; what is not recorded had its default."""
-    config = record.run["config"]
-    program = {f.name: str(config.get(f.name, f.default)) for f in fields(RunConfig) if f.name not in _NO_SWITCHES}
-    if config.get("pipeline") is None:  # as RunConfig.pipeline_name says
-        program["pipeline"] = "five-stage" if program["ebc"] == "static" else "sparse-dist"
-    return program | {"commit": record.run["git"]["commit"]}
+    """The commit, the pipeline and all of its options."""
+    options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
+    return {"pipeline": options.pop("name"), **options, "commit": record.run["git"]["commit"]}
 
 
 def _lookup(record: Record, field: str) -> Any:

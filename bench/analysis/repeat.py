@@ -1,21 +1,43 @@
 """The flags that repeat a recorded run."""
 
-import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from dlrm_bench.bench.config import as_json
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import Record
+from dlrm_bench.bench.records.upgrade import defaults
+
+_NOT_REPEATED = {"preset", "pipeline", "run_id", "results_dir", "world_size", "global_batch_size"}
 
 
-def twin_flags(record: Record) -> tuple[list[str], int]:
-    """Flags of launch/dlrm.py that repeat a record's run, and its number of processes.
+def repeating_flags(record: Record) -> tuple[list[str], int]:
+    """Flags of launch/dlrm.py that repeat a record's run, from its configuration, and its number of processes.
 
-    ValueError if the record's command is not one of ours on one node.
+    ValueError if the run was one of several nodes, or of a preset that this version does not know.
     """
-    words = shlex.split(record.run["command"])
-    try:
-        launcher = words.index("launch/dlrm.py")
-        (processes,) = (int(w.partition("=")[2]) for w in words[:launcher] if w.startswith("--nproc_per_node="))
-    except ValueError:
-        raise ValueError(f"{record.folder}: cannot repeat `{record.run['command']}`: give --preset and flags") from None
-    if any(word.startswith("--nnodes") for word in words[:launcher]):
-        raise ValueError(f"{record.folder} is a run on several nodes: its twin runs on one; give --preset and flags")
-    return words[launcher + 1 :], processes
+    config = record.run["config"]
+    if record.run["machine"]["nodes"] > 1:
+        raise ValueError(f"{record.folder} is a run on several nodes: name --preset and its flags instead")
+    options = config["pipeline"]
+    as_preset = as_json(preset(config["preset"]))
+    flags = ["--preset", config["preset"], "--pipeline", options["name"]]
+    flags += _flags({"name": options["name"], **defaults(options["name"])}, options, "")
+    return flags + list(_flags(as_preset, config, "")), config["world_size"]
+
+
+def _flags(usual: Mapping[str, Any], config: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """A flag for each field that differs from its usual value."""
+    for name, value in config.items():
+        flag = prefix + name.replace("_", "-")
+        if name in _NOT_REPEATED or value == usual.get(name):
+            continue
+        if isinstance(value, Mapping):
+            yield from _flags(usual.get(name) or {}, value, f"{flag}.")
+        elif isinstance(value, bool):
+            parent, _, leaf = flag.rpartition(".")
+            yield f"--{flag}" if value else f"--{parent}{'.' if parent else ''}no-{leaf}"
+        elif isinstance(value, list):
+            yield from (f"--{flag}", *map(str, value))
+        else:
+            yield from (f"--{flag}", str(value))

@@ -39,7 +39,15 @@ MEASURE = ROOT / "launch" / "measure.py"
 
 # launch.dlrm first: it sets what must hold before the others are imported. bench.cli because a forked rank imports
 # what the process that asked for it started with.
-_PRELOADED = ["dlrm_bench.launch.dlrm", "dlrm_bench.launch.measure", "dlrm_bench.bench.cli"]
+_PRELOADED = [
+    "dlrm_bench.launch.dlrm",
+    "dlrm_bench.launch.measure",
+    "dlrm_bench.bench.cli",
+    # What these import once they know their flags.
+    "dlrm_bench.bench.summary",
+    "dlrm_bench.bench.measure.limits",
+    "dlrm_bench.bench.measure.profiled_run",
+]
 _PATIENCE_S = 5
 """For a rank whose parent is gone to close its log, before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -49,7 +49,8 @@ _SWITCHES = (
         "The exchange of splits and lengths, every tolist and list tensor: splits are constant at fixed sizes.",
     ),
 )
-_GRAPH = ("--ebc", "static", "--cuda-graph", "iteration")
+_STATIC = ("--pipeline", "static")
+_GRAPH = (*_STATIC, "--cuda-graph", "iteration")
 _OVERLAP = (*_GRAPH, "--overlap")
 
 
@@ -85,7 +86,7 @@ _FULL = (
     *_IN_ORDER,
     Rung(
         "static-tf32",
-        ("--ebc", "static", *_TF32),
+        (*_STATIC, *_TF32),
         "TorchRec's modules: fixed shapes straight on FBGEMM, launched kernel by kernel.",
     ),
     Rung("cuda-graph-tf32", (*_GRAPH, *_TF32), "All launches but one: the whole iteration is one CUDA graph."),
@@ -139,7 +140,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
             ),
             "What of TorchRec's input dist is constant, and its launches from the first thread.",
         ),
-        Rung("static-fp32", ("--ebc", "static", *_FP32), "TorchRec's modules: fixed shapes straight on FBGEMM."),
+        Rung("static-fp32", (*_STATIC, *_FP32), "TorchRec's modules: fixed shapes straight on FBGEMM."),
     ),
 }
 """By name, first rung first. A rung changes one thing of the rung before it where the ladder's order allows; in `same`,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import (
     ADAGRAD,
     ALL_GATHER,
@@ -27,7 +28,7 @@ from dlrm_bench.bench.records.limits import (
     UPDATE,
     Ceiling,
 )
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.ranks import Ranks
 
 _MEASUREMENTS = 7  # of which the median counts

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import torch
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.ceilings import measure
 from dlrm_bench.bench.measure.machine import describe_machine, git_state, short_name
 from dlrm_bench.bench.records.limits import (
@@ -21,7 +22,6 @@ from dlrm_bench.bench.records.limits import (
     floor,
 )
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id
-from dlrm_bench.dlrm.config import RunConfig
 from dlrm_bench.dlrm.ranks import Ranks
 
 

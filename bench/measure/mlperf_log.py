@@ -21,7 +21,8 @@ from mlperf_logging.mllog import constants
 from mlperf_logging.mllog.mllog import MLLogger
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.dlrm.config import MLPerfConfig, OptimizerConfig
+from dlrm_bench.bench.config import MLPerfConfig
+from dlrm_bench.dlrm.config import OptimizerConfig
 
 RunStatus = Literal["success", "aborted"]
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.thread_times import spent_ms, thread_times_ms
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.schema import Instruments, Kernel, Span
-from dlrm_bench.dlrm.config import RunConfig
 from dlrm_bench.dlrm.ranks import Ranks
 
 if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.config import RunConfig
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -4,7 +4,6 @@ run.json says what ran, where, and how fast; iterations.npz holds every iteratio
 run.json is written last: a folder without it is a run that did not finish.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -14,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.bench.records.schema import (
     RECORD_SCHEMA,
@@ -32,7 +32,7 @@ from dlrm_bench.bench.records.schema import (
     TrainingStatus,
     check_record,
 )
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.records.upgrade import upgraded
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -149,7 +149,7 @@ def build_record(
         created=created.astimezone(UTC).isoformat(timespec="seconds"),
         command=command,
         git=git,
-        config={**_resolved(config), "world_size": world_size, "global_batch_size": global_batch_size},
+        config={**as_json(config), "world_size": world_size, "global_batch_size": global_batch_size},
         pipeline=pipeline,
         machine=machine,
         warmup_iterations=warmup,
@@ -200,6 +200,7 @@ def read_record(folder: Path) -> Record:
     check_record(path, record)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
+    record["config"] = upgraded(record["config"], record["schema"])
     return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
 
 
@@ -210,11 +211,6 @@ def _slowest_rank(iterations_ms: np.ndarray, warmup: int) -> np.ndarray:
 def _statistics(slowest: np.ndarray) -> dict[str, float]:
     p50, p90, p99 = (float(value) for value in np.percentile(slowest.astype(np.float64), (50, 90, 99)))
     return {"n": len(slowest), "mean": float(slowest.mean(dtype=np.float64)), "p50": p50, "p90": p90, "p99": p99}
-
-
-def _resolved(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON has it: tuples as lists, paths as text."""
-    return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(config), default=str)))
 
 
 def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) -> Training:

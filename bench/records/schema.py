@@ -96,7 +96,8 @@ class Span(TypedDict):
     """Of the time between, that in which the stage had work; the rest is waiting or other stages."""
 
 
-RECORD_SCHEMA = 1
+RECORD_SCHEMA = 2
+READABLE_SCHEMAS = (1, 2)
 
 TrainingStatus = Literal["success", "aborted", "no_target"]
 """aborted: the target was missed. no_target: the run only measured latency."""
@@ -214,9 +215,9 @@ def _numbers(value: object, field: str = "") -> Iterator[tuple[str, float]]:
 def check_record(path: Path, record: Any) -> None:
     if not isinstance(record, dict):
         raise ValueError(f"{path} is no run record: expected an object, found {type(record).__name__}")
-    if record.get("schema") != RECORD_SCHEMA:
+    if record.get("schema") not in READABLE_SCHEMAS:
         raise ValueError(
-            f"{path} has schema {record.get('schema')!r}; this version reads schema {RECORD_SCHEMA}: "
+            f"{path} has schema {record.get('schema')!r}; this version reads {READABLE_SCHEMAS[0]} to {RECORD_SCHEMA}: "
             "use the version of the harness that wrote it"
         )
     _check_fields(path, "", record, RunRecord)

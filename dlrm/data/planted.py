@@ -29,7 +29,7 @@ from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manif
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.data.teacher import Teacher
 from dlrm_bench.dlrm.metrics import exact_auc
-from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.presets import training
 
 CHUNK = 1 << 15  # Samples generated at a time.
 MOST = 100  # Of skew and signal: far beyond any use, and nothing overflows.
@@ -85,7 +85,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
     unknown origin, or a generator at work. What an interrupted generator left is removed.
     Needs about 120 bytes of memory for each sample of a day.
     """
-    run = preset(config.preset)
+    run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     path = config.path or run.data.path
     if path is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
 
 # Measured on one H200 (fbgemm-gpu 1.6.0, exact Adagrad, bf16 output): microseconds of FBGEMM's forward and backward for
 # a million ids of distinct rows, by shard width, and for each call of a rank's tables. From a 40M-row table at 5.5
@@ -173,8 +173,8 @@ def iteration_us(
     return slowest + all_to_alls_us(columns, world_size, global_batch_size, pooled_bytes)
 
 
-def plan_for(config: RunConfig, world_size: int, memory_bytes: int) -> Plan:
-    """The balanced plan of a run. memory_bytes, ValueError: as for `make_plan`."""
+def plan_for(config: TrainingConfig, world_size: int, memory_bytes: int, replicate: bool = True) -> Plan:
+    """The balanced plan of a run. memory_bytes, replicate, ValueError: see `make_plan`."""
     return make_plan(
         config.model,
         world_size,
@@ -182,7 +182,7 @@ def plan_for(config: RunConfig, world_size: int, memory_bytes: int) -> Plan:
         config.pooled_bytes,
         config.optimizer.embedding,
         memory_bytes,
-        replicate=not config.peer_memory,
+        replicate=replicate,
     )
 
 

@@ -19,7 +19,7 @@ from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 
-from dlrm_bench.dlrm.config import ModelConfig, RunConfig, TableOptimizer
+from dlrm_bench.dlrm.config import ModelConfig, TableOptimizer, TrainingConfig
 from dlrm_bench.dlrm.embedding.plan import NARROWEST, Plan, Shard, can_replicate
 from dlrm_bench.dlrm.embedding.table_memory import device_memory_bytes
 from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
@@ -33,7 +33,7 @@ _COLUMN_SHARDS = 4
 _KERNELS = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value]
 
 
-def torchrec_plan(config: RunConfig, ranks: Ranks) -> Plan:
+def torchrec_plan(config: TrainingConfig, ranks: Ranks) -> Plan:
     """Rank 0's plan, on every rank; ValueError, on every rank too, where there is none. Collective."""
     answer: list[Plan | ValueError | None] = [None]
     if ranks.rank == 0:
@@ -52,7 +52,7 @@ def torchrec_plan(config: RunConfig, ranks: Ranks) -> Plan:
 
 
 def make_torchrec_plan(
-    config: RunConfig,
+    config: TrainingConfig,
     world_size: int,
     local_world_size: int,
     device: Literal["cuda", "cpu"],
@@ -99,13 +99,13 @@ def convert(
             ]
         else:
             raise ValueError(
-                f"--plan torchrec: table {name} is sharded {sharding.sharding_type}, and --ebc static has table_wise, "
-                "column_wise and data_parallel only: use --plan balanced"
+                f"--plan torchrec: table {name} is sharded {sharding.sharding_type}, and --pipeline static has "
+                "table_wise, column_wise and data_parallel only: use --plan balanced"
             )
     if replicated and not can_replicate(model.embedding_dim, world_size, optimizer):
         raise ValueError(
-            f"--plan torchrec: table {model.feature_names[replicated[0]]} is data_parallel, which --ebc static has for "
-            "several ranks, exact Adagrad and 2^n columns only: use --plan balanced"
+            f"--plan torchrec: table {model.feature_names[replicated[0]]} is data_parallel, which --pipeline "
+            "static has for several ranks, exact Adagrad and 2^n columns only: use --plan balanced"
         )
     if optimizer == "rowwise_adagrad" and any(shard.columns != model.embedding_dim for shard in shards):
         raise ValueError(
@@ -130,7 +130,7 @@ def _of_one_width(shards: list[Shard]) -> list[Shard]:
 
 
 def _shardings(
-    config: RunConfig,
+    config: TrainingConfig,
     world_size: int,
     local_world_size: int,
     device: Literal["cuda", "cpu"],

@@ -29,7 +29,6 @@ class Graphs:
     ) -> None:
         """name: of the whole, for messages. stream: that captures. fallback: after a failed capture the functions run
         eagerly; without it a failure is an error."""
-        require_gpu(ranks.device)
         self._name, self._works, self._ranks, self._stream = name, works, ranks, stream
         self._fallback = fallback
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -88,18 +87,12 @@ class Graphs:
         reason = f"{self._name} cannot be captured: {failures[failed[0]]} (on {len(failed)} rank(s), first {failed[0]})"
         if not self._fallback:
             raise RuntimeError(
-                f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph-fallback to go on eagerly"
+                f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph try to continue eagerly"
             ) from error
         self.fell_back = reason
         del error, watch  # their tracebacks hold the tensors of the failed capture
         if self._ranks.rank == 0:
-            print(f"--cuda-graph-fallback: {reason}; it runs eagerly", file=sys.stderr, flush=True)
-
-
-def require_gpu(device: torch.device) -> None:
-    """ValueError where there is nothing to capture on."""
-    if device.type != "cuda":
-        raise ValueError("--cuda-graph iteration needs a GPU: on this machine choose --cuda-graph none")
+            print(f"--cuda-graph try: {reason}; it runs eagerly", file=sys.stderr, flush=True)
 
 
 class _Watch(TorchDispatchMode):

@@ -12,9 +12,9 @@ class StaticOptions:
 
     name: ClassVar[str] = "static"
 
-    cuda_graph: Literal["off", "on", "try"] = "off"
-    """Replay all five stages of an iteration as one CUDA graph. on: end with an error where it cannot be captured; try:
-    continue eagerly. GPU only."""
+    cuda_graph: Literal["none", "iteration", "try"] = "none"
+    """iteration: replay all five stages as one CUDA graph, and end with an error where they cannot be captured. try:
+    the same, but continue eagerly where they cannot. GPU only."""
     overlap: bool = False
     """Run input dist, bottom MLP, weight gradients, all-reduce and dense update on side streams."""
     presort_ids: bool = False
@@ -36,8 +36,8 @@ class StaticOptions:
     @property
     def needs_gpu(self) -> str | None:
         """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
-        if self.cuda_graph != "off":
-            return f"--cuda-graph {self.cuda_graph} needs a GPU: on this machine choose --cuda-graph off"
+        if self.cuda_graph != "none":
+            return f"--cuda-graph {self.cuda_graph} needs a GPU: on this machine choose --cuda-graph none"
         return None
 
     def check(self, config: TrainingConfig) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dlrm_bench.dlrm.buckets import Bucket, DenseState
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.embedding.plan import plan_for
 from dlrm_bench.dlrm.embedding.pooled_exchange import Peers
@@ -32,11 +32,13 @@ from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
 from dlrm_bench.pipeline.static.evaluation import Evaluation
 from dlrm_bench.pipeline.static.fetch import BatchFeed
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.memory import memory_gb
+from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static.table_load import embedding_load
 
@@ -67,23 +69,26 @@ class _Slot:
 class StaticPipeline:
     """See dlrm_bench.pipeline.interface.Pipeline."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        """Collective over all ranks."""
-        self._config, self._ranks, device = config, ranks, ranks.device
+    def __init__(self, config: TrainingConfig, options: StaticOptions, ranks: Ranks) -> None:
+        """Collective over all ranks. ValueError where the options need a GPU and there is none."""
+        self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
+        check_device(options, device)
         model, batch_size = config.model, config.local_batch_size
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         global_batch_size = batch_size * ranks.world_size
         check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
         self._fills_gpu = batch_size >= _FILLING_BATCH
-        parts = 2 if self._fills_gpu and config.presort_ids and batch_size % 2 == 0 else 1
+        parts = 2 if self._fills_gpu and options.presort_ids and batch_size % 2 == 0 else 1
         rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
         self._batch_parts = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, rows, strict=False))
         self._last = self._batch_parts[-1][0]
-        if config.plan == "torchrec":
+        if options.plan == "torchrec":
             self._plan = torchrec_plan(config, ranks)
         else:
-            self._plan = plan_for(config, ranks.world_size, table_memory_bytes(ranks))
-        memory = PeerMemory(ranks) if config.peer_memory else None
+            self._plan = plan_for(
+                config, ranks.world_size, table_memory_bytes(ranks), replicate=not options.peer_memory
+            )
+        memory = PeerMemory(ranks) if options.peer_memory else None
         self._memory = memory
         self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts, memory)
         inputs = self.dense.x0s
@@ -95,18 +100,19 @@ class StaticPipeline:
             batch_size,
             config.seed,
             self._dtype,
-            config.presort_ids,
+            options.presort_ids,
             config.data.variable_lengths,
             parts,
             Peers(memory, inputs) if memory and inputs else None,
         )
         self._rate = config.optimizer.learning_rate
         self._slots = [self._new_slot() for _ in range(2)]
-        self._streams = IterationStreams(device, config.overlap)
+        self._streams = IterationStreams(device, options.overlap)
         self._feed = BatchFeed(device, MAX_IN_FLIGHT)
         make_graphs = None
-        if config.cuda_graph == "iteration":
-            make_graphs = partial(Graphs, ranks=ranks, stream=self._streams.main, fallback=config.cuda_graph_fallback)
+        if options.cuda_graph != "none":
+            fallback = options.cuda_graph == "try"
+            make_graphs = partial(Graphs, ranks=ranks, stream=self._streams.main, fallback=fallback)
         iterations = [partial(self._iteration, self._slots[i], self._slots[1 - i]) for i in range(2)]
         self._graphs = make_graphs("iteration", iterations) if make_graphs else None
         self._eval = Evaluation([self._new_slot(sorts=False) for _ in range(2)], self._forward, ranks, make_graphs)
@@ -154,7 +160,7 @@ class StaticPipeline:
             return
         self._rate = value
         self.ebc.set_learning_rate(value)
-        if self._graphs is not None and not self._config.presort_ids:
+        if self._graphs is not None and not self._options.presort_ids:
             self._graphs.forget(f"learning rate {value}")
 
     def describe(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.embedding.plan import imbalance, rank_loads
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.ranks import Ranks
@@ -19,7 +19,7 @@ _HEAD_START = 40_000_000
 
 
 def embedding_load(
-    config: RunConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks
+    config: TrainingConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks
 ) -> dict[str, Any]:
     """For the record: microseconds of each rank in an iteration, and the largest by the mean. Collective.
 

@@ -1,18 +1,20 @@
 """The five-stage pipeline on TorchRec's modules: what the stock pipeline trains, under our schedule."""
 
 import logging
+from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.cuda_graph import captures
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBC, TrimmedEBCSharder
 from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
+from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +25,17 @@ ALL_TO_ALLS = 3
 class TorchRecFiveStagePipeline(TorchRecPipeline):
     """TorchRec's sharded DLRM_DCN under FiveStagePipeline; see pipeline/interface.py."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        """Needs an initialised process group; collective: every rank must construct it with the same config."""
-        codecs, model = quantized_codecs(config, ranks.device), config.model
-        if config.trim_input_dist:
+    def __init__(self, config: TrainingConfig, options: FiveStageSwitches, ranks: Ranks) -> None:
+        """Needs an initialised process group; collective: every rank must construct it with the same configuration."""
+        self._switches = options
+        self._caches_casts = options.cuda_graph == "none"
+        codecs, model = quantized_codecs(options, ranks.device), config.model
+        if options.trim_input_dist:
             sizes = dict(zip(model.feature_names, model.multi_hot_sizes, strict=True))
-            sharder = TrimmedEBCSharder(sizes, qcomm_codecs_registry=codecs, cuda_graph=config.graph_dists)
+            sharder = TrimmedEBCSharder(sizes, qcomm_codecs_registry=codecs, cuda_graph=options.graph_dists)
         else:
             sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
-        super().__init__(config, ranks, sharder)
+        super().__init__(config, options, ranks, sharder)
 
     def close(self) -> None:
         """Ends launching threads and destroys graphs."""
@@ -49,7 +53,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         for module in self._model.modules():
             if isinstance(module, TrimmedEBC):
                 described["input_dist"] = module.trimmed_features()
-                if self._config.graph_dists:
+                if self._switches.graph_dists:
                     described["graphed_dists"], why_not = self._graphed_dists(module)
                     if why_not is not None:
                         described["switched_off"]["graph_dists"] = why_not
@@ -75,13 +79,10 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         )
 
     def _schedule(self, training: bool) -> Any:
-        config = self._config
-        options = FiveStageOptions(
-            avoid_record_streams=config.avoid_record_streams,
-            pinned_d2h=config.pinned_d2h,
-            cuda_graph="dense" if training and config.cuda_graph == "dense" else "none",
-            launch_threads=config.launch_threads if training else 1,
-        )
+        chosen = {field.name: getattr(self._switches, field.name) for field in fields(FiveStageOptions)}
+        if not training:
+            chosen |= {"cuda_graph": "none", "launch_threads": 1}
+        options = FiveStageOptions(**chosen)
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
 
 

@@ -33,7 +33,7 @@ from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes
@@ -42,6 +42,7 @@ from dlrm_bench.dlrm.model import DenseNetwork, torchrec_names
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, Part, Parts, gather, scatter, table_key
 from dlrm_bench.pipeline.torchrec.batch import BatchLayout
+from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 
 Codecs = dict[str, QuantizedCommCodecs]
 _BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
@@ -50,9 +51,14 @@ _BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRI
 class TorchRecPipeline(ABC):
     """TorchRec's sharded DLRM_DCN under one schedule or another; see pipeline/interface.py."""
 
+    _caches_casts = True
+    """Whether autocast keeps its casts of the weights. A captured graph must cast them itself, not read casts from
+    before its capture."""
+
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainingConfig,
+        options: TorchRecModelOptions,
         ranks: Ranks,
         sharder: EmbeddingBagCollectionSharder,
         left_out: Collection[ShardingType] = (),
@@ -63,7 +69,7 @@ class TorchRecPipeline(ABC):
         """
         self._config, self._ranks, self._device = config, ranks, ranks.device
         self._layout = BatchLayout(config.model, config.local_batch_size, pin=ranks.device.type == "cuda")
-        self._model, self._plan = _build_model(config, ranks, sharder, left_out)
+        self._model, self._plan = _build_model(config, options, ranks, sharder, left_out)
         self._optimizer = _build_optimizer(self._model, config.optimizer)
         self._codecs: Codecs | None = sharder.qcomm_codecs_registry
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
@@ -183,8 +189,7 @@ class TorchRecPipeline(ABC):
             self._device.type,
             torch.bfloat16,
             enabled=self._config.precision == "bf16",
-            # A captured graph must cast the weights itself, not read casts of before its capture.
-            cache_enabled=self._config.cuda_graph == "none",
+            cache_enabled=self._caches_casts,
         )
         with autocast:
             return schedule.progress(batches)
@@ -195,15 +200,15 @@ class TorchRecPipeline(ABC):
             torch.cuda.synchronize()
 
 
-def quantized_codecs(config: RunConfig, device: torch.device) -> Codecs | None:
+def quantized_codecs(options: TorchRecModelOptions, device: torch.device) -> Codecs | None:
     """What encodes pooled vectors and their gradients for TorchRec's collectives; None where they stay fp32.
 
     Gradients of a mean loss are small, so they keep fp32's exponents: the pair of TorchRec's own example, see
     torchrec.distributed.fbgemm_qcomm_codec. On the CPU TorchRec puts fp16 in bf16's place.
     """
-    if config.quantized_comms == "none":
+    if options.quantized_comms == "none":
         return None
-    forward = {"bf16": CommType.BF16, "fp16": CommType.FP16}[config.quantized_comms]
+    forward = {"bf16": CommType.BF16, "fp16": CommType.FP16}[options.quantized_comms]
     precisions = QCommsConfig(forward_precision=forward, backward_precision=CommType.BF16)
     return get_qcomm_codecs_registry(precisions, device=device)
 
@@ -225,7 +230,11 @@ class _PlanningSharder(EmbeddingBagCollectionSharder):
 
 
 def _build_model(
-    config: RunConfig, ranks: Ranks, sharder: EmbeddingBagCollectionSharder, left_out: Collection[ShardingType]
+    config: TrainingConfig,
+    options: TorchRecModelOptions,
+    ranks: Ranks,
+    sharder: EmbeddingBagCollectionSharder,
+    left_out: Collection[ShardingType],
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     model, device = config.model, ranks.device
     memory = device_memory_bytes(ranks)
@@ -240,7 +249,7 @@ def _build_model(
     kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
     machine = (ranks.world_size, ranks.local_world_size, kind, memory)
     planner = sharding_planner(constraints, config.local_batch_size, *machine)
-    planned = _PlanningSharder(sharder, {*left_out, *(() if config.row_wise else _BY_ROWS)})
+    planned = _PlanningSharder(sharder, {*left_out, *(() if options.row_wise else _BY_ROWS)})
     try:
         plan = planner.collective_plan(train_model, [planned], dist.GroupMember.WORLD)
     except PlannerError as error:

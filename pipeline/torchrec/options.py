@@ -34,8 +34,8 @@ class TorchRecOptions(TorchRecModelOptions):
     name: ClassVar[str] = "torchrec"
 
     schedule: Schedule = "sparse-dist"
-    """TorchRec's train pipeline: base is TrainPipelineBase, sparse-dist TrainPipelineSparseDist (the MLPerf reference's),
-    fused-sparse-dist TrainPipelineFusedSparseDist (needs a GPU)."""
+    """TorchRec's train pipeline. base: TrainPipelineBase. sparse-dist: TrainPipelineSparseDist, which the MLPerf
+    reference uses. fused-sparse-dist: TrainPipelineFusedSparseDist; needs a GPU."""
     inplace_copy: bool = False
     """Copy batches into GPU memory that the main stream allocated (TorchRec's enable_inplace_copy_batch)."""
 
@@ -57,8 +57,8 @@ class FiveStageSwitches(TorchRecModelOptions):
     """Keep the buffers that streams share alive by events instead of record_stream."""
     pinned_d2h: bool = False
     """Read device values through pinned memory, and wait where a value is needed, not where its copy is issued."""
-    dense_graph: bool = False
-    """Replay forward, backward, all-reduce and Adagrad's step of the dense network as CUDA graphs. GPU only."""
+    cuda_graph: Literal["none", "dense"] = "none"
+    """dense: replay forward, backward, all-reduce and Adagrad's step of the dense network as CUDA graphs. GPU only."""
     launch_threads: Literal[1, 2] = 1
     """2: a second host thread launches the next batch's input dist, and the dense update."""
     trim_input_dist: bool = False
@@ -66,7 +66,8 @@ class FiveStageSwitches(TorchRecModelOptions):
     host's reads of them. Where all tables are sharded table-wise, also leave the copies and the second autograd
     function out of the output dist."""
     graph_dists: bool = False
-    """With trim_input_dist: replay each all-to-all of ids and pooled vectors, and what surrounds it, as a CUDA graph."""
+    """With trim_input_dist: replay each all-to-all of ids and pooled vectors, with what surrounds it, as a CUDA
+    graph."""
 
     def __post_init__(self) -> None:
         require(

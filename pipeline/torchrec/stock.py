@@ -14,15 +14,16 @@ gain can be one over the best that its user could have. Its other train pipeline
 
 from typing import Any
 
-import torch
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ShardingType
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
+from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
 _SCHEDULES = {
     "base": TrainPipelineBase,
@@ -34,17 +35,18 @@ _SCHEDULES = {
 class StockPipeline(TorchRecPipeline):
     """TorchRec's own sharded DLRM_DCN under one of its own schedules; see pipeline/interface.py."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        """Needs an initialised process group; collective: every rank must construct it with the same config.
+    def __init__(self, config: TrainingConfig, options: TorchRecOptions, ranks: Ranks) -> None:
+        """Needs an initialised process group; collective: every rank must construct it with the same configuration.
 
         ValueError where the schedule needs a GPU and there is none.
         """
-        check_schedule(config, ranks.device)
-        fused = config.pipeline_name == "fused-sparse-dist"
-        sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=quantized_codecs(config, ranks.device))
+        check_device(options, ranks.device)
+        self._options = options
+        fused = options.schedule == "fused-sparse-dist"
+        sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=quantized_codecs(options, ranks.device))
         # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
-        super().__init__(config, ranks, sharder, left_out={ShardingType.DATA_PARALLEL} if fused else ())
+        super().__init__(config, options, ranks, sharder, left_out={ShardingType.DATA_PARALLEL} if fused else ())
 
     def close(self) -> None:
         """Nothing to free."""
@@ -52,16 +54,12 @@ class StockPipeline(TorchRecPipeline):
     def describe(self) -> dict[str, Any]:
         """What the model's says, and the switches that do not apply here."""
         off = {}
-        if self._config.inplace_copy and self._device.type == "cpu":
+        if self._options.inplace_copy and self._device.type == "cpu":
             off["inplace_copy"] = "batches stay where they are on the CPU"
         return {**super().describe(), "switched_off": off}
 
     def _schedule(self, training: bool) -> Any:
-        schedule = _SCHEDULES[self._config.pipeline_name]
-        return schedule(self._model, self._optimizer, self._device, enable_inplace_copy_batch=self._config.inplace_copy)
-
-
-def check_schedule(config: RunConfig, device: torch.device) -> None:
-    """ValueError where the schedule needs a GPU and there is none."""
-    if config.pipeline_name == "fused-sparse-dist" and device.type != "cuda":
-        raise ValueError("--pipeline fused-sparse-dist needs a GPU: on this machine choose base or sparse-dist")
+        schedule = _SCHEDULES[self._options.schedule]
+        return schedule(
+            self._model, self._optimizer, self._device, enable_inplace_copy_batch=self._options.inplace_copy
+        )

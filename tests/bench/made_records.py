@@ -1,7 +1,6 @@
 """Records of runs that never ran, around recorded latencies, for tests of what reads records."""
 
 import json
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from dlrm_bench.bench.analysis.profile_tables import COUNTS
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.machine import describe_machine
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.record import RUN_JSON, TrainingOutcome, build_record, write_record
 from dlrm_bench.bench.records.schema import Conditions, Git, Instruments, Kernel, Machine, Span
-from dlrm_bench.dlrm.config import RunConfig
-from dlrm_bench.dlrm.presets import preset
+from tests.pipelines import changed
 
 SERIES = Path(__file__).resolve().parents[1] / "data" / "series" / "cpu_smoke.npz"
 WARMUP = 10
@@ -68,7 +68,7 @@ def write(
 
 def configured(**changes: Any) -> RunConfig:
     """launch-bound with a short warm-up."""
-    return replace(preset("launch-bound"), warmup_iterations=WARMUP, **changes)
+    return changed(preset("launch-bound"), **{"warmup_iterations": WARMUP} | changes)
 
 
 def conditions(throttled: bool = False, clock: float = 1980) -> Conditions:

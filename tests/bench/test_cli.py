@@ -12,11 +12,9 @@ import torch
 
 from dlrm_bench.bench import ROOT, cli
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.ladder import launching, run_ladder, rungs
-from dlrm_bench.bench.ladder.rungs import LADDERS
+from dlrm_bench.bench.ladder import launching, run_ladder
 from dlrm_bench.dlrm.command_line import FailedError
 from tests.bench.analysis.test_mlperf_logs import LOGS
-from tests.bench.ladder.test_rungs import parses
 from tests.bench.made_records import conditions, recorded_runs, write
 
 RUNS = recorded_runs()
@@ -187,7 +185,6 @@ def test_ladder_host_limits_and_report_for_real(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rungs of the CPU with their twins, the twin and the limits of one, and the page from all of them."""
-    monkeypatch.setattr(rungs, "ladder_called", lambda name: [rung for rung in LADDERS[name] if parses(rung)])
     place = ["--nproc", "2", "--results-dir", str(tmp_path / "results")]
     short = ["--iterations", "40", "--warmup-iterations", "10", "--target-auc", "None"]
     assert main(["ladder", "--rungs", "cpu", "--rounds", "1", "--host", *place, *SMOKE, *short]) == 0

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from dlrm_bench.bench.plan_table import print_plan
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.embedding.plan import make_plan
-from dlrm_bench.dlrm.presets import MLPERF_MODEL, preset
+from dlrm_bench.dlrm.presets import MLPERF_MODEL
 
 
 def printed(capsys: pytest.CaptureFixture[str], name: str, world_size: int) -> str:

@@ -18,9 +18,9 @@ from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
 from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.run import Run
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
 from tests.bench.measure.test_profiled_run import Nothing
 

@@ -19,6 +19,7 @@ from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
 from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.run import LOG_NAME, Run
@@ -30,7 +31,6 @@ from dlrm_bench.dlrm.data.manifest import read_manifest
 from dlrm_bench.dlrm.data.npy import member_span
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
 from dlrm_bench.dlrm.metrics import exact_auc
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
 from tests.launched import Ended, forked_launch
 
@@ -198,8 +198,8 @@ def test_bad_input_is_refused_on_every_rank(data, tmp_path, arguments, error):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--ebc", "static", "--cuda-graph", "iteration"], "--cuda-graph iteration needs a GPU"),
-        (["--pipeline", "fused-sparse-dist"], "--pipeline fused-sparse-dist needs a GPU"),
+        (["--pipeline", "static", "--cuda-graph", "iteration"], "--cuda-graph iteration needs a GPU"),
+        (["--schedule", "fused-sparse-dist"], "--schedule fused-sparse-dist needs a GPU"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_before_anything_is_made(data, tmp_path, arguments, error):

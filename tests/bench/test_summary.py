@@ -12,11 +12,11 @@ import torch.distributed as dist
 from dlrm_bench.bench import summary
 from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.measure.mlperf_log import ComplianceVerdict
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, build_record
 from dlrm_bench.bench.records.schema import Git
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.bench.summary import EXIT_NOT_COMPLIANT, EXIT_TARGET_MISSED, print_summary
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
 from tests.launched import fork, wait
 

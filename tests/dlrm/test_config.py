@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.dlrm.config import DataConfig, MLPerfConfig, ModelConfig, OptimizerConfig, RunConfig
-from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from dlrm_bench.dlrm.presets import training
 
-MODEL = preset("smoke").model
+MODEL = training("smoke").model
 
 BAD_MODEL: list[tuple[str, dict[str, Any]]] = [
     ("--model.num-embeddings", {"num_embeddings": (), "multi_hot_sizes": ()}),
@@ -43,50 +43,10 @@ BAD_DATA: list[tuple[str, dict[str, Any]]] = [
     ("--data.random-skew", {"random_skew": math.inf}),
     ("--data.variable-lengths", {"variable_lengths": True, "source": "multi_hot", "path": Path("data")}),
 ]
-THEIRS = ("base", "sparse-dist", "fused-sparse-dist")
-FIVE_STAGE: list[tuple[str, dict[str, Any]]] = [
-    ("--avoid-record-streams", {"avoid_record_streams": True}),
-    ("--pinned-d2h", {"pinned_d2h": True}),
-    ("--launch-threads", {"launch_threads": 2}),
-    ("--trim-input-dist", {"trim_input_dist": True}),
-    ("--(trim-input-dist|graph-dists)", {"trim_input_dist": True, "graph_dists": True}),
-]
-BAD_RUN: list[tuple[str, dict[str, Any]]] = [
-    ("--overlap", {"overlap": True}),
-    ("--graph-dists needs --trim-input-dist", {"pipeline": "five-stage", "graph_dists": True}),
-    ("--presort-ids", {"presort_ids": True}),
-    ("--presort-ids", {"presort_ids": True, "ebc": "static", "optimizer": OptimizerConfig(embedding="sgd")}),
-    ("--peer-memory needs --ebc static", {"peer_memory": True}),
-    ("--peer-memory needs --presort-ids", {"peer_memory": True, "ebc": "static"}),
-    ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration"}),
-    ("--cuda-graph iteration needs --ebc static", {"cuda_graph": "iteration", "pipeline": "five-stage"}),
-    ("--cuda-graph dense needs --pipeline five-stage", {"cuda_graph": "dense"}),
-    ("--cuda-graph dense needs --pipeline five-stage and --ebc torchrec", {"cuda_graph": "dense", "ebc": "static"}),
-    *[("--pipeline .*: leave it out", {"pipeline": name, "ebc": "static"}) for name in THEIRS],
-    *[(flag, switch | schedule) for flag, switch in FIVE_STAGE for schedule in ({}, {"ebc": "static"})],
-    ("--inplace-copy", {"inplace_copy": True, "pipeline": "five-stage"}),
-    ("--inplace-copy", {"inplace_copy": True, "ebc": "static"}),
-    ("--quantized-comms", {"quantized_comms": "bf16", "ebc": "static"}),
-    ("--no-row-wise", {"row_wise": False, "ebc": "static"}),
-    ("--data.variable-lengths", {"data": DataConfig(variable_lengths=True), "target_auc": None, "iterations": 100}),
+BAD_TRAINING: list[tuple[str, dict[str, Any]]] = [
     ("--local-batch-size", {"local_batch_size": 0}),
-    ("--iterations", {"iterations": 0}),
-    ("--iterations", {"data": DataConfig(), "target_auc": None}),
-    ("--warmup-iterations", {"warmup_iterations": -1}),
-    ("--warmup-iterations", {"warmup_iterations": 50, "iterations": 50}),
-    ("--target-auc", {"target_auc": 0.5}),
-    ("--target-auc", {"target_auc": 1.0}),
-    ("--target-auc", {"target_auc": math.nan}),
-    ("--target-auc", {"data": DataConfig(), "iterations": 100}),
-    ("--evaluations-per-epoch", {"evaluations_per_epoch": 0}),
-    ("--loss-interval", {"loss_interval": 0}),
     ("--seed", {"seed": -1}),
     ("--seed", {"seed": 2**63}),
-    ("--cuda-graph-fallback", {"cuda_graph_fallback": True}),
-    ("--plan", {"plan": "torchrec"}),
-    ("--run-id", {"run_id": "a/b"}),
-    ("--run-id", {"run_id": ""}),
-    ("--run-id", {"run_id": ".."}),
 ]
 
 
@@ -109,25 +69,10 @@ def test_bad_optimizer(flag, value):
         OptimizerConfig(**{flag: value})
 
 
-@pytest.mark.parametrize(("flag", "changes"), BAD_RUN)
-def test_bad_run(flag, changes):
+@pytest.mark.parametrize(("flag", "changes"), BAD_TRAINING)
+def test_bad_training(flag, changes):
     with pytest.raises(ValueError, match=flag):
-        replace(preset("smoke"), **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "sparse-dist"),
-        *[({"pipeline": name, "inplace_copy": True, "quantized_comms": "bf16"}, name) for name in THEIRS],
-        ({"pipeline": "five-stage", "cuda_graph": "dense", "quantized_comms": "fp16"}, "five-stage"),
-        *[({"pipeline": "five-stage"} | switch, "five-stage") for _, switch in FIVE_STAGE],
-        ({"ebc": "static", "cuda_graph": "iteration", "overlap": True, "presort_ids": True}, "five-stage"),
-        ({"ebc": "static", "pipeline": "five-stage"}, "five-stage"),
-    ],
-)
-def test_every_schedule_has_a_name_and_its_switches(changes, name):
-    assert replace(preset("smoke"), **changes).pipeline_name == name
+        replace(training("smoke"), **changes)
 
 
 def test_smallest_good_values():
@@ -142,9 +87,8 @@ def test_smallest_good_values():
         dense_in_features=1,
     )
     data = DataConfig(train_days=1, prefetch_batches=1, random_batches=1, random_skew=0)
-    run = RunConfig(preset="", model=model, data=data, local_batch_size=1, iterations=1, warmup_iterations=0)
-    assert run.mlperf == MLPerfConfig()
-    assert run.optimizer == OptimizerConfig(learning_rate=0.004, eps=1e-8)
+    trained = TrainingConfig(model=model, data=data, local_batch_size=1)
+    assert trained.optimizer == OptimizerConfig(learning_rate=0.004, eps=1e-8)
 
 
 def test_derived_sizes():
@@ -157,5 +101,4 @@ def test_derived_sizes():
 
 def test_configurations_do_not_change():
     with pytest.raises(FrozenInstanceError):
-        preset("smoke").seed = 1
-    assert preset("smoke").results_dir == Path("results")
+        training("smoke").seed = 1

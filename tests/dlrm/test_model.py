@@ -10,9 +10,10 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM_DCN
 
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.model import DenseNetwork, torchrec_names
-from dlrm_bench.dlrm.presets import MLPERF_MODEL, preset
+from dlrm_bench.dlrm.presets import MLPERF_MODEL
 
 
 def torchrec_model(config: ModelConfig, device: str = "cpu") -> DLRM_DCN:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlrm_bench.bench.config import PIPELINES, RunConfig, as_json
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.presets import PRESETS, preset
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.run import LOG_NAME
-from dlrm_bench.dlrm.config import RunConfig
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
-from dlrm_bench.dlrm.presets import PRESETS, preset
 from tests.launched import LAUNCHER, Ended, end, forked_launch, free_port, ranks_naming, torchrun, wait_until
+from tests.pipelines import changed
 
 ENDS_WITHIN_S = 15
 
@@ -40,14 +41,18 @@ def typed(folder: Path, *arguments: str) -> tuple[int | None, str]:
 def flags(config: Any, prefix: str = "--") -> Iterator[str]:
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
-        yield from flags(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
+        if field.name == "pipeline":
+            yield from flags(value)
+        else:
+            yield from flags(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
 
 
-def test_help_explains_every_field(tmp_path):
-    status, text = typed(tmp_path, "--help")
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_help_explains_every_field(tmp_path, pipeline):
+    status, text = typed(tmp_path, "--pipeline", pipeline, "--help")
     assert status == 0
     text = re.sub(r"[│╭╮╰╯─]", " ", text)
-    for flag in flags(preset("smoke")):
+    for flag in flags(changed(preset("smoke"), pipeline)):
         entry = re.search(rf"^ +{re.escape(flag)}[ ,].*\n((?: {{4,}}(?!-).*\n)+)", text, re.MULTILINE)
         assert entry, f"{flag} is not in the help"
         explanation = " ".join(entry[1].split("(default:")[0].split())
@@ -66,36 +71,36 @@ def test_print_config_needs_no_torchrun(tmp_path, name):
     assert status == 0
     expected: RunConfig = preset(name)
     model = dataclasses.replace(expected.model, table_scale=0.5)
-    expected = dataclasses.replace(expected, seed=7, run_id="x", model=model, pipeline="sparse-dist")
-    assert json.loads(text) == json.loads(json.dumps(dataclasses.asdict(expected), default=str))
+    expected = dataclasses.replace(expected, seed=7, run_id="x", model=model)
+    assert json.loads(text) == as_json(expected)
 
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ("--preset launch-bound --pipeline five-stage", {"ebc": "torchrec", "pipeline": "five-stage"}),
-        ("--ebc static --cuda-graph iteration", {"pipeline": "five-stage", "cuda_graph": "iteration"}),
+        ("--preset launch-bound --pipeline five-stage", {"name": "five-stage"}),
+        ("--pipeline static --cuda-graph iteration", {"name": "static", "cuda_graph": "iteration"}),
         (
             "--pipeline five-stage --cuda-graph dense --launch-threads 2 --trim-input-dist --pinned-d2h "
             "--avoid-record-streams",
             dict.fromkeys(("trim_input_dist", "pinned_d2h", "avoid_record_streams"), True) | {"launch_threads": 2},
         ),
         (
-            "--pipeline base --inplace-copy --quantized-comms bf16 --no-row-wise",
-            {"pipeline": "base", "inplace_copy": True, "quantized_comms": "bf16", "row_wise": False},
+            "--pipeline torchrec --schedule base --inplace-copy --quantized-comms bf16 --no-row-wise",
+            {"schedule": "base", "inplace_copy": True, "quantized_comms": "bf16", "row_wise": False},
         ),
     ],
 )
 def test_every_variant_has_its_flags(tmp_path, arguments, shown):
     status, text = typed(tmp_path, "--print-config", *arguments.split())
     assert status == 0
-    assert json.loads(text).items() >= shown.items()
+    assert json.loads(text)["pipeline"].items() >= shown.items()
 
 
 def test_print_plan_needs_no_torchrun(tmp_path):
     status, text = typed(tmp_path, "--print-plan", "4", "--preset", "launch-bound")
     assert status == 0
-    assert "launch-bound with --ebc static on 4 rank(s), global batch 2048" in text
+    assert "launch-bound with --pipeline static on 4 rank(s), global batch 2048" in text
     status, text = typed(tmp_path, "--print-plan", "--local-batch-size", "64")
     assert status == 0
     assert "on 8 rank(s), global batch 512" in text
@@ -117,9 +122,10 @@ def test_smoke_is_the_default(tmp_path):
         (["--local-batch-size", "0"], "--local-batch-size is 0"),
         (["--local-batch-size", "many"], "--local-batch-size"),
         (["--precision", "fp8"], "--precision"),
-        (["--pipeline", "six-stage"], "--pipeline"),
-        (["--launch-threads", "3"], "--launch-threads"),
-        (["--ebc", "static", "--pipeline", "base"], "--pipeline base needs --ebc torchrec: leave it out"),
+        (["--pipeline", "six-stage"], "--pipeline 'six-stage' is unknown: choose one of torchrec, five-stage, static"),
+        (["--pipeline", "five-stage", "--launch-threads", "3"], "--launch-threads"),
+        (["--overlap"], "--overlap is an option of --pipeline static, not of torchrec"),
+        (["--pipeline", "static", "--no-row-wise"], "--no-row-wise is an option of --pipeline torchrec and five-stage"),
         (["--model.table-scale", "2"], "--model.table-scale is 2.0"),
         (["--seed"], "--seed"),
         (["--preset"], "--preset"),
@@ -206,7 +212,7 @@ def test_run_and_record_say_how_a_five_stage_run_was_scheduled(smoke, tmp_path):
     assert ended.statuses == [0, 0], ended.outputs
     assert ["".join(ended.outputs).count(f"{switch} is off: ") for switch in ("cuda_graph", "pinned_d2h")] == [1, 1]
     run = read_record(tmp_path / "results" / "x").run
-    assert (run["config"]["pipeline"], run["config"]["cuda_graph"]) == ("five-stage", "dense")
+    assert [run["config"]["pipeline"][option] for option in ("name", "cuda_graph")] == ["five-stage", "dense"]
     assert list(run["pipeline"]["switched_off"]) == ["pinned_d2h", "cuda_graph"]  # no GPU
 
 

@@ -1,7 +1,7 @@
 """Weights and optimizer state move between the stock and the static pipeline, whatever the plans and world sizes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import dlrm_bench.pipeline.static.pipeline
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
@@ -19,6 +20,7 @@ from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.model import _build_unsharded
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
+from tests.pipelines import changed, static_pipeline, stock_pipeline
 
 STEPS = 10
 MODEL = SMALL_MODEL
@@ -31,7 +33,7 @@ CONFIG = RunConfig(
     precision="fp32",
     iterations=100,
 )
-STATIC = replace(CONFIG, ebc="static", presort_ids=True, peer_memory=True)
+STATIC = changed(CONFIG, "static", presort_ids=True, peer_memory=True)
 # Every table but one in halves.
 HALVES = Plan(
     world_size=2,
@@ -75,20 +77,20 @@ class Moved:
 def move(ranks: Ranks) -> Moved:
     batches = local_batches(ranks.rank)
     losses, states = {}, {}
-    stock = Training(StockPipeline(CONFIG, ranks), batches)
+    stock = Training(stock_pipeline(CONFIG, ranks), batches)
     stock.train()
     states["stock"] = stock.pipeline.state_dict()
 
     dlrm_bench.pipeline.static.pipeline.plan_for = lambda *_: HALVES  # type: ignore[assignment]
-    config = replace(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
-    static = Training(StaticPipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
+    config = changed(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
+    static = Training(static_pipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
     static.train(4)  # past the capture on a GPU; what it has learned is to be forgotten
     static.pipeline.load_state_dict(states["stock"])
     states["static"] = static.pipeline.state_dict()
     losses["stock trains on"], losses["static goes on from stock"] = stock.train(), static.train()
     states["static, later"] = static.pipeline.state_dict()
 
-    again = Training(StockPipeline(replace(CONFIG, seed=1), ranks), batches[STEPS:])
+    again = Training(stock_pipeline(changed(CONFIG, seed=1), ranks), batches[STEPS:])
     again.train()
     again.pipeline.load_state_dict(states["static, later"])
     states["stock again"] = again.pipeline.state_dict()
@@ -97,7 +99,7 @@ def move(ranks: Ranks) -> Moved:
 
 
 def through_bf16(ranks: Ranks, state: ModelState) -> ModelState:
-    static = StaticPipeline(replace(STATIC, precision="bf16", presort_ids=False, peer_memory=False, seed=3), ranks)
+    static = static_pipeline(changed(STATIC, precision="bf16", presort_ids=False, peer_memory=False, seed=3), ranks)
     static.load_state_dict(state)
     working = static.dense.working["cross.0.w"].float()
     torch.testing.assert_close(working, static.dense.state_dict()["cross.0.w"], rtol=0.01, atol=1e-6)
@@ -105,7 +107,7 @@ def through_bf16(ranks: Ranks, state: ModelState) -> ModelState:
 
 
 def go_on_alone(ranks: Ranks, state: ModelState) -> list[float]:
-    static = StaticPipeline(replace(STATIC, local_batch_size=2 * CONFIG.local_batch_size, seed=2), ranks)
+    static = static_pipeline(changed(STATIC, local_batch_size=2 * CONFIG.local_batch_size, seed=2), ranks)
     static.load_state_dict(state)
     batches = [joined(parts) for parts in zip(*map(local_batches, range(2)), strict=True)]
     return Training(static, batches[2 * STEPS :]).train()

@@ -1,14 +1,15 @@
 """Adagrad, rowwise Adagrad and SGD on the tables: the static pipeline trains what the stock one does."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.embedding.plan import make_plan, rank_loads
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
@@ -17,6 +18,7 @@ from dlrm_bench.pipeline.state import ModelState, table_key
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
+from tests.pipelines import changed, run_config, static_pipeline, stock_pipeline
 
 STEPS = 40
 OPTIMIZERS = get_args(TableOptimizer)
@@ -24,7 +26,7 @@ MODEL = SMALL_MODEL
 
 
 def config(embedding: TableOptimizer, **changes: Any) -> RunConfig:
-    return RunConfig(
+    return run_config(
         preset="test",
         model=MODEL,
         data=DataConfig(source="random", random_batches=STEPS),
@@ -57,8 +59,8 @@ def train(pipeline: StockPipeline | StaticPipeline, config: RunConfig, ranks: Ra
 def train_all(ranks: Ranks) -> dict[str, dict[str, Trained]]:
     results = {}
     for embedding in OPTIMIZERS:
-        stock = train(StockPipeline(config(embedding), ranks), config(embedding), ranks)
-        static = StaticPipeline(config(embedding, ebc="static"), ranks)
+        stock = train(stock_pipeline(config(embedding), ranks), config(embedding), ranks)
+        static = static_pipeline(config(embedding, pipeline="static"), ranks)
         results[embedding] = {"stock": stock, "static": train(static, config(embedding), ranks)}
         static.load_state_dict(stock.state)
         stock.loaded = static.state_dict()
@@ -123,8 +125,8 @@ def test_plan(embedding, world_size):
 
 
 def refused(ranks: Ranks) -> str:
-    pipeline = StaticPipeline(config("rowwise_adagrad", ebc="static"), ranks)
-    other = StaticPipeline(replace(config("sgd"), ebc="static"), ranks)
+    pipeline = static_pipeline(config("rowwise_adagrad", pipeline="static"), ranks)
+    other = static_pipeline(changed(config("sgd"), "static"), ranks)
     with pytest.raises(ValueError, match="optimizer of sparse_arch") as raised:
         pipeline.load_state_dict(other.state_dict())
     return str(raised.value)  # rank 0's on both

@@ -11,8 +11,9 @@ import pytest
 from dlrm_bench.bench.analysis.comparability import SHOULD_BE_EQUAL
 from dlrm_bench.bench.analysis.compare import Result, compare_sides, read_side
 from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from tests.bench.made_records import H200, WARMUP, configured, edit, recorded_runs, write
 
 RUNS = recorded_runs()
@@ -20,7 +21,7 @@ RECORDS = Path(__file__).resolve().parents[3] / "results"
 
 
 def configured_data(**changes: Any) -> RunConfig:
-    return configured(ebc="static", data=replace(DataConfig(), **changes))
+    return configured(pipeline="static", data=replace(DataConfig(), **changes))
 
 
 def compared(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> Result:
@@ -65,7 +66,7 @@ def test_records_are_older_than_some_work(tmp_path: Path) -> None:
         folder = write(tmp_path / name, RUNS[0], config=configured(optimizer=OptimizerConfig(embedding=embedding)))  # type: ignore[arg-type]
         if name == "old":
             config = read_record(folder).run["config"]
-            del config["optimizer"]["embedding"], config["data"]["variable_lengths"], config["row_wise"]
+            del config["optimizer"]["embedding"], config["data"]["variable_lengths"], config["pipeline"]["row_wise"]
             edit(folder, config=config)
         sides.append(read_side(folder))
     old, new, other = sides
@@ -91,8 +92,8 @@ def test_hosts_are_named_where_both_sides_know_theirs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"config": configured(ebc="static", overlap=True)}, "ebc, pipeline, overlap"),
-        ({"config": configured(pipeline="base")}, "pipeline"),
+        ({"config": configured(pipeline="static", overlap=True)}, "pipeline"),
+        ({"config": configured(schedule="base")}, "schedule"),
         ({"config": configured(row_wise=False)}, "row_wise"),
         ({"git": {"commit": "4567def", "dirty": False}}, "commit"),
     ],
@@ -112,10 +113,10 @@ def test_a_side_of_several_programs_is_refused(
 
 
 def test_a_side_of_one_program(tmp_path: Path) -> None:
-    """Other work is said elsewhere; a default has two spellings; an unknown commit is no other one."""
-    write(tmp_path / "a" / "one", RUNS[0], config=configured(ebc="static"))
-    write(tmp_path / "a" / "two", RUNS[1], config=configured(ebc="static", pipeline="five-stage", seed=1, run_id="two"))
-    write(tmp_path / "a" / "three", RUNS[1], config=configured(ebc="static"), git={"commit": None, "dirty": None})
+    """Other work is said elsewhere; an unknown commit is no other one."""
+    write(tmp_path / "a" / "one", RUNS[0], config=configured(pipeline="static"))
+    write(tmp_path / "a" / "two", RUNS[1], config=configured(pipeline="static", seed=1, run_id="two"))
+    write(tmp_path / "a" / "three", RUNS[1], config=configured(pipeline="static"), git={"commit": None, "dirty": None})
     assert read_side(tmp_path / "a").warnings == []
 
 
@@ -129,4 +130,4 @@ def test_committed_records() -> None:
         assert all(len(values) == 1 for name, values in side.settings.items() if name in SHOULD_BE_EQUAL and values)
     ladder = RECORDS / "20261121T132549Z-4xh200-launch-bound-ladder"
     (said,) = (text for text in read_side(ladder).warnings if "several programs" in text)
-    assert "ebc, pipeline, cuda_graph, row_wise" in said
+    assert "which differ in pipeline, row_wise" in said

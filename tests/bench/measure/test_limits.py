@@ -9,6 +9,7 @@ import pytest
 
 from dlrm_bench.bench.analysis.floor import distance_table, doubts_of_floor, limits_table, work_of_kernels, work_table
 from dlrm_bench.bench.measure.ceilings import dense_weights, gemm_shapes, lookup_bytes, update_bytes
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import (
     ADAGRAD,
     ALL_GATHER,
@@ -28,7 +29,7 @@ from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Git, Kernel, RunRecord
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.model import DenseNetwork
-from dlrm_bench.dlrm.presets import MLPERF_MODEL, preset
+from dlrm_bench.dlrm.presets import MLPERF_MODEL
 from tests.bench.made_records import H200, configured, instruments, kernel, recorded_runs, write
 
 
@@ -215,7 +216,7 @@ def test_a_floor_of_cpus_is_none_for_gpus(tmp_path: Path) -> None:
         ),
         (
             {},
-            {"config": configured(ebc="static", data=DataConfig(variable_lengths=True))},
+            {"config": configured(pipeline="static", data=DataConfig(variable_lengths=True))},
             "bags of varying length, beside a floor of full ones",
         ),
     ],

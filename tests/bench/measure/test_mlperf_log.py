@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from dlrm_bench.bench.config import MLPerfConfig
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
-from dlrm_bench.dlrm.config import MLPerfConfig, OptimizerConfig, TableOptimizer
+from dlrm_bench.dlrm.config import OptimizerConfig, TableOptimizer
 
 TRAIN_SAMPLES = 4195197692
 EVAL_SAMPLES = 89137319

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from dlrm_bench.bench.analysis.ladder import host_cost
 from dlrm_bench.bench.analysis.profile_tables import COUNTS, KERNELS_SHOWN, host_table, kernel_table, timeline_table
-from dlrm_bench.bench.analysis.repeat import twin_flags
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
@@ -30,14 +29,14 @@ from dlrm_bench.bench.measure.profiled_run import (
 from dlrm_bench.bench.measure.schedule import Schedule
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.measure.trace import read_trace
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Span
 from dlrm_bench.bench.run import Run
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
-from tests.bench.made_records import configured, edit, instruments, kernel, recorded_runs, write
+from tests.bench.made_records import configured, instruments, kernel, recorded_runs, write
 
 CPU = torch.device("cpu")
 
@@ -132,19 +131,6 @@ def test_the_twins_configuration() -> None:
     twin = twin_config(preset("smoke"))
     assert (twin.iterations, twin.target_auc) == (50 + MEASURED + SETTLING + PROFILED, None)
     assert twin.model == preset("smoke").model
-
-
-def test_the_flags_of_a_record(tmp_path: Path) -> None:
-    folder = write(tmp_path / "x", recorded_runs()[0], world_size=4)
-    assert twin_flags(read_record(folder)) == (["--preset", "launch-bound", "--seed", "0"], 4)
-    for command, message in (
-        ("python train.py", "cannot repeat `python train.py`"),
-        ("torchrun launch/dlrm.py", "cannot repeat"),
-        ("torchrun --nnodes=2 --nproc_per_node=8 launch/dlrm.py", "several nodes"),
-    ):
-        edit(folder, command=command)
-        with pytest.raises(ValueError, match=message):
-            twin_flags(read_record(folder))
 
 
 def test_the_tables(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.schedule import Schedule
-from dlrm_bench.dlrm.config import DataConfig, RunConfig
-from dlrm_bench.dlrm.presets import preset
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.config import DataConfig
 
 MLPERF_TRAIN_SAMPLES = 4_195_197_692
 

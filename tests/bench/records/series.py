@@ -1,4 +1,4 @@
-"""Packs the iteration series of records into a pool for tests: python -m tests.bench.records.series RECORD [...] OUT.npz"""
+"""Packs series of records into a pool for tests: python -m tests.bench.records.series RECORD [...] OUT.npz"""
 
 import sys
 from pathlib import Path

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_bench.bench.measure.machine import describe_machine
+from dlrm_bench.bench.presets import PRESETS, preset
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
@@ -26,7 +27,6 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, RunRecord
-from dlrm_bench.dlrm.presets import PRESETS, preset
 
 NOW = datetime(2026, 11, 21, 0, 45, 12, tzinfo=UTC)
 MACHINE = describe_machine()
@@ -77,7 +77,7 @@ def test_round_trip_keeps_every_raw_time(written: Path) -> None:
 def test_run_json_reads_top_down(written: Path) -> None:
     text = (written / RUN_JSON).read_text()
     assert list(json.loads(text)) == list(RunRecord.__annotations__)
-    assert text.startswith('{\n  "schema": 1,\n  "id": "20261121T004512Z-cpu-launch-bound",\n')
+    assert text.startswith('{\n  "schema": 2,\n  "id": "20261121T004512Z-cpu-launch-bound",\n')
 
 
 @settings(deadline=None, max_examples=25)
@@ -202,7 +202,7 @@ def test_a_damaged_npz_is_an_error_or_harmless(tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": RECORD_SCHEMA + 1}, "schema 2; this version reads schema 1"),
+        ({"schema": RECORD_SCHEMA + 1}, f"schema {RECORD_SCHEMA + 1}; this version reads 1 to {RECORD_SCHEMA}"),
         ({"schema": ...}, "schema None"),
         ({"machine": ..., "host": ...}, "lacks machine, host"),
         ({"git": {"commit": None}}, r"lacks git\.dirty"),

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data import planted
 from dlrm_bench.dlrm.data.dataset import open_dataset
 from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER
 from dlrm_bench.dlrm.data.planted import MOST, PlantedConfig, generate
-from dlrm_bench.dlrm.presets import preset
 
 MODEL = preset("smoke").model
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 
-from dlrm_bench.dlrm.config import ModelConfig, RunConfig, TableOptimizer
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.config import ModelConfig, TableOptimizer
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.torchrec_plan import DATA_PARALLEL_ROWS, convert, make_torchrec_plan
-from dlrm_bench.dlrm.presets import preset
+from tests.pipelines import changed
 
 DIM = 128
 MODEL = ModelConfig(num_embeddings=(1000,) * 4, multi_hot_sizes=(1,) * 4)
@@ -77,7 +79,7 @@ def test_whole_rows_suit_rowwise_adagrad():
 
 def static(name: str, embedding: TableOptimizer = "adagrad", **changes: object) -> RunConfig:
     config = preset(name)
-    return replace(config, ebc="static", optimizer=replace(config.optimizer, embedding=embedding), **changes)
+    return changed(config, "static", optimizer=replace(config.optimizer, embedding=embedding), **changes)
 
 
 @pytest.mark.parametrize("embedding", ["adagrad", "rowwise_adagrad", "sgd"])

@@ -14,6 +14,7 @@ from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import BATCHES, batches_of, equal_states, small
+from tests.pipelines import static_pipeline
 
 HELD_OUT = 7
 
@@ -33,12 +34,12 @@ def evaluate(ranks: Ranks) -> None:
         capture_on_cpu()
     presorted = {"presort_ids": True}
     for changes in ({}, presorted, presorted | {"variable_lengths": True}, presorted | {"peer_memory": True}):
-        never = StaticPipeline(small(**changes), ranks)
-        eager = StaticPipeline(small(**changes), ranks)
-        graph = StaticPipeline(small(**changes, cuda_graph="iteration", overlap=True), ranks)
+        never = static_pipeline(small(**changes), ranks)
+        eager = static_pipeline(small(**changes), ranks)
+        graph = static_pipeline(small(**changes, cuda_graph="iteration", overlap=True), ranks)
         # One batch after the other, none of them ahead.
         alone = [next(never.evaluate(iter([batch])))[0] for batch in batches_of(never._config, ranks, HELD_OUT)]
-        never = StaticPipeline(small(**changes), ranks)
+        never = static_pipeline(small(**changes), ranks)
         training = {id(p): batches_of(p._config, ranks) for p in (never, eager, graph)}
         for pipeline in (eager, graph):
             # Before the first step; then an evaluation that ends early, and one of nothing.
@@ -66,7 +67,7 @@ def test_evaluation_at_any_time(run_ranks: Callable[..., list[Any]], world_size:
 
 
 def count_gathers(ranks: Ranks) -> int:
-    evaluated, count = StaticPipeline(small(), ranks), 0
+    evaluated, count = static_pipeline(small(), ranks), 0
     gather = CollectiveBucket.all_gather
 
     def counting(self: CollectiveBucket) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch.profiler import record_function
 
 import dlrm_bench.pipeline.static.graphs
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.static.graphs import Graphs
-from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import batches_of, small
+from tests.pipelines import static_pipeline
 
 STEPS = 8
 STAGE = "embedding_forward"
@@ -92,7 +92,7 @@ def test_errors_name_op_stage_and_exception_on_every_rank(run_ranks: Callable[..
     op, behind, outside, one_rank = first
     assert f"work cannot be captured: at {OP} in three: RuntimeError: Tensor.item() cannot be called on meta" in op
     assert "(on 2 rank(s), first 0)" in op
-    assert "--cuda-graph-fallback" in op
+    assert "--cuda-graph try" in op
     assert "after aten::add_.Tensor in three: RuntimeError: no kernel (" in behind
     assert f"at {OP} in work: " in outside
     assert f"at {OP} in three: " in one_rank
@@ -102,7 +102,7 @@ def test_errors_name_op_stage_and_exception_on_every_rank(run_ranks: Callable[..
 def train(
     ranks: Ranks, config: RunConfig, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> tuple[list[float], dict[str, Any]]:
-    trained, batches, losses = StaticPipeline(config, ranks), batches_of(config, ranks), []
+    trained, batches, losses = static_pipeline(config, ranks), batches_of(config, ranks), []
     for _ in range(STEPS):
         with around():
             loss = trained.train_step(batches)
@@ -138,7 +138,7 @@ def refuse_lookup(when: Callable[[], bool], reads: Callable[[], None]) -> None:
 def fall_back(ranks: Ranks) -> dict[str, Any]:
     config = small(overlap=True)
     graph = small(overlap=True, cuda_graph="iteration")
-    allowed = small(overlap=True, cuda_graph="iteration", cuda_graph_fallback=True)
+    allowed = small(overlap=True, cuda_graph="try")
     results: dict[str, Any] = {"eager": train(ranks, config)}
     if ranks.device.type == "cuda":
         counter = torch.zeros((), device=ranks.device)
@@ -186,7 +186,7 @@ def test_training_falls_back_only_when_told_to(run_ranks: Callable[..., list[Any
 
 def without_gpu(ranks: Ranks) -> str:
     with pytest.raises(ValueError, match="cuda-graph iteration needs a GPU") as raised:
-        StaticPipeline(small(cuda_graph="iteration"), ranks)
+        static_pipeline(small(cuda_graph="iteration"), ranks)
     return str(raised.value)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.embedding.plan import REPLICATED_ROWS
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState
-from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import GPU_PLACES, PLACES, SMALL_MODEL
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import BATCHES, batches_of, equal_states, small
+from tests.pipelines import static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
 FIRST = 0.02
@@ -32,7 +32,7 @@ class Trained:
 
 
 def train(ranks: Ranks, config: RunConfig, changes: dict[int, float] = CHANGES) -> Trained:
-    trained, batches, losses = StaticPipeline(config, ranks), batches_of(config, ranks), []
+    trained, batches, losses = static_pipeline(config, ranks), batches_of(config, ranks), []
     for step in range(BATCHES):
         if step in changes:
             trained.set_learning_rate(changes[step])
@@ -119,7 +119,7 @@ def test_graph_equals_eager_and_is_captured_anew_only_for_fbgemm(
 
 
 def bad_rates(ranks: Ranks) -> None:
-    trained = StaticPipeline(small(), ranks)
+    trained = static_pipeline(small(), ranks)
     for value in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"--optimizer\.learning-rate must be finite and positive"):
             trained.set_learning_rate(value)

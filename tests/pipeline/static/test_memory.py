@@ -6,25 +6,26 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig, TableOptimizer
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.batch import Batch, storage_bytes
 from dlrm_bench.dlrm.embedding.plan import make_plan, rank_loads
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.static.memory import memory_gb
-from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+from tests.pipelines import run_config, static_pipeline
 
 MODEL = preset("smoke").model
 BATCH_SIZE = 64
 
 
 def config(embedding: TableOptimizer, presort: bool, peer_memory: bool) -> RunConfig:
-    return RunConfig(
+    return run_config(
+        "static",
         preset="test",
         model=MODEL,
         data=DataConfig(source="random", random_batches=4),
         optimizer=OptimizerConfig(embedding=embedding),
-        ebc="static",
         presort_ids=presort,
         peer_memory=peer_memory,
         local_batch_size=BATCH_SIZE,
@@ -42,7 +43,7 @@ JOBS: list[tuple[TableOptimizer, bool, bool]] = [
 
 
 def describe(ranks: Ranks) -> list[list[dict[str, float]]]:
-    return [StaticPipeline(config(*job), ranks).describe()["memory_gb"] for job in JOBS]
+    return [static_pipeline(config(*job), ranks).describe()["memory_gb"] for job in JOBS]
 
 
 @pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.multi_gpu)])

@@ -10,16 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
 from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from tests.pipeline.static.test_pipeline import EVALUATE_EVERY, LARGE_BATCH, Trained, assert_bitwise_equal, small, train
+from tests.pipelines import changed
 
 STEPS = 2 * EVALUATE_EVERY + 1
 SMALL = small("tiny tables", STEPS, presort_ids=True, peer_memory=True)
-GRAPH = replace(SMALL, cuda_graph="iteration", overlap=True)
+GRAPH = changed(SMALL, cuda_graph="iteration", overlap=True)
 CONFIGS = {"eager": SMALL, "graph": GRAPH, "large": replace(GRAPH, local_batch_size=LARGE_BATCH)}
 PLACES = [
     pytest.param("eager", False),

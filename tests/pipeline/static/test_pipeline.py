@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, Precision, RunConfig
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, Precision
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import open_dataset
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.embedding.plan import REPLICATED_ROWS
 from dlrm_bench.dlrm.metrics import exact_auc
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import CPU_PLACES, GPU_PLACES, PLACES, WAYS
+from tests.pipelines import changed, run_config, static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 100
@@ -73,12 +75,12 @@ PARITY = [
 def small(model: str, steps: int = STEPS, **changes: Any) -> RunConfig:
     """As many distinct batches as steps, so that random labels cannot be learned by heart: the loss stays up."""
     changes = {"precision": "fp32", "local_batch_size": 24} | changes
-    return RunConfig(
+    return run_config(
+        "static",
         preset="test",
         model=MODELS[model],
         data=DataConfig(source="random", random_batches=steps + EVALUATION_BATCHES),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
-        ebc="static",
         iterations=steps,
         warmup_iterations=0,
         **changes,
@@ -111,7 +113,7 @@ def train(ranks: Ranks, config: RunConfig, steps: int, evaluates: bool = False) 
     """Train until an iterator of `steps` batches ends."""
     torch.set_float32_matmul_precision("highest")
     batches = batches_of(config, ranks.rank, ranks.world_size, pin=ranks.device.type == "cuda")
-    pipeline = build_pipeline(config, ranks)
+    pipeline = build_pipeline(config, config.pipeline, ranks)
     training = map(pipeline.prepare, batches[:steps])
     losses, logits = [], []
     while True:
@@ -169,16 +171,16 @@ def jobs_of(world_size: int, gpu: bool) -> dict[str, Job]:
     }
     others |= {f"large {way}": (config, LARGE_STEPS, False) for way, config in large.items()}
     if world_size == 2:
-        others["stock"] = (replace(small("tiny tables"), ebc="torchrec"), 30, False)
+        others["stock"] = (changed(small("tiny tables"), "torchrec"), 30, False)
     if gpu:
         for precision, way in product(("fp32", "bf16"), WAYS):
             eager = small("tiny tables", **WAYS[way], precision=precision)
             others[f"eager {precision} {way}"] = (eager, 30, True)
-            graph = replace(eager, cuda_graph="iteration", overlap=True)
+            graph = changed(eager, cuda_graph="iteration", overlap=True)
             others[f"graph {precision} {way}"] = (graph, 30, True)
             others[f"graph alone {precision} {way}"] = (graph, 30, False)
         for way, config in large.items():
-            graph = replace(config, cuda_graph="iteration", overlap=True)
+            graph = changed(config, cuda_graph="iteration", overlap=True)
             others[f"graph large {way}"] = (graph, LARGE_STEPS, False)
     return parity | others
 
@@ -347,7 +349,7 @@ def auc_after_an_epoch(ranks: Ranks, config: RunConfig, precisions: list[Precisi
     torch.set_float32_matmul_precision("highest")
     dataset, aucs = open_dataset(config.data, config.model, config.seed), []
     for precision in precisions:
-        pipeline = StaticPipeline(replace(config, precision=precision), ranks)
+        pipeline = static_pipeline(changed(config, precision=precision), ranks)
         place = (ranks.rank, ranks.world_size, config.local_batch_size)
         training = dataset.train_batches(*place, pin=True)
         with suppress(StopIteration):
@@ -366,10 +368,10 @@ def auc_after_an_epoch(ranks: Ranks, config: RunConfig, precisions: list[Precisi
 def test_bf16_reaches_the_auc_of_fp32(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     _, manifest, _ = generate(PlantedConfig(path=tmp_path, samples_per_day=150_000))
     smoke = preset("smoke")
-    config = replace(
+    config = changed(
         smoke,
+        "static",
         data=replace(smoke.data, path=tmp_path),
-        ebc="static",
         cuda_graph="iteration",
         overlap=True,
         presort_ids=True,

@@ -10,6 +10,7 @@ import torch
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.pipeline.small_runs import batches_of, equal_states, small
+from tests.pipelines import static_pipeline
 
 CASES: dict[str, dict[str, Any]] = {
     "adagrad": {},
@@ -34,7 +35,7 @@ def describe_between_steps(ranks: Ranks) -> dict[str, tuple[dict[str, Any], bool
         config = small(**changes)
         losses = []
         for describes in (False, True):
-            pipeline = StaticPipeline(config, ranks)
+            pipeline = static_pipeline(config, ranks)
             batches = batches_of(config, ranks)
             losses.append([pipeline.train_step(batches).item() for _ in range(4)])
             if describes:
@@ -77,7 +78,7 @@ def more_ids(ranks: Ranks) -> list[float]:
     times = []
     for local_batch_size in (64, 4096):
         config = small(local_batch_size=local_batch_size)
-        pipeline = StaticPipeline(config, ranks)
+        pipeline = static_pipeline(config, ranks)
         batches = islice(batches_of(config, ranks), 3)
         pipeline.train_step(batches)
         times.append(pipeline.describe()["measured_tables_us"][0])

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_bench.dlrm.config import RunConfig
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.small_runs import BATCHES, batches_of, small
+from tests.pipelines import static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
 # Wide enough to be split by columns, and one table so hot that TorchRec's planner does.
@@ -34,7 +34,7 @@ def config(**changes: Any) -> RunConfig:
 def train(ranks: Ranks) -> list[tuple[list[float], Plan]]:
     results = []
     for way in WAYS.values():
-        pipeline = StaticPipeline(config(**way), ranks)
+        pipeline = static_pipeline(config(**way), ranks)
         batches = batches_of(config(), ranks)
         losses = [pipeline.train_step(batches).item() for _ in range(BATCHES)]
         results.append((losses, pipeline.ebc.plan))
@@ -69,7 +69,7 @@ def mixed(ranks: Ranks) -> list[float]:
     split = [Shard(column // 32, 3, column, 16) for column in range(0, 64, 16)]
     plan = Plan(2, tuple(sorted(whole + split)))
     dlrm_bench.pipeline.static.pipeline.torchrec_plan = lambda *_: plan  # type: ignore[assignment]
-    trained, batches = StaticPipeline(config(presort_ids=True), ranks), batches_of(config(), ranks)
+    trained, batches = static_pipeline(config(presort_ids=True), ranks), batches_of(config(), ranks)
     return [trained.train_step(batches).item() for _ in range(BATCHES)]
 
 
@@ -82,7 +82,7 @@ def test_pieces_of_one_table_on_one_rank(run_ranks: Callable[..., list[Any]], gp
 def too_many(ranks: Ranks) -> str:
     model = replace(SMALL_MODEL, num_embeddings=(5000,), multi_hot_sizes=(3,), embedding_dim=40, bottom_mlp=(40,))
     with pytest.raises(ValueError, match="TorchRec's planner leaves some of 2 ranks without a table") as raised:
-        StaticPipeline(small(model=model, plan="torchrec"), ranks)
+        static_pipeline(small(model=model, plan="torchrec"), ranks)
     return str(raised.value)
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, RunConfig
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.data.padding import PADDING
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState, table_key
-from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import PLACES, SMALL_MODEL, WAYS
+from tests.pipelines import run_config, static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 60
@@ -27,12 +28,12 @@ MODEL = replace(SMALL_MODEL, num_embeddings=(5000, 7, 30, 9000, 600, 400))
 
 
 def config(way: str, gpu: bool = False) -> RunConfig:
-    return RunConfig(
+    return run_config(
+        "static",
         preset="test",
         model=MODEL,
         data=DataConfig(source="random", random_batches=STEPS, variable_lengths=True),
         optimizer=OptimizerConfig(learning_rate=LEARNING_RATE),
-        ebc="static",
         **WAYS[way],
         cuda_graph="iteration" if gpu else "none",
         overlap=gpu,
@@ -55,7 +56,7 @@ def batches_of(rank: int, world_size: int, pin: bool = False) -> list[Batch]:
 def train(ranks: Ranks) -> dict[str, tuple[list[float], ModelState]]:
     gpu, results = ranks.device.type == "cuda", {}
     for way in WAYS:
-        pipeline = StaticPipeline(config(way, gpu), ranks)
+        pipeline = static_pipeline(config(way, gpu), ranks)
         batches = iter(batches_of(ranks.rank, ranks.world_size, pin=gpu))
         losses = [pipeline.train_step(batches).item() for _ in range(STEPS)]
         results[way] = (losses, pipeline.state_dict())

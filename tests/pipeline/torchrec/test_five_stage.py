@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, Precision, RunConfig
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, Precision
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
@@ -18,6 +19,7 @@ from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline, merged_reasons
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import PLACES, SMALL_MODEL
+from tests.pipelines import run_config
 
 STEPS = 20
 EVALUATED_EVERY = 6
@@ -35,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"stock": {}, "all off": {"pipeline": "fiv
 
 
 def config(precision: Precision = "fp32", **changes: Any) -> RunConfig:
-    return RunConfig(
+    return run_config(
         preset="test",
         model=SMALL_MODEL,
         data=DataConfig(source="random", random_batches=2 * STEPS),
@@ -51,8 +53,10 @@ class Training:
     """A pipeline on its way through batches."""
 
     def __init__(self, ranks: Ranks, run: RunConfig, state: ModelState | None = None) -> None:
-        self.pipeline: Any = build_pipeline(run, ranks)
-        assert type(self.pipeline) is (TorchRecFiveStagePipeline if run.pipeline == "five-stage" else StockPipeline)
+        self.pipeline: Any = build_pipeline(run, run.pipeline, ranks)
+        assert type(self.pipeline) is (
+            TorchRecFiveStagePipeline if run.pipeline.name == "five-stage" else StockPipeline
+        )
         if state is not None:
             self.pipeline.load_state_dict(state)
         self._run, self._ranks = run, ranks

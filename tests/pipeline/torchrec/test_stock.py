@@ -1,7 +1,7 @@
 """TorchRec's schedules train the same model as plain PyTorch does, and evaluating between steps changes nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -11,29 +11,30 @@ import pytest
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from dlrm_bench.dlrm.config import DataConfig, RunConfig
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.presets import preset
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import PLACES
+from tests.pipelines import changed, stock_pipeline
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 30
 EVALUATED_EVERY = 7
 EXACT: dict[str, dict[str, Any]] = {
     "sparse-dist": {},
-    "base": {"pipeline": "base"},
+    "base": {"schedule": "base"},
     "sparse-dist in place": {"inplace_copy": True},
-    "base in place": {"pipeline": "base", "inplace_copy": True},
-    "fused": {"pipeline": "fused-sparse-dist"},
-    "fused in place": {"pipeline": "fused-sparse-dist", "inplace_copy": True},
+    "base in place": {"schedule": "base", "inplace_copy": True},
+    "fused": {"schedule": "fused-sparse-dist"},
+    "fused in place": {"schedule": "fused-sparse-dist", "inplace_copy": True},
 }
 QUANTIZED: dict[str, dict[str, Any]] = {"bf16": {"quantized_comms": "bf16"}, "fp16": {"quantized_comms": "fp16"}}
 
 
 def small(**changes: Any) -> RunConfig:
-    return replace(
+    return changed(
         preset("smoke"),
         data=DataConfig(source="random", random_batches=STEPS),
         target_auc=None,
@@ -59,7 +60,7 @@ class Trained:
 def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[list[float], dict[str, Any]]:
     dataset = RandomDataset(config.data, config.model, config.seed)
     place = (ranks.rank, ranks.world_size, config.local_batch_size)
-    pipeline = StockPipeline(config, ranks)
+    pipeline = stock_pipeline(config, ranks)
     batches = map(pipeline.prepare, islice(dataset.train_batches(*place), STEPS))
     losses = []
     for step in range(1, STEPS + 1):
@@ -162,8 +163,8 @@ def test_row_wise_tables_can_be_left_out_and_their_collectives_quantized(run_ran
 
 
 def fused_on_cpu(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="--pipeline fused-sparse-dist needs a GPU"):
-        StockPipeline(small(pipeline="fused-sparse-dist"), ranks)
+    with pytest.raises(ValueError, match="--schedule fused-sparse-dist needs a GPU"):
+        stock_pipeline(small(schedule="fused-sparse-dist"), ranks)
 
 
 def test_the_fused_schedule_is_refused_without_a_gpu(run_ranks):

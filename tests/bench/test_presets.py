@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dlrm_bench.dlrm.presets import MLPERF_MODEL, MLPERF_TARGET_AUC, PRESETS, preset
+from dlrm_bench.bench.presets import PRESETS, preset
+from dlrm_bench.dlrm.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
 
 
 def test_mlperf_model():

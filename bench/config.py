@@ -1,0 +1,99 @@
+"""What one run is: what it trains, with which pipeline, for how long, and what it leaves behind.
+
+A field's docstring is its help text. Errors name the flag to change. Complete configurations live in presets.py.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import tyro
+
+from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.pipeline.static.options import StaticOptions
+from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecOptions
+
+PipelineOptions = TorchRecOptions | FiveStageSwitches | StaticOptions
+
+PIPELINES: Mapping[str, type[PipelineOptions]] = {
+    options.name: options for options in (TorchRecOptions, FiveStageSwitches, StaticOptions)
+}
+"""The options of each pipeline, by the name that --pipeline takes."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MLPerfConfig:
+    """What the MLPerf log says about the submission."""
+
+    org: str = "unaffiliated"
+    """Submitting organisation."""
+    division: Literal["closed", "open"] = "open"
+    """MLPerf division; closed fixes the model, the data and the target."""
+    status: Literal["onprem", "cloud", "research", "preview"] = "onprem"
+    """Availability category."""
+    platform: str | None = None
+    """Name of the system; by default made from the machine's GPUs."""
+    clear_cache: bool = False
+    """Drop the page cache of every node before initialising, as submissions must (needs root)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunConfig(TrainingConfig):
+    """One run of the benchmark."""
+
+    preset: str
+    """The named configuration that this one started from."""
+    pipeline: Annotated[PipelineOptions, tyro.conf.arg(name="")] = field(default_factory=TorchRecOptions)
+    """The pipeline that trains, with its options."""
+    mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
+    iterations: int | None = None
+    """Training iterations, warm-up included; by default one epoch (source random needs a number)."""
+    warmup_iterations: int = 50
+    """First iterations that the latency summary leaves out; the raw times keep them."""
+    target_auc: float | None = None
+    """Stop with success at the first evaluation that reaches this AUC; without one nothing is evaluated."""
+    evaluations_per_epoch: int = 20
+    """An evaluation follows every floor(train samples / (this * global batch)) iterations."""
+    loss_interval: int = 100
+    """Iterations between two checks of the loss; a non-finite one stops every rank."""
+    results_dir: Path = Path("results")
+    """Directory of records; the run makes one folder in it and never writes into an existing one."""
+    run_id: str | None = None
+    """Name of this run's folder; by default date, machine and preset."""
+
+    def __post_init__(self) -> None:
+        TrainingConfig.__post_init__(self)
+        self.pipeline.check(self)
+        require(
+            self.iterations is not None or self.data.source != "random",
+            "--iterations is missing: random batches have no end",
+        )
+        require(self.iterations is None or self.iterations > 0, "--iterations must be positive")
+        require(self.warmup_iterations >= 0, "--warmup-iterations must not be negative")
+        require(
+            self.iterations is None or self.warmup_iterations < self.iterations,
+            f"--warmup-iterations ({self.warmup_iterations}) leaves nothing to time: keep it below "
+            f"--iterations ({self.iterations})",
+        )
+        require(
+            self.target_auc is None or 0.5 < self.target_auc < 1,
+            f"--target-auc is {self.target_auc}: an AUC target lies between 0.5 and 1",
+        )
+        require(
+            self.target_auc is None or self.data.source != "random",
+            "--target-auc: random labels cannot be learned; choose --data.source multi_hot or one_hot",
+        )
+        require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
+        require(self.loss_interval > 0, "--loss-interval must be positive")
+        require(
+            self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
+            f"--run-id is {self.run_id!r}: it names a folder, without slashes",
+        )
+
+
+def as_json(config: RunConfig) -> dict[str, Any]:
+    """The configuration as run.json holds it: tuples as lists, paths as text, the pipeline's name among its options."""
+    resolved = cast(dict[str, Any], json.loads(json.dumps(asdict(config), default=str)))
+    return resolved | {"pipeline": {"name": config.pipeline.name, **resolved["pipeline"]}}

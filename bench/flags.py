@@ -1,0 +1,35 @@
+"""Flags of launch/dlrm.py: those of a run, and those of the pipeline that --pipeline names."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import tyro
+
+from dlrm_bench.bench.config import PIPELINES, RunConfig
+from dlrm_bench.bench.presets import preset
+
+
+def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str | None, says: bool) -> RunConfig:
+    """The configuration that a preset, a pipeline and further flags give; exits after --help.
+
+    text: opens the help. says: whether this process prints help and errors. ValueError names a bad flag.
+    """
+    if pipeline not in PIPELINES:
+        raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
+    default = replace(preset(preset_name), pipeline=PIPELINES[pipeline]())
+    _refuse_flags_of_other_pipelines(pipeline, arguments)
+    run_of_one_pipeline = tyro.conf.AvoidSubcommands[RunConfig]
+    return tyro.cli(run_of_one_pipeline, default=default, args=arguments, description=text, console_outputs=says)
+
+
+def _refuse_flags_of_other_pipelines(pipeline: str, arguments: Sequence[str]) -> None:
+    own = {field.name for field in fields(PIPELINES[pipeline])}
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        owners = [other for other, options in PIPELINES.items() if name in {field.name for field in fields(options)}]
+        if flag.startswith("--") and owners and name not in own:
+            raise ValueError(
+                f"{flag} is an option of --pipeline {' and '.join(owners)}, not of {pipeline}: choose that or leave "
+                "it out"
+            )

@@ -1,0 +1,44 @@
+"""Reads configurations of older records as if today's harness had written them."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from dlrm_bench.bench.config import PIPELINES
+
+_FLAT = (
+    *("ebc", "cuda_graph", "cuda_graph_fallback", "plan", "row_wise", "avoid_record_streams", "pinned_d2h"),
+    *("launch_threads", "trim_input_dist", "graph_dists", "inplace_copy", "quantized_comms", "overlap", "presort_ids"),
+    "peer_memory",
+)
+"""What schema 1 has of the pipeline, beside fields of the run; `pipeline` there is a schedule's name, or None."""
+
+_SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
+"""What schema 1 called TorchRec's default schedule."""
+
+
+def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
+    """The configuration of run.json as the current schema has it; options that it does not name have their defaults."""
+    options = _options_of_schema_1(config) if schema == 1 else dict(config["pipeline"])
+    rest = {name: value for name, value in config.items() if schema != 1 or name not in _FLAT}
+    return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}
+
+
+def defaults(pipeline: str) -> dict[str, Any]:
+    """The default of each option of a pipeline; empty for a pipeline that this version does not know."""
+    if pipeline not in PIPELINES:
+        return {}
+    return {field.name: field.default for field in fields(PIPELINES[pipeline]) if field.default is not MISSING}
+
+
+def _options_of_schema_1(config: Mapping[str, Any]) -> dict[str, Any]:
+    schedule, replaced = config.get("pipeline"), {}
+    if config.get("ebc") == "static":
+        name = "static"
+        if config.get("cuda_graph_fallback"):
+            replaced = {"cuda_graph": "try"}
+    elif schedule == "five-stage":
+        name = "five-stage"
+    else:
+        name, replaced = "torchrec", {"schedule": _SCHEDULES.get(schedule, schedule)}
+    return {"name": name, **{option: config[option] for option in defaults(name) if option in config}, **replaced}

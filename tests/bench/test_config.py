@@ -1,0 +1,72 @@
+"""Every impossible run is refused by an error that names the flag to change."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_bench.bench.config import PIPELINES, MLPerfConfig, as_json
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from tests.pipelines import changed
+
+RANDOM: dict[str, Any] = {"data": DataConfig(), "target_auc": None, "iterations": 100}
+VARIABLE = RANDOM | {"data": DataConfig(variable_lengths=True)}
+BAD_RUN: list[tuple[str, dict[str, Any]]] = [
+    ("--iterations", {"iterations": 0}),
+    ("--iterations", {"data": DataConfig(), "target_auc": None}),
+    ("--warmup-iterations", {"warmup_iterations": -1}),
+    ("--warmup-iterations", {"warmup_iterations": 50, "iterations": 50}),
+    ("--target-auc", {"target_auc": 0.5}),
+    ("--target-auc", {"target_auc": 1.0}),
+    ("--target-auc", {"target_auc": math.nan}),
+    ("--target-auc", {"data": DataConfig(), "iterations": 100}),
+    ("--evaluations-per-epoch", {"evaluations_per_epoch": 0}),
+    ("--loss-interval", {"loss_interval": 0}),
+    ("--local-batch-size", {"local_batch_size": 0}),
+    ("--run-id", {"run_id": "a/b"}),
+    ("--run-id", {"run_id": ""}),
+    ("--run-id", {"run_id": ".."}),
+    # What a pipeline's options say of what is trained.
+    *(("--data.variable-lengths", VARIABLE | {"pipeline": name}) for name in ("torchrec", "five-stage")),
+    (
+        "--presort-ids updates tables by exact Adagrad only",
+        {"pipeline": "static", "presort_ids": True, "optimizer": OptimizerConfig(embedding="sgd")},
+    ),
+    (
+        "--presort-ids updates rows of 16, 32, 64 or 128 columns",
+        {
+            "pipeline": "static",
+            "presort_ids": True,
+            "model": replace(preset("smoke").model, embedding_dim=8, bottom_mlp=(8,)),
+        },
+    ),
+    (
+        "--pipeline static needs .* a multiple of 8",
+        {"pipeline": "static", "model": replace(preset("smoke").model, embedding_dim=4, bottom_mlp=(4,))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("flag", "changes"), BAD_RUN)
+def test_bad_run(flag: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=flag):
+        changed(preset("smoke"), **changes)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_run_has_exactly_one_pipeline(pipeline: str) -> None:
+    config = changed(preset("smoke"), pipeline)
+    assert config.pipeline.name == pipeline
+    assert as_json(config)["pipeline"]["name"] == pipeline
+
+
+def test_variable_lengths_are_the_static_pipelines() -> None:
+    assert changed(preset("smoke"), "static", **VARIABLE).data.variable_lengths
+
+
+def test_the_rest_has_defaults() -> None:
+    assert preset("smoke").mlperf == MLPerfConfig()
+    assert preset("smoke").results_dir == Path("results")
