@@ -13,6 +13,7 @@ from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState
 from tests.cases import SMALL_MODEL
+from tests.pipelines import run_config
 
 BATCHES = 16
 """Distinct batches of a run."""
@@ -22,11 +23,11 @@ def small(
     embedding: TableOptimizer = "adagrad", learning_rate: float = 0.01, variable_lengths: bool = False, **changes: Any
 ) -> RunConfig:
     changes = {"model": SMALL_MODEL, "precision": "fp32", "local_batch_size": 24} | changes
-    return RunConfig(
+    return run_config(
+        "static",
         preset="test",
         data=DataConfig(source="random", random_batches=BATCHES, variable_lengths=variable_lengths),
         optimizer=OptimizerConfig(embedding=embedding, learning_rate=learning_rate),
-        ebc="static",
         iterations=BATCHES,
         warmup_iterations=0,
         **changes,

@@ -81,7 +81,7 @@ def move(ranks: Ranks) -> Moved:
     stock.train()
     states["stock"] = stock.pipeline.state_dict()
 
-    dlrm_bench.pipeline.static.pipeline.plan_for = lambda *_: HALVES  # type: ignore[assignment]
+    dlrm_bench.pipeline.static.pipeline.plan_for = lambda *_, **__: HALVES  # type: ignore[assignment]
     config = changed(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
     static = Training(static_pipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
     static.train(4)  # past the capture on a GPU; what it has learned is to be forgotten

@@ -1,0 +1,59 @@
+"""How the work of one iteration is spread over time, decided once from the batch size and the options."""
+
+from dataclasses import dataclass
+
+from dlrm_bench.pipeline.static.options import StaticOptions
+
+# Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients beside it gain
+# nothing there, but two halves of the batch do. Below, weight gradients find room, and the top MLP's reduce-scatter can
+# start early.
+_FILLING_BATCH = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSchedule:
+    """The decisions that tell the schedule of a large batch from that of a small one."""
+
+    rows: tuple[slice, ...]
+    """Rows of each part in which the batch goes from the embedding forward to the embedding backward: two equal halves
+    where one half's GEMMs hide what the other half moves over the links or through memory, else the whole batch.
+    Halves need ids that are sorted ahead: FBGEMM's fused backward would update the tables once for each half."""
+    top_update_within_chain: bool
+    """Whether the top MLP's weight gradients and update start right after its backward, beside the cross layers'
+    backward, where a small batch leaves room. They otherwise start after the whole chain from loss to dx0, beside the
+    all-to-all and the table update: beside the chain they would delay it by as much."""
+    cross_updates_within_chain: bool
+    """Whether each cross layer's weight gradients and update start right after its backward; otherwise they start after
+    the chain. Within the chain each layer's exchange overlaps with what follows, which needs room on the GPU, and a
+    bucket for each layer, which the dense network has in peer memory."""
+    cross_gradients_apart: bool
+    """Whether weight gradients of different cross layers run beside one another: one layer's of a small batch leave
+    room for another's. Those of a large batch go one after the other."""
+    tables_after_weight_gradients: bool
+    """Whether the table update waits for the weight gradients of the cross layers and the bottom MLP: its many small
+    blocks leave no room for GEMMs, so where these take no longer than the all-to-all, they go first. Those of a large
+    batch take longer."""
+    tables_after_bottom_update: bool
+    """Whether the table update waits for the bottom MLP's update too. The reduce-scatters before it need room as well,
+    and NCCL launches them before the last all-reduce; the kernels of peer memory get along with few
+    multiprocessors."""
+
+    @property
+    def parts(self) -> int:
+        """How many parts the batch goes in."""
+        return len(self.rows)
+
+
+def batch_schedule(batch_size: int, options: StaticOptions) -> BatchSchedule:
+    """Return the schedule of local batches of this size."""
+    fills_gpu = batch_size >= _FILLING_BATCH
+    parts = 2 if fills_gpu and options.presort_ids and batch_size % 2 == 0 else 1
+    size = batch_size // parts
+    return BatchSchedule(
+        rows=tuple(slice(part * size, (part + 1) * size) for part in range(parts)),
+        top_update_within_chain=not fills_gpu,
+        cross_updates_within_chain=options.peer_memory and not fills_gpu,
+        cross_gradients_apart=not fills_gpu,
+        tables_after_weight_gradients=not fills_gpu,
+        tables_after_bottom_update=not fills_gpu and not options.peer_memory,
+    )
