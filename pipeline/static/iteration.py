@@ -25,11 +25,11 @@ from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.pipeline.static.batch_schedule import BatchSchedule
 from dlrm_bench.pipeline.static.fetch import BatchFeed
-from dlrm_bench.pipeline.static.streams import IterationStreams
+from dlrm_bench.pipeline.static.streams import MAIN, Branch, IterationStreams, Priority
 
 # The streams of the batch's parts from the embedding forward to the embedding backward, and of their lookups.
-_PART_STREAMS = ("main", "second half")
-_LOOKUP_STREAMS = ("main", "second lookup")
+_PART_STREAMS = (MAIN, "second half")
+_LOOKUP_STREAMS = ((MAIN, Priority.CHAIN), ("second lookup", Priority.FILL))
 
 _ALL = slice(None)
 
@@ -41,6 +41,20 @@ class Slot:
     batch: Batch
     """As it came from the host."""
     ids: DistributedIds
+
+
+@dataclass(frozen=True, slots=True)
+class _EmbeddingForward:
+    """What the embedding forward leaves to the stages after it."""
+
+    pooled: Tensor | None
+    """What the lookup of the first part gives, for the table update."""
+    parts: list[Branch]
+    """The chain of each part, from its output dist on."""
+    local: Branch
+    """The replicated tables' lookup and the bottom MLP."""
+    weights: list[Branch]
+    """The all-gathers of the cross layers' and of the top MLP's weights, where there are any."""
 
 
 class Iteration:
@@ -59,120 +73,123 @@ class Iteration:
         """memory: what `dense` and `ebc` exchange through, where that is peer memory."""
         self._config, self._schedule, self._memory = config, schedule, memory
         self._dense, self._ebc, self._streams, self._feed = dense, ebc, streams, feed
-        self._batch_parts = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, schedule.rows, strict=False))
-        self._last = self._batch_parts[-1][0]
+        self._stream_names = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, strict=True))[: schedule.parts]
 
     def train(self, now: Slot, ahead: Slot) -> None:
         """Trains on the batch of `now`, and brings the next one to `ahead`."""
-        with self._streams.beside("input_dist"):
-            self.input_dist(ahead)
-        with record_function("embedding_forward"):
-            pooled = self._embedding_forward(now)
-        with record_function("dense_forward_backward"), torch.no_grad():
-            gradients = self._dense_forward_backward(now)
-        with record_function("dense_update"):
-            gradients += self._dense_update(now)
-        with record_function("embedding_backward"):
-            self._embedding_backward(now, pooled, gradients)
-        self._streams.join_all()
+        with self._streams.iteration():
+            with self._streams.beside("input_dist", priority=Priority.FILL):
+                self.input_dist(ahead)
+            with record_function("embedding_forward"):
+                forward = self._embedding_forward(now)
+            with record_function("dense_forward_backward"), torch.no_grad():
+                gradients = self._dense_forward_backward(now, forward)
+            with record_function("dense_update"):
+                last = forward.parts[-1]
+                bottom, bottom_update = self._update_bottom(last)
+                with self._streams.beside("replicated", last):
+                    self._ebc.update_replicated(now.ids, self._interaction_gradient())
+            with record_function("embedding_backward"):
+                self._embedding_backward(now, forward, [*gradients, *bottom], bottom_update)
 
-    def _embedding_forward(self, now: Slot) -> Tensor | None:
-        """What a part's lookup gives, for the embedding backward."""
-        dense, streams = self._dense, self._streams
+    def _embedding_forward(self, now: Slot) -> _EmbeddingForward:
+        dense, streams, weights = self._dense, self._streams, []
         if self._memory is None:
-            with streams.beside("cross"):
+            with streams.beside("cross") as cross:
                 for bucket in dense.cross.values():
                     bucket.all_gather()
-            with streams.beside("top 0", "cross"):
+            with streams.beside("top 0", cross) as top:
                 for bucket in dense.top.values():
                     bucket.all_gather()
-        with streams.beside("local"):
+            weights = [cross, top]
+        with streams.beside("local") as local:
             self._local_forward(now)
-        pooled = []
-        for part, (stream, lookup, _) in enumerate(self._batch_parts):
-            with streams.beside(stream), streams.beside(lookup):
+        parts, lookups, pooled = [], [], []
+        for part, (name, (lookup_name, priority)) in enumerate(self._stream_names):
+            with streams.beside(name) as stream, streams.beside(lookup_name, priority=priority) as lookup:
                 pooled.append(self._ebc.lookup(now.ids, part))
-        for part, (stream, lookup, rows) in enumerate(self._batch_parts):
-            with streams.on(stream):
-                streams.join(lookup)
+            parts.append(stream)
+            lookups.append(lookup)
+        for part, rows in enumerate(self._schedule.rows):
+            with streams.on(parts[part]):
+                streams.join(lookups[part])
                 self._ebc.output_dist(pooled[part], self._interaction_input(rows), part)
-        return pooled[0]
+        return _EmbeddingForward(pooled[0], parts, local, weights)
 
-    def _dense_forward_backward(self, now: Slot) -> list[str]:
-        """The streams of the weight gradients of cross layers."""
+    def _dense_forward_backward(self, now: Slot, forward: _EmbeddingForward) -> list[Branch]:
+        """Gives the weight gradients of the cross layers."""
         dense, streams, layers = self._dense, self._streams, range(self._config.model.cross_layers)
-        gradients: list[str] = []
-        for part, (stream, _, rows) in enumerate(self._batch_parts):
-            with streams.on(stream):
-                streams.join("local")
-                streams.join("cross")
+        schedule, gradients = self._schedule, []
+        for part, rows in enumerate(schedule.rows):
+            with streams.on(forward.parts[part]):
+                streams.join(forward.local, *forward.weights[:1])
                 for layer in layers:
                     dense.cross_forward(layer, part)
-                streams.join("top 0")
+                streams.join(*forward.weights[1:])
                 dense.loss_backward(dense.top_hidden_forward(part), now.batch.labels[rows], part)
                 dense.top_backward(part)
-                if self._schedule.top_update_within_chain:
+                if schedule.top_update_within_chain:
                     self._update_top()
                 for layer in reversed(layers):
                     dense.cross_backward(layer, part)
-                    if self._schedule.cross_updates_within_chain:
+                    if schedule.cross_updates_within_chain:
                         gradients += self._update_cross((layer,))
-        if not self._schedule.top_update_within_chain:
-            self._update_top(self._last)
-        if not self._schedule.cross_updates_within_chain:
+        last = forward.parts[-1]
+        if not schedule.top_update_within_chain:
+            self._update_top(last)
+        if not schedule.cross_updates_within_chain:
             for of_bucket in reversed(dense.cross):
-                gradients += self._update_cross(of_bucket, self._last)
+                gradients += self._update_cross(of_bucket, last)
         return gradients
 
-    def _dense_update(self, now: Slot) -> list[str]:
-        """Of what is left: the bottom MLP and the replicated tables. The streams of the weight gradients."""
-        gradients = self._bottom_gradients(self._last)
-        with self._streams.beside("bottom update", *gradients):
-            self._update(self._dense.bottom)
-        with self._streams.beside("replicated", self._last):
-            self._ebc.update_replicated(now.ids, self._interaction_gradient())
-        return gradients
-
-    def _embedding_backward(self, now: Slot, pooled: Tensor | None, gradients: list[str]) -> None:
-        """gradients: the streams of weight gradients."""
-        for part, (stream, _, rows) in enumerate(self._batch_parts):
-            with self._streams.on(stream):
+    def _embedding_backward(
+        self, now: Slot, forward: _EmbeddingForward, gradients: list[Branch], bottom_update: Branch
+    ) -> None:
+        """gradients: the weight gradients of the cross layers and the bottom MLP."""
+        for part, rows in enumerate(self._schedule.rows):
+            with self._streams.on(forward.parts[part]):
                 self._ebc.gradient_dist(self._interaction_gradient(rows), part)
-        first = gradients if self._schedule.tables_after_weight_gradients else []
+        first = [forward.parts[-1]]
+        if self._schedule.tables_after_weight_gradients:
+            first += gradients
         if self._schedule.tables_after_bottom_update:
-            first = [*first, "bottom update"]
-        with self._streams.beside("tables", self._last, *first):
-            self._ebc.update(now.ids, pooled)
+            first.append(bottom_update)
+        with self._streams.beside("tables", *first, priority=Priority.FILL):
+            self._ebc.update(now.ids, forward.pooled)
 
-    def _update_top(self, *after: str) -> None:
-        with self._streams.beside("top gradients", *after):
+    def _update_top(self, *after: Branch) -> None:
+        with self._streams.beside("top gradients", *after, priority=Priority.WEIGHT_GRADIENTS):
             for layers, bucket in self._dense.top.items():
                 self._dense.top_weight_gradients(layers)
                 with self._streams.beside(f"top {layers[0]}"), record_function("dense_update"):
                     self._update(bucket)
 
-    def _update_cross(self, layers: tuple[int, ...], *after: str) -> list[str]:
-        """Weight gradients on the streams of these names, beside one another where there is room, and the update of
-        the layers' bucket."""
-        apart = self._schedule.cross_gradients_apart
-        names = [f"cross {layer} gradients" if apart else "cross gradients" for layer in layers]
-        for layer, name in zip(layers, names, strict=True):
-            with self._streams.beside(name, *after):
+    def _update_cross(self, layers: tuple[int, ...], *after: Branch) -> list[Branch]:
+        """Computes the layers' weight gradients, beside one another where there is room, and updates their bucket.
+        Gives the weight gradients."""
+        apart, gradients = self._schedule.cross_gradients_apart, []
+        for layer in layers:
+            name = f"cross {layer} gradients" if apart else "cross gradients"
+            with self._streams.beside(name, *after, priority=Priority.WEIGHT_GRADIENTS) as branch:
                 self._dense.cross_weight_gradients(layer)
-        with self._streams.beside(f"cross {layers[0]}", *names), record_function("dense_update"):
+            gradients.append(branch)
+        with self._streams.beside(f"cross {layers[0]}", *gradients), record_function("dense_update"):
             self._update(self._dense.cross[layers])
-        return names
+        return gradients
 
-    def _bottom_gradients(self, after: str) -> list[str]:
-        """On the streams of these names."""
-        names = ["bottom"]
-        with self._streams.beside("bottom", after):
+    def _update_bottom(self, after: Branch) -> tuple[list[Branch], Branch]:
+        """Gives the bottom MLP's weight gradients, with the backward before them, and its update."""
+        with self._streams.beside("bottom", after) as backward:
+            gradients = [backward]
             self._dense.bottom_backward()
             for layer in range(len(self._config.model.bottom_mlp)):
-                names.append(f"bottom {layer} gradients")
-                with self._streams.beside(names[-1]):
+                name = f"bottom {layer} gradients"
+                with self._streams.beside(name, priority=Priority.WEIGHT_GRADIENTS) as branch:
                     self._dense.bottom_weight_gradient(layer)
-        return names
+                gradients.append(branch)
+        with self._streams.beside("bottom update", *gradients) as update:
+            self._update(self._dense.bottom)
+        return gradients, update
 
     def _update(self, bucket: Bucket) -> None:
         bucket.update(self._ebc.learning_rate, self._config.optimizer.eps)
@@ -194,7 +211,7 @@ class Iteration:
             self._ebc.input_dist(slot.batch.ids, slot.ids)
         self._local_forward(slot)
         logits = []
-        for part, (_, _, rows) in enumerate(self._batch_parts):
+        for part, rows in enumerate(self._schedule.rows):
             self._ebc.output_dist(self._ebc.lookup(slot.ids, part), self._interaction_input(rows), part)
             for layer in range(self._config.model.cross_layers):
                 self._dense.cross_forward(layer, part)

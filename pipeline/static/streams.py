@@ -2,16 +2,26 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 
-# CUDA priorities of streams, lower first. What everything waits for goes before what fills gaps. The table update is
-# bound by memory and leaves the multiprocessors to nobody; small kernels must not queue behind it, nor those of a
-# batch's first half behind the second one's lookup.
-_HIGH = -2
-_WEIGHT_GRADIENTS = -1
-_LOW = {"input_dist": 0, "second lookup": 0, "tables": 0}
+MAIN = "main"
+"""The name of the branch that an iteration starts on."""
+
+
+class Priority(IntEnum):
+    """CUDA priorities of streams, lower first: what everything waits for goes before what fills gaps."""
+
+    CHAIN = -2
+    WEIGHT_GRADIENTS = -1
+    FILL = 0
+    """The table update is bound by memory and leaves the multiprocessors to nobody; small kernels must not queue after
+    it, nor those of a batch's first half after the second one's lookup."""
+
+
 # Every so many iterations the host sleeps until the iteration as many before has ended. Further ahead it would gain
 # nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU is. A sleep costs
 # CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host of an H200).
@@ -20,59 +30,95 @@ MAX_IN_FLIGHT = 2 * _RUN_AHEAD
 """Iterations that the host may have launched and that have not ended, the one that it launches next included."""
 
 
-class IterationStreams:
-    """The side streams of an iteration; on the CPU, or without overlap, everything is in order.
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """Everything launched on one stream in one iteration: a handle for later work to wait for."""
 
-    A side stream comes into being when its name is first used; the stream "main" is the one that iterations are
-    launched on.
+    name: str
+    stream: "torch.cuda.Stream | None"
+    """None where everything is in order anyway."""
+
+
+class IterationStreams:
+    """The streams of an iteration; on the CPU, or without overlap, everything is in order.
+
+    A side stream comes into being when its name is first used, and keeps its name for all iterations. Dependencies are
+    between branches, which `beside` gives; waiting for anything else is an error, wherever the work runs.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self._cuda = device.type == "cuda"
         self._overlap = self._cuda and overlap
         self._side: dict[str, torch.cuda.Stream] = {}
-        self._forked: dict[str, torch.cuda.Stream] = {}
+        self._branches: dict[str, Branch] = {}
+        """The branches of the iteration that is being launched, by name."""
         self._iterations = 0
         self.main: torch.cuda.Stream | None = None
+        """The stream that captures iterations."""
         if self._cuda:
-            self.main = torch.cuda.Stream(priority=_HIGH)
+            self.main = torch.cuda.Stream(priority=Priority.CHAIN)
             self._ended = torch.cuda.Event(blocking=True)  # on which the host sleeps instead of polling
 
     @contextmanager
-    def beside(self, name: str, *after: str) -> Iterator[None]:
-        """What is launched inside runs on side stream `name`, after all launched so far on the current stream, and on
-        the side streams `after`, those of them that there are."""
-        if not self._overlap or name == "main":
+    def iteration(self) -> Iterator[None]:
+        """Launches an iteration from the current stream, its MAIN branch, which waits for all others at the end."""
+        main = Branch(MAIN, torch.cuda.current_stream() if self._overlap else None)
+        self._branches = {MAIN: main}
+        try:
             yield
+            for branch in self._branches.values():
+                self.join(branch)
+        finally:
+            self._branches = {}
+
+    @contextmanager
+    def beside(self, name: str, *after: Branch, priority: Priority = Priority.CHAIN) -> Iterator[Branch]:
+        """Launches what is inside on side stream `name`, after all launched so far on the current stream and on the
+        branches `after`; gives its branch. MAIN is no side stream: what is inside stays on the current stream.
+
+        priority: of the stream, the same at each use of its name.
+        """
+        self._check(*after)
+        assert self._branches, "side streams are an iteration's"
+        if name == MAIN:
+            yield self._branches[MAIN]
             return
-        side = self._fork(name)
-        side.wait_stream(torch.cuda.current_stream())
+        branch = self._branches.get(name) or Branch(name, self._stream(name, priority))
+        self._branches[name] = branch
+        if branch.stream is None:
+            yield branch
+            return
+        current = torch.cuda.current_stream()
+        branch.stream.wait_stream(current)
         for other in after:
-            if other in self._forked:
-                side.wait_stream(self._forked[other])
-        with torch.cuda.stream(side):
-            yield
+            if other.stream is not None and other.stream != current:
+                branch.stream.wait_stream(other.stream)
+        with torch.cuda.stream(branch.stream):
+            yield branch
 
-    def on(self, name: str) -> AbstractContextManager[Any]:
-        """What is launched inside goes on where side stream `name` is, which waits for nothing more."""
-        return torch.cuda.stream(self._forked[name]) if name in self._forked else nullcontext()
+    def on(self, branch: Branch) -> AbstractContextManager[Any]:
+        """Launches what is inside on a branch, after nothing more than what is on it already."""
+        self._check(branch)
+        return nullcontext() if branch.stream is None else torch.cuda.stream(branch.stream)
 
-    def join(self, name: str) -> None:
-        """The current stream waits for side stream `name`."""
-        if name in self._forked:
-            torch.cuda.current_stream().wait_stream(self._forked[name])
+    def join(self, *branches: Branch) -> None:
+        """Makes the current stream wait for branches."""
+        self._check(*branches)
+        for branch in branches:
+            if branch.stream is not None and branch.stream != torch.cuda.current_stream():
+                torch.cuda.current_stream().wait_stream(branch.stream)
 
-    def join_all(self) -> None:
-        """The current stream waits for every side stream that was used since the last call."""
-        for side in self._forked.values():
-            torch.cuda.current_stream().wait_stream(side)
-        self._forked.clear()
+    def _check(self, *branches: Branch) -> None:
+        for branch in branches:
+            known = isinstance(branch, Branch) and self._branches.get(branch.name) is branch
+            assert known, f"{branch!r} is no branch of this iteration"
 
-    def _fork(self, name: str) -> torch.cuda.Stream:
+    def _stream(self, name: str, priority: Priority) -> "torch.cuda.Stream | None":
+        if not self._overlap:
+            return None
         if name not in self._side:
-            priority = _WEIGHT_GRADIENTS if name.endswith(" gradients") else _LOW.get(name, _HIGH)
             self._side[name] = torch.cuda.Stream(priority=priority)
-        return self._forked.setdefault(name, self._side[name])
+        return self._side[name]
 
     def limit_run_ahead(self) -> None:
         """Every _RUN_AHEAD iterations the host waits for the one that it launched as many iterations ago."""

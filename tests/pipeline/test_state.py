@@ -173,9 +173,9 @@ def test_only_rank_0_holds_it(moved):
 
 def refused(ranks: Ranks, weights: dict[str, torch.Tensor]) -> list[str]:
     errors = []
-    for config, kind in ((CONFIG, StockPipeline), (STATIC, StaticPipeline)):
+    for pipeline in (stock_pipeline(CONFIG, ranks), static_pipeline(STATIC, ranks)):
         with pytest.raises(ValueError, match="--model") as raised:
-            kind(config, ranks).load_state_dict(ModelState(weights) if ranks.rank == 0 else ModelState())
+            pipeline.load_state_dict(ModelState(weights) if ranks.rank == 0 else ModelState())
         errors.append(str(raised.value))
     return errors
 
