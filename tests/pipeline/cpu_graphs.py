@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dlrm_bench.pipeline.five_stage.dense_graph
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.static.graphs
+import dlrm_bench.pipeline.static.pipeline
 from dlrm_bench.pipeline.static.fetch import BatchFeed
 
 
@@ -35,7 +36,7 @@ def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
                 work()
         return Replayed(work)
 
-    dlrm_bench.pipeline.static.graphs.require_gpu = lambda _: None  # type: ignore[assignment]
+    dlrm_bench.pipeline.static.pipeline.check_device = lambda *_: None  # type: ignore[assignment]
     dlrm_bench.pipeline.static.graphs.record = record  # type: ignore[assignment]
 
 
