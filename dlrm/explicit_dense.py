@@ -17,6 +17,7 @@ MLP's first layer, which has most of its weights, is a bucket of its own.
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.buckets import Bucket, CollectiveBucket, DenseState, PeerBucket
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.model import DenseNetwork
@@ -44,21 +45,17 @@ class ExplicitDense:
         self,
         model: ModelConfig,
         seed: int,
-        batch_size: int,
-        global_batch_size: int,
-        dtype: torch.dtype,
+        shape: BatchShape,
         ranks: Ranks,
-        parts: int = 1,
         memory: PeerMemory | None = None,
     ) -> None:
-        """Collective. dtype: of activations, gradients and the working copy of the weights, fp32 or bf16.
+        """Collective.
 
-        Master weights and Adagrad state are fp32. parts: divides batch_size. memory: for x0, whose pooled vectors the
-        ranks that look them up may then write, and for the update.
+        memory: for x0, whose pooled vectors the ranks that look them up may then write, and for the update.
         """
-        assert batch_size % parts == 0
-        self.model, self._memory = model, memory
-        self.global_batch_size = global_batch_size
+        self.model, self.shape, self._memory = model, shape, memory
+        self.global_batch_size = shape.samples * ranks.world_size
+        dtype = shape.dtype
         self._padded = -(-model.dense_in_features // _PAD) * _PAD
         network = DenseNetwork(model)
         network.init_weights(seed)
@@ -79,7 +76,7 @@ class ExplicitDense:
         # Each with a group of its own: collectives of one group queue behind one another.
         layers, top = range(model.cross_layers), len(model.top_mlp)
         # Whole batches, not parts, are small: 0.483 ms, not 0.501, at 512 samples a GPU; 2.918, not 2.903, at 6912.
-        first = 1 if parts == 1 else top
+        first = 1 if shape.parts == 1 else top
         self.top = buckets("top_mlp", range(first), range(first, top))
         self.cross = buckets("cross", *(range(layer, layer + 1) for layer in layers))
         """By the layers whose weights it has."""
@@ -87,18 +84,19 @@ class ExplicitDense:
         self.buckets = (*self.top.values(), *self.cross.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
-        self._rows = [slice(i * batch_size // parts, (i + 1) * batch_size // parts) for i in range(parts)]
-        self._make_buffers(batch_size, dtype, ranks.device)
+        self._rows = shape.rows
+        self._make_buffers(ranks.device)
 
-    def _make_buffers(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def _make_buffers(self, device: torch.device) -> None:
         """Activations and their gradients, whole batches of them; the bottom MLP's, which are small, come and go."""
 
         def matrices(*columns: int) -> list[Tensor]:
-            return [torch.zeros(batch_size, n, dtype=dtype, device=device) for n in columns]
+            return [torch.zeros(samples, n, dtype=dtype, device=device) for n in columns]
 
+        samples, dtype = self.shape.samples, self.shape.dtype
         model, layers = self.model, self.model.cross_layers
         width = (model.num_features + 1) * model.embedding_dim
-        self.x0s = self._memory.zeros(batch_size, width, dtype=dtype) if self._memory else None
+        self.x0s = self._memory.zeros(samples, width, dtype=dtype) if self._memory else None
         """x0 of all ranks, in peer memory."""
         self.x0 = self.x0s.own if self.x0s else matrices(width)[0]
         self.dx0, self._dx = matrices(width, width)
@@ -109,13 +107,13 @@ class ExplicitDense:
         self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
         self._dz_top = [self._dx, *matrices(*model.top_mlp)]
         (self._dense,) = matrices(self._padded)
-        self._make_partial_sums(batch_size, device)
+        self._make_partial_sums(device)
 
-    def _make_partial_sums(self, batch_size: int, device: torch.device) -> None:
+    def _make_partial_sums(self, device: torch.device) -> None:
         """Of the biases' gradients, and of the loss: adding them up goes with the weight gradients, so that the chain
         to dx0 does not wait for it."""
-        model, parts, last = self.model, len(self._rows), len(self.model.top_mlp) - 1
-        rows = batch_size // parts
+        model, parts, last = self.model, self.shape.parts, len(self.model.top_mlp) - 1
+        rows = self.shape.part_samples
 
         def zeros(rows: int, columns: int, parts: int = parts) -> Tensor:
             return torch.zeros(parts, rows, columns, device=device)
@@ -126,7 +124,7 @@ class ExplicitDense:
         for i, width in enumerate(model.top_mlp[: max(last - 1, 0)]):
             self._partials[f"top_mlp.{i}"] = zeros(mlp.partial_rows(rows), width)
         for i, width in enumerate(model.bottom_mlp):
-            self._partials[f"bottom_mlp.{i}"] = zeros(mlp.partial_rows(batch_size), width, parts=1)
+            self._partials[f"bottom_mlp.{i}"] = zeros(mlp.partial_rows(self.shape.samples), width, parts=1)
         columns = loss.partial_columns(self._top[last].shape[1], relu=last > 0)
         self._loss_partials = zeros(loss.partial_rows(rows), columns)
         self.loss = torch.zeros((), device=device)

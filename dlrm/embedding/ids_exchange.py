@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Plan
 from dlrm_bench.dlrm.peer_memory import PeerMemory
@@ -42,15 +43,15 @@ class IdsExchange(Protocol):
 class CollectiveIdsExchange:
     """By an all-to-all with constant splits, between two kernels that put the ids in order."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, batch_size: int, parts: int) -> None:
-        """Collective. batch_size: local, of a part."""
+    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
+        """Collective."""
         self._device, self._group = ranks.device, ranks.new_group()
-        hot, starts, at = model.multi_hot_sizes, _feature_starts(model, parts * batch_size), 0
+        hot, starts, at = model.multi_hot_sizes, _feature_starts(model, shape.samples), 0
         send, self._send_splits = [], []
         for rank in range(ranks.world_size):
             start = at
             for shard in plan.of_rank(rank):
-                length = parts * batch_size * hot[shard.table]
+                length = shape.samples * hot[shard.table]
                 send.append(Segment(starts[shard.table], at, length))
                 at += length
             self._send_splits.append(at - start)
@@ -58,14 +59,14 @@ class CollectiveIdsExchange:
         own = self._send_splits[ranks.rank]
         self._receive_splits = [own] * ranks.world_size
         receive, at = [], 0
-        for part in range(parts):
+        for part in range(shape.parts):
             before = 0
             for shard in plan.of_rank(ranks.rank):
-                length = batch_size * hot[shard.table]
+                length = shape.part_samples * hot[shard.table]
                 for rank in range(ranks.world_size):
                     receive.append(Segment(rank * own + before + part * length, at, length))
                     at += length
-                before += parts * length
+                before += shape.parts * length
         self._receive_segments = SegmentTable(receive, ranks.device)
 
     def empty(self) -> IdsBuffer:
@@ -111,18 +112,15 @@ class PeerIdsExchange:
     host waits for its GPU, then for the other hosts.
     """
 
-    def __init__(
-        self, model: ModelConfig, plan: Plan, ranks: Ranks, batch_size: int, parts: int, memory: PeerMemory
-    ) -> None:
-        """batch_size: local, of a part."""
+    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
         self._memory = memory
-        hot, starts = model.multi_hot_sizes, _feature_starts(model, parts * batch_size)
+        hot, starts = model.multi_hot_sizes, _feature_starts(model, shape.samples)
         num_ids, segments = [], []
         for owner in range(ranks.world_size):
             of_owner, at = [], 0
-            for part in range(parts):
+            for part in range(shape.parts):
                 for shard in plan.of_rank(owner):
-                    length = batch_size * hot[shard.table]
+                    length = shape.part_samples * hot[shard.table]
                     of_owner.append(Segment(starts[shard.table] + part * length, at + ranks.rank * length, length))
                     at += ranks.world_size * length
             segments.append(of_owner)

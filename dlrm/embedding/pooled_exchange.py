@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Plan
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE
@@ -46,21 +47,18 @@ class CollectiveExchange:
         plan: Plan,
         ranks: Ranks,
         tbe: FixedTBE,
-        batch_size: int,
-        parts: int,
-        dtype: torch.dtype,
+        shape: BatchShape,
         autograd: bool,
     ) -> None:
-        """Collective. batch_size: local, of a part. dtype: of pooled vectors. autograd: `lookup` gives what is in an
-        autograd graph, and its backward updates the tables."""
-        self._tbe, self._autograd, self._dtype = tbe, autograd, dtype
+        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables."""
+        self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
         self._group = ranks.new_group()
         widths, runs = _columns(model, plan)
         self._output_splits = [batch_size * width for width in widths]
         own, world_size = widths[ranks.rank], ranks.world_size
         self._pooled_splits = [batch_size * own] * world_size
         self._regroup = RegroupTable(batch_size, widths, runs, ranks.device)
-        self.gradients = torch.zeros(parts, world_size * batch_size, own, dtype=dtype, device=ranks.device)
+        self.gradients = torch.zeros(shape.parts, world_size * batch_size, own, dtype=shape.dtype, device=ranks.device)
 
     def lookup(self, ids: Tensor, part: int) -> Tensor:
         """Pooled vectors of a part of the global batch, [G, T * C]."""
@@ -106,11 +104,11 @@ class PeerExchange:
         plan: Plan,
         ranks: Ranks,
         tbe: FixedTBE,
-        batch_size: int,
-        parts: int,
+        shape: BatchShape,
         peers: Peers,
     ) -> None:
-        """Collective. batch_size: local, of a part."""
+        """Collective."""
+        parts, batch_size = shape.parts, shape.part_samples
         self._tbe, self._peers, self._batch_size = tbe, peers, batch_size
         dim, world_size = model.embedding_dim, ranks.world_size
         tables = [

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
@@ -40,19 +41,20 @@ class ReplicatedTables:
         model: ModelConfig,
         tables: tuple[int, ...],
         optimizer: OptimizerConfig,
-        batch_size: int,
+        shape: BatchShape,
         seed: int,
-        dtype: torch.dtype,
         ranks: Ranks,
-        padding: bool = False,
     ) -> None:
-        """Collective. batch_size: local. dtype: of pooled vectors and their gradients; tables are fp32. padding: as
-        FixedTBE has it."""
+        """Collective. shape: its parts make no difference, as lookup and update are local."""
+        batch_size = shape.samples
         self.tables, self._eps = tables, optimizer.eps
         dim = model.embedding_dim
         rows = self._rows = [model.rows[table] for table in tables]
         hot = [model.multi_hot_sizes[table] for table in tables]
-        self._tbe = FixedTBE(rows, hot, dim, batch_size, optimizer, dtype, ranks.device, padding, sorted_updates=True)
+        tbe_shape = TBEShape(
+            rows=tuple(rows), hot=tuple(hot), columns=dim, samples=batch_size, dtype=shape.dtype, padded=shape.padded
+        )
+        self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=True)
         for table, part in self.parts().items():
             fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
         self._grad = torch.zeros_like(self._tbe.weights)

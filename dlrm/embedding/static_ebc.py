@@ -25,13 +25,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.embedding.ids_exchange import CollectiveIdsExchange, IdsBuffer, IdsExchange, PeerIdsExchange
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, Peers, PooledExchange
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
-from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.sorted_adagrad import adagrad_update
 
@@ -74,31 +75,25 @@ class StaticEBC:
         optimizer: OptimizerConfig,
         plan: Plan,
         ranks: Ranks,
-        batch_size: int,
+        shape: BatchShape,
         seed: int,
-        wire_dtype: torch.dtype,
         presort: bool,
-        padding: bool = False,
-        parts: int = 1,
         peers: Peers | None = None,
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
-        batch_size: local, B. wire_dtype: of pooled vectors and their gradients, fp32 or bf16; tables and optimizer
-        state are fp32. presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone;
-        otherwise FBGEMM's fused backward sorts and updates. Replicated tables are for Adagrad too. padding: bags of
-        fewer ids than their multi-hot size, which is then a capacity, are filled up with ids of -1. parts: divides
-        batch_size; more than one need presort, because FBGEMM's backward updates once for each. peers: where ids,
-        pooled vectors and their gradients go through peer memory, which needs presort too.
+        presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's
+        fused backward sorts and updates. Replicated tables are for Adagrad too. Several parts need presort, because
+        FBGEMM's backward updates once for each. peers: where ids, pooled vectors and their gradients go through peer
+        memory, which needs presort too.
         """
         assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
-        assert batch_size % parts == 0
-        assert presort or (parts == 1 and peers is None)
+        assert presort or (shape.parts == 1 and peers is None)
         if peers is not None:
             width = (model.num_features + 1) * model.embedding_dim
-            assert peers.inputs.own.shape == (batch_size, width), "inputs: [B, (num_features + 1) * dim]"
-            assert peers.inputs.own.dtype == wire_dtype, "pooled vectors are written as they travel"
-        self.model, self.plan, self.batch_size, self.parts = model, plan, batch_size, parts
+            assert peers.inputs.own.shape == (shape.samples, width), "inputs: [B, (num_features + 1) * dim]"
+            assert peers.inputs.own.dtype == shape.dtype, "pooled vectors are written as they travel"
+        self.model, self.plan, self.shape = model, plan, shape
         self.device, self.presort = ranks.device, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
         """On the device, fp32 [1]; `set_learning_rate` changes it."""
@@ -106,33 +101,28 @@ class StaticEBC:
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
         self._rank = ranks.rank
-        self._tbe = FixedTBE(
-            [model.rows[shard.table] for shard in self.shards],
-            [model.multi_hot_sizes[shard.table] for shard in self.shards],
-            self.columns,
-            batch_size * ranks.world_size // parts,
-            optimizer,
-            wire_dtype,
-            ranks.device,
-            padding,
-            parts,
-            sorted_updates=presort,
-            fbgemm=peers is None,
+        tbe_shape = TBEShape(
+            rows=tuple(model.rows[shard.table] for shard in self.shards),
+            hot=tuple(model.multi_hot_sizes[shard.table] for shard in self.shards),
+            columns=self.columns,
+            samples=shape.part_samples * ranks.world_size,
+            dtype=shape.dtype,
+            parts=shape.parts,
+            padded=shape.padded,
         )
-        layout = (model, plan, ranks, batch_size // parts, parts)
+        self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=presort, fbgemm=peers is None)
+        layout = (model, plan, ranks, shape)
         self._ids_exchange: IdsExchange = (
             PeerIdsExchange(*layout, peers.memory) if peers else CollectiveIdsExchange(*layout)
         )
-        sizes = (model, plan, ranks, self._tbe, batch_size // parts, parts)
+        sizes = (model, plan, ranks, self._tbe, shape)
         self._exchange: PooledExchange = (
-            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, wire_dtype, autograd=not presort)
+            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort)
         )
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
         if plan.replicated:
-            self._replicated = ReplicatedTables(
-                model, plan.replicated, optimizer, batch_size, seed, wire_dtype, ranks, padding
-            )
+            self._replicated = ReplicatedTables(model, plan.replicated, optimizer, shape, seed, ranks)
 
     # Stage 1
 
@@ -182,7 +172,7 @@ class StaticEBC:
 
     @property
     def gradients(self) -> Tensor:
-        """Memory for the gradients of all parts' pooled vectors, [part, G, T * C] in wire_dtype."""
+        """Memory for the gradients of all parts' pooled vectors, [part, G, T * C] in the shape's dtype."""
         return self._exchange.gradients
 
     def gradient_dist(self, grad: Tensor, part: int = 0) -> None:

@@ -1,5 +1,7 @@
 """One table-batched embedding (TBE) of tables of one width, FBGEMM's or our kernels', seen as a single matrix."""
 
+from dataclasses import dataclass
+
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -21,6 +23,25 @@ _OPTIMIZERS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TBEShape:
+    """What the tables of a FixedTBE are, and what it looks up in them."""
+
+    rows: tuple[int, ...]
+    """Rows of each table."""
+    hot: tuple[int, ...]
+    """Ids of each sample in each table."""
+    columns: int
+    """Columns of every table."""
+    samples: int
+    """Samples of one part."""
+    dtype: torch.dtype
+    """The format of pooled vectors: fp32 or bf16."""
+    parts: int = 1
+    padded: bool = False
+    """Whether bags may hold ids of -1, which mean nothing."""
+
+
 class FixedTBE:
     """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
 
@@ -34,30 +55,26 @@ class FixedTBE:
 
     def __init__(
         self,
-        rows: list[int],
-        hot: list[int],
-        columns: int,
-        samples: int,
+        shape: TBEShape,
         optimizer: OptimizerConfig,
-        output_dtype: torch.dtype,
         device: torch.device,
-        padding: bool = False,
-        parts: int = 1,
         sorted_updates: bool = False,
         fbgemm: bool = True,
     ) -> None:
-        """samples: of one part. sorted_updates: the tables are updated from what `sort` gives and never by FBGEMM's
-        backward. fbgemm: `lookup` may be called; otherwise the Adagrad state of each row lies right behind its weights,
-        and the rows of both are strided. padding: bags may hold ids of -1, which mean nothing; `shift` them first.
+        """sorted_updates: the tables are updated from what `sort` gives and never by FBGEMM's backward. fbgemm:
+        `lookup` may be called; otherwise the Adagrad state of each row lies right after its weights, and the rows of
+        both are strided.
 
-        Each table then begins with a row of zeros, so that a lookup of fixed shape is exact. FBGEMM's backward writes
-        to that row as to any other, and `lookup` sets it back; sorted updates leave it out.
+        Where bags are padded, `shift` their ids first. Each table then begins with a row of zeros, so that a lookup of
+        fixed shape is exact. FBGEMM's backward writes to that row as to any other, and `lookup` sets it back; sorted
+        updates leave it out.
         """
+        padding, hot, columns, samples, parts = shape.padded, shape.hot, shape.columns, shape.samples, shape.parts
         self._padding = padding
-        rows = [table_rows + padding for table_rows in rows]
+        rows = [table_rows + padding for table_rows in shape.rows]
         self._tbe: SplitTableBatchedEmbeddingBagsCodegen | None = None
         if fbgemm:
-            self._tbe, self.weights, self.state = _fbgemm_tables(rows, columns, optimizer, output_dtype, device)
+            self._tbe, self.weights, self.state = _fbgemm_tables(rows, columns, optimizer, shape.dtype, device)
         else:
             assert sorted_updates, "FBGEMM's backward has its own layout"
             assert optimizer.embedding == "adagrad", "the sorted update is exact Adagrad's"

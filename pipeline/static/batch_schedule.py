@@ -14,10 +14,10 @@ _FILLING_BATCH = 2048
 class BatchSchedule:
     """The decisions that tell the schedule of a large batch from that of a small one."""
 
-    rows: tuple[slice, ...]
-    """Rows of each part in which the batch goes from the embedding forward to the embedding backward: two equal halves
-    where one half's GEMMs hide what the other half moves over the links or through memory, else the whole batch.
-    Halves need ids that are sorted ahead: FBGEMM's fused backward would update the tables once for each half."""
+    parts: int
+    """In how many parts the batch goes from the embedding forward to the embedding backward: two equal halves where one
+    half's GEMMs hide what the other half moves over the links or through memory, else 1. Halves need ids that are
+    sorted ahead: FBGEMM's fused backward would update the tables once for each half."""
     top_update_within_chain: bool
     """Whether the top MLP's weight gradients and update start right after its backward, beside the cross layers'
     backward, where a small batch leaves room. They otherwise start after the whole chain from loss to dx0, beside the
@@ -38,19 +38,12 @@ class BatchSchedule:
     and NCCL launches them before the last all-reduce; the kernels of peer memory get along with few
     multiprocessors."""
 
-    @property
-    def parts(self) -> int:
-        """How many parts the batch goes in."""
-        return len(self.rows)
-
 
 def batch_schedule(batch_size: int, options: StaticOptions) -> BatchSchedule:
     """Return the schedule of local batches of this size."""
     fills_gpu = batch_size >= _FILLING_BATCH
-    parts = 2 if fills_gpu and options.presort_ids and batch_size % 2 == 0 else 1
-    size = batch_size // parts
     return BatchSchedule(
-        rows=tuple(slice(part * size, (part + 1) * size) for part in range(parts)),
+        parts=2 if fills_gpu and options.presort_ids and batch_size % 2 == 0 else 1,
         top_update_within_chain=not fills_gpu,
         cross_updates_within_chain=options.peer_memory and not fills_gpu,
         cross_gradients_apart=not fills_gpu,

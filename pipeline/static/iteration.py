@@ -110,7 +110,7 @@ class Iteration:
                 pooled.append(self._ebc.lookup(now.ids, part))
             parts.append(stream)
             lookups.append(lookup)
-        for part, rows in enumerate(self._schedule.rows):
+        for part, rows in enumerate(self._dense.shape.rows):
             with streams.on(parts[part]):
                 streams.join(lookups[part])
                 self._ebc.output_dist(pooled[part], self._interaction_input(rows), part)
@@ -120,7 +120,7 @@ class Iteration:
         """Gives the weight gradients of the cross layers."""
         dense, streams, layers = self._dense, self._streams, range(self._config.model.cross_layers)
         schedule, gradients = self._schedule, []
-        for part, rows in enumerate(schedule.rows):
+        for part, rows in enumerate(dense.shape.rows):
             with streams.on(forward.parts[part]):
                 streams.join(forward.local, *forward.weights[:1])
                 for layer in layers:
@@ -146,7 +146,7 @@ class Iteration:
         self, now: Slot, forward: _EmbeddingForward, gradients: list[Branch], bottom_update: Branch
     ) -> None:
         """gradients: the weight gradients of the cross layers and the bottom MLP."""
-        for part, rows in enumerate(self._schedule.rows):
+        for part, rows in enumerate(self._dense.shape.rows):
             with self._streams.on(forward.parts[part]):
                 self._ebc.gradient_dist(self._interaction_gradient(rows), part)
         first = [forward.parts[-1]]
@@ -211,7 +211,7 @@ class Iteration:
             self._ebc.input_dist(slot.batch.ids, slot.ids)
         self._local_forward(slot)
         logits = []
-        for part, rows in enumerate(self._schedule.rows):
+        for part, rows in enumerate(self._dense.shape.rows):
             self._ebc.output_dist(self._ebc.lookup(slot.ids, part), self._interaction_input(rows), part)
             for layer in range(self._config.model.cross_layers):
                 self._dense.cross_forward(layer, part)

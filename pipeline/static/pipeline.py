@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.buckets import DenseState
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
@@ -46,10 +47,14 @@ class StaticPipeline:
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
         model, batch_size = config.model, config.local_batch_size
-        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        global_batch_size = batch_size * ranks.world_size
         check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
         schedule = batch_schedule(batch_size, options)
+        shape = BatchShape(
+            samples=batch_size,
+            dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+            parts=schedule.parts,
+            padded=config.data.variable_lengths,
+        )
         if options.plan == "torchrec":
             self._plan = torchrec_plan(config, ranks)
         else:
@@ -58,20 +63,16 @@ class StaticPipeline:
             )
         memory = PeerMemory(ranks) if options.peer_memory else None
         self._memory = memory
-        parts = schedule.parts
-        self.dense = ExplicitDense(model, config.seed, batch_size, global_batch_size, self._dtype, ranks, parts, memory)
+        self.dense = ExplicitDense(model, config.seed, shape, ranks, memory)
         inputs = self.dense.x0s
         self.ebc = StaticEBC(
             model,
             config.optimizer,
             self._plan,
             ranks,
-            batch_size,
+            shape,
             config.seed,
-            self._dtype,
             options.presort_ids,
-            config.data.variable_lengths,
-            parts,
             Peers(memory, inputs) if memory and inputs else None,
         )
         self._rate = config.optimizer.learning_rate

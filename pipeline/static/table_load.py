@@ -47,7 +47,7 @@ def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: 
 
     def work(ids: DistributedIds) -> None:
         ebc.sort(ids)
-        pooled = [ebc.lookup(ids, part) for part in range(ebc.parts)]
+        pooled = [ebc.lookup(ids, part) for part in range(ebc.shape.parts)]
         ebc.update(ids, pooled[0])
 
     works = [partial(work, batches[i % len(batches)]) for i in range(_REPETITIONS)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.model import DenseNetwork
@@ -45,8 +46,8 @@ class Case:
 
     def explicit(self, ranks: Ranks, seed: int = SEED) -> ExplicitDense:
         memory = PeerMemory(ranks) if self.peers else None
-        rows = self.batch_size * ranks.world_size
-        return ExplicitDense(self.model, seed, self.batch_size, rows, self.dtype, ranks, self.parts, memory)
+        shape = BatchShape(samples=self.batch_size, dtype=self.dtype, parts=self.parts)
+        return ExplicitDense(self.model, seed, shape, ranks, memory)
 
 
 CASES = [Case(model, batch_size, torch.float32) for model in MODELS.values() for batch_size in (1, 6, 37)]

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torchrec.optim import RowWiseAdagrad
 
 from dlrm_bench.dlrm.config import OptimizerConfig, TableOptimizer
-from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.kernels.sorted_adagrad import adagrad_update
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -34,7 +34,10 @@ def bag_sums(table: Tensor, ids: Tensor) -> Tensor:
 def test_padding_means_nothing(device: torch.device, embedding: TableOptimizer, presort: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE, eps=EPS, embedding=embedding)
-    tbe = FixedTBE(ROWS, HOT, COLUMNS, SAMPLES, optimizer, torch.float32, device, padding=True, sorted_updates=presort)
+    shape = TBEShape(
+        rows=tuple(ROWS), hot=tuple(HOT), columns=COLUMNS, samples=SAMPLES, dtype=torch.float32, padded=True
+    )
+    tbe = FixedTBE(shape, optimizer, device, sorted_updates=presort)
     tables = nn.ParameterList(torch.randn(rows, COLUMNS, generator=generator) for rows in ROWS)
     parts = [tbe.weights[first : first + rows] for first, rows in zip(tbe.first_row, ROWS, strict=True)]
     for part, table in zip(parts, tables, strict=True):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
@@ -61,7 +62,7 @@ def columns_of_tables(matrix: Tensor) -> Tensor:
 def train(ranks: Ranks, batch_size: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]]:
     """Checks every lookup and the tables after some steps; returns them."""
     device = ranks.device
-    replicated = ReplicatedTables(MODEL, TABLES, OPTIMIZER, batch_size, 7, dtype, ranks)
+    replicated = ReplicatedTables(MODEL, TABLES, OPTIMIZER, BatchShape(samples=batch_size, dtype=dtype), 7, ranks)
     parameters = []
     for table in TABLES:
         weights = torch.empty(MODEL.rows[table], DIM, device=device)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
@@ -99,11 +100,9 @@ class World:
             OPTIMIZER,
             case.plan,
             ranks,
-            case.batch_size,
+            BatchShape(samples=case.batch_size, dtype=case.dtype, parts=case.parts),
             SEED,
-            wire_dtype=case.dtype,
             presort=case.presort,
-            parts=case.parts,
             peers=self.peers,
         )
         self.tables = [torch.empty(rows, DIM, device=self.device) for rows in MODEL.rows]

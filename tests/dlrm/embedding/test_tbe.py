@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm_bench.dlrm.config import OptimizerConfig
-from dlrm_bench.dlrm.embedding.tbe import FixedTBE
+from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 # FBGEMM packs sample and table into 32 bits; from eight tables on they may reach the sign bit.
@@ -24,7 +24,9 @@ def make(
 ) -> tuple[FixedTBE, list[Tensor]]:
     """A TBE with random weights, and random ids [samples, hot] of each table of each part, on the CPU."""
     generator = torch.Generator().manual_seed(tables)
-    tbe = FixedTBE(ROWS[:tables], HOT[:tables], COLUMNS, samples, OPTIMIZER, dtype, device, parts=parts)
+    rows, hot = tuple(ROWS[:tables]), tuple(HOT[:tables])
+    shape = TBEShape(rows=rows, hot=hot, columns=COLUMNS, samples=samples, dtype=dtype, parts=parts)
+    tbe = FixedTBE(shape, OPTIMIZER, device)
     tbe.weights.copy_(torch.randn(tbe.weights.shape, generator=generator))
     ids = [
         torch.randint(rows, (samples, hot), generator=generator, dtype=torch.int32)
@@ -78,7 +80,8 @@ def test_lookup_equals_embedding_bag(tables: int, device: torch.device) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_fbgemm_the_state_of_a_row_lies_behind_its_weights(device: torch.device) -> None:
     rows = ROWS[:3]
-    tbe = FixedTBE(rows, HOT[:3], COLUMNS, 5, OPTIMIZER, torch.float32, device, sorted_updates=True, fbgemm=False)
+    shape = TBEShape(rows=tuple(rows), hot=tuple(HOT[:3]), columns=COLUMNS, samples=5, dtype=torch.float32)
+    tbe = FixedTBE(shape, OPTIMIZER, device, sorted_updates=True, fbgemm=False)
     assert tbe.weights.shape == tbe.state.shape == (sum(rows), COLUMNS)
     assert tbe.weights[1].data_ptr() - tbe.weights.data_ptr() == 2 * 4 * COLUMNS
     assert tbe.state.data_ptr() - tbe.weights.data_ptr() == 4 * COLUMNS

@@ -1,0 +1,34 @@
+"""The constants of one rank's batches, from which every fixed shape of an iteration follows."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Sizes and number format of what one rank computes in an iteration."""
+
+    samples: int
+    """The local batch size."""
+    dtype: torch.dtype
+    """The format of activations, pooled vectors, their gradients and the dense network's working weights: fp32 or bf16.
+    Master weights, tables and optimizer state are fp32."""
+    parts: int = 1
+    """How many equal ranges of samples go through the iteration one after the other; divides `samples`."""
+    padded: bool = False
+    """Whether bags may hold fewer ids than their multi-hot size, which is then a capacity: ids of -1 fill them up."""
+
+    def __post_init__(self) -> None:
+        assert self.samples % self.parts == 0, f"{self.samples} samples do not go in {self.parts} equal parts"
+
+    @property
+    def part_samples(self) -> int:
+        """How many samples a part has."""
+        return self.samples // self.parts
+
+    @property
+    def rows(self) -> tuple[slice, ...]:
+        """The rows of each part in a matrix of the local batch."""
+        size = self.part_samples
+        return tuple(slice(part * size, (part + 1) * size) for part in range(self.parts))
