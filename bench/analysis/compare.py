@@ -130,7 +130,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
     records = sorted(records, key=lambda record: record.run["created"])
     return Side(
         label=label,
-        series=[r.iterations_ms[:, r.run["warmup_iterations"] :].max(axis=0).astype(np.float64) for r in records],
+        series=[record.latencies_ms.astype(np.float64) for record in records],
         finished=[record.run["created"] for record in records],
         settings=settings_of(records),
         global_batch_size=records[0].run["config"].get("global_batch_size"),

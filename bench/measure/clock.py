@@ -106,7 +106,7 @@ class IterationClock:
         """Latencies on all ranks: float32 [ranks, iterations], milliseconds.
 
         A collective call: every rank makes it and gets the whole array. One row without a process group. The latency
-        of an iteration is that of its slowest rank, gather_ms().max(axis=0).
+        of an iteration is that of its slowest rank: see slowest_rank of bench/records/statistics.py.
         """
         local = self.local_ms()
         if not dist.is_initialized():

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.records.json_file import read_json
@@ -32,12 +31,11 @@ from dlrm_bench.bench.records.schema import (
     TrainingStatus,
     check_record,
 )
+from dlrm_bench.bench.records.statistics import median_ci95, slowest_rank, summary_statistics
 from dlrm_bench.bench.records.upgrade import upgraded
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
-
-_RESAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,11 @@ class Record:
     """float32 [ranks, iterations], milliseconds, warm-up included."""
     losses: np.ndarray
     """float32 [iterations]."""
+
+    @property
+    def latencies_ms(self) -> np.ndarray:
+        """Latencies [n] of the iterations after the warm-up, each that of its slowest rank."""
+        return slowest_rank(self.iterations_ms, self.run["warmup_iterations"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,34 +91,20 @@ def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
 
     ValueError if nothing is left. The interval is median_ci95's.
     """
-    slowest = _slowest_rank(iterations_ms, warmup)
+    slowest = slowest_rank(iterations_ms, warmup)
     if not len(slowest):
         raise ValueError(
             f"--warmup-iterations {warmup} leaves none of the {iterations_ms.shape[1]} iterations to summarize"
         )
-    return LatencySummary(**_statistics(slowest), ci95=median_ci95(slowest))  # type: ignore[typeddict-item]
-
-
-def median_ci95(values: np.ndarray, seed: int = 0) -> list[float]:
-    """95 % interval [low, high] of the median of a series [n], by a moving-block bootstrap (percentile method).
-
-    Neighbouring iterations are correlated, so whole blocks of consecutive values are drawn, from all n - l + 1 of them
-    (Kuensch, Annals of Statistics 17(3), 1989), as many as make a series of length n. Block length l = ceil(n^(1/3)):
-    the rate that is optimal for the variance of an estimator (Hall, Horowitz and Jing, Biometrika 82(3), 1995).
-    The same values and seed give the same interval. 1000 resamples; 60,000 values take about 0.1 s.
-    """
-    n = len(values)
-    length = math.ceil(n ** (1 / 3))
-    blocks = sliding_window_view(np.ascontiguousarray(values), length)
-    random = np.random.default_rng(seed)
-    medians = np.empty(_RESAMPLES)
-    for i in range(_RESAMPLES):  # one at a time stays in the cache, which is faster than all at once
-        resample = blocks[random.integers(len(blocks), size=math.ceil(n / length))].reshape(-1)[:n]
-        resample.partition(n // 2)
-        upper = float(resample[n // 2])
-        medians[i] = upper if n % 2 else (upper + float(resample[: n // 2].max())) / 2
-    low, high = np.percentile(medians, (2.5, 97.5))
-    return [float(low), float(high)]
+    metrics = summary_statistics(slowest)
+    return LatencySummary(
+        n=len(slowest),
+        mean=metrics["mean"],
+        p50=metrics["p50"],
+        p90=metrics["p90"],
+        p99=metrics["p99"],
+        ci95=median_ci95(slowest),
+    )
 
 
 def build_record(
@@ -204,15 +193,6 @@ def read_record(folder: Path) -> Record:
     return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
 
 
-def _slowest_rank(iterations_ms: np.ndarray, warmup: int) -> np.ndarray:
-    return iterations_ms[:, warmup:].max(axis=0)
-
-
-def _statistics(slowest: np.ndarray) -> dict[str, float]:
-    p50, p90, p99 = (float(value) for value in np.percentile(slowest.astype(np.float64), (50, 90, 99)))
-    return {"n": len(slowest), "mean": float(slowest.mean(dtype=np.float64)), "p50": p50, "p90": p90, "p99": p99}
-
-
 def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) -> Training:
     first, last = (float(losses[0]), float(losses[-1])) if len(losses) else (math.nan, math.nan)
     return Training(
@@ -246,14 +226,14 @@ def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, los
         )
     if loss.dtype != np.float32 or loss.shape != latency_ms.shape[1:]:
         raise ValueError(f"{path}: loss is {loss.dtype} {list(loss.shape)}, expected float32 [{latency_ms.shape[1]}]")
-    slowest = _slowest_rank(latency_ms, record["warmup_iterations"])
+    slowest = slowest_rank(latency_ms, record["warmup_iterations"])
     summary = record["latency_ms"]
     if summary is None or not len(slowest):
         if summary is not None or len(slowest):
             raise ValueError(f"{path} has {len(slowest)} iterations after the warm-up; {RUN_JSON} says otherwise")
         return
     written: Mapping[str, Any] = summary
-    for name, value in _statistics(slowest).items():
+    for name, value in (("n", len(slowest)), *summary_statistics(slowest).items()):
         # The sums of another numpy version may differ in the last bits, and its random numbers altogether: the
         # interval is not recomputed.
         if not isinstance(written[name], int | float) or not math.isclose(written[name], value, rel_tol=1e-9):

@@ -1,4 +1,4 @@
-"""Is A faster than B? Ratios of latencies with intervals that respect how iterations come about.
+"""Statistics of iteration latencies: what they are, how sure their median is, and whether A is faster than B.
 
 Iterations of one run are correlated, and runs of the same program differ by more than their iterations explain: each
 has its own memory layout, its own place in the drift of the machine. So runs are resampled first, and then blocks of
@@ -7,13 +7,12 @@ Methods and their Application, 1997, sections 3.8 and 8.2.3). No value is left o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from scipy import stats
 
 Metric = Literal["p50", "p90", "p99", "mean"]
 METRICS: tuple[Metric, ...] = ("p50", "p90", "p99", "mean")
@@ -21,8 +20,10 @@ METRICS: tuple[Metric, ...] = ("p50", "p90", "p99", "mean")
 Verdict = Literal["faster", "slower", "no difference proven"]
 
 CONFIDENCE = 0.95
-_RESAMPLES = 100  # of the blocks of each run
-_DRAWS = 2000  # of runs
+_MEDIANS = 1000  # resamples of a run for the interval of its median
+_RESAMPLES = 100  # resamples of each run in a comparison
+_DRAWS = 2000  # draws of runs in a comparison
+_VALUES_AT_ONCE = 1 << 16  # resampled values that stay in a core's cache
 _PERCENTILES = (50, 90, 99)
 
 
@@ -55,9 +56,43 @@ class Comparison:
     """Whether the intervals hold the variance between runs. Without, they speak of these very runs and no others."""
 
 
+def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
+    """Latencies [n] of the iterations after the first `warmup`, each that of its slowest rank.
+
+    iterations_ms: [ranks, iterations], milliseconds, as iterations.npz holds them.
+    """
+    return np.asarray(iterations_ms[:, warmup:].max(axis=0))
+
+
 def summary_statistics(series: np.ndarray) -> dict[Metric, float]:
     """The four metrics of latencies [n]."""
     return dict(zip(METRICS, map(float, _metrics(np.asarray(series, dtype=np.float64)[None])[0]), strict=True))
+
+
+def median_ci95(values: np.ndarray, seed: int = 0) -> list[float]:
+    """95 % interval [low, high] of the median of a series [n], by a moving-block bootstrap (percentile method).
+
+    The same values and seed give the same interval. 1000 resamples; 60,000 values take half a second.
+    """
+    medians = [_medians(rows) for rows in block_resamples(values, _MEDIANS, np.random.default_rng(seed))]
+    low, high = np.percentile(np.concatenate(medians), (2.5, 97.5))
+    return [float(low), float(high)]
+
+
+def block_resamples(series: np.ndarray, count: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yields `count` moving-block resamples of a series [n], some of them [k, n] at a time; they may be overwritten.
+
+    Neighbouring iterations are correlated, so whole blocks of consecutive values are drawn, from all n - l + 1 of them
+    (Kuensch, Annals of Statistics 17(3), 1989), as many as make a series of length n. Block length l = ceil(n^(1/3)):
+    the rate that is optimal for the variance of an estimator (Hall, Horowitz and Jing, Biometrika 82(3), 1995).
+    """
+    n = len(series)
+    length = math.ceil(n ** (1 / 3))
+    blocks = sliding_window_view(np.ascontiguousarray(series), length)
+    at_once = max(1, _VALUES_AT_ONCE // n)
+    for begin in range(0, count, at_once):
+        drawn = rng.integers(len(blocks), size=(min(at_once, count - begin), math.ceil(n / length)))
+        yield blocks[drawn].reshape(len(drawn), -1)[:, :n]
 
 
 def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = False, seed: int = 0) -> Comparison:
@@ -73,13 +108,15 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
     percentiles would be too narrow for so few runs (Hesterberg, The American Statistician 69(4), 2015, section 4).
     With one run on a side only blocks of iterations can be resampled, and between_runs is False.
     """
+    from scipy.special import stdtrit  # Student's t quantile; slow to import, and a run that is timed needs none
+
     if not a or not b or any(len(run) == 0 for run in (*a, *b)):
         raise ValueError("a comparison needs at least one run with one timed iteration on each side")
     if paired and len(a) != len(b):
         raise ValueError(f"pairs need equally many runs on both sides, not {len(a)} and {len(b)}")
     rng = np.random.default_rng(seed)
     log_a, log_b = (np.log([list(summary_statistics(run).values()) for run in side]) for side in (a, b))
-    pool_a, pool_b = (np.stack([_block_resamples(run, rng) for run in side]) for side in (a, b))
+    pool_a, pool_b = (np.stack([_resampled_metrics(run, rng) for run in side]) for side in (a, b))
     between_runs = min(len(a), len(b)) > 1
     if between_runs and paired:
         error = _standard_error(pool_b - pool_a, rng)
@@ -94,7 +131,7 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
         error = np.hypot(*within)
         error[:] = np.nan if min(map(len, (*a, *b))) == 1 else error
         freedom = np.full(len(METRICS), np.inf)
-    half_width = stats.t.ppf((1 + CONFIDENCE) / 2, np.nan_to_num(freedom, nan=1.0)) * error
+    half_width = stdtrit(np.nan_to_num(freedom, nan=1.0), (1 + CONFIDENCE) / 2) * error
     return Comparison(
         ratios={
             metric: Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
@@ -111,20 +148,17 @@ def _metrics(rows: np.ndarray) -> np.ndarray:
     return np.column_stack((*np.percentile(rows, _PERCENTILES, axis=1), rows.mean(axis=1)))
 
 
-def _block_resamples(run: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Logarithms of the metrics of moving-block resamples of one run [n]: [_RESAMPLES, 4].
+def _resampled_metrics(run: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Logarithms of METRICS of block resamples of one run [n]: [_RESAMPLES, 4]."""
+    return np.log(np.concatenate([_metrics(rows) for rows in block_resamples(run, _RESAMPLES, rng)]))
 
-    Blocks of ceil(n^(1/3)) consecutive values, as in median_ci95 of bench/records/record.py, which gives the sources.
-    """
-    n = len(run)
-    length = math.ceil(n ** (1 / 3))
-    blocks = sliding_window_view(np.ascontiguousarray(run, dtype=np.float64), length)
-    chunk = max(1, 2_000_000 // n)  # rows at a time, 16 MB
-    rows = [
-        _metrics(blocks[rng.integers(len(blocks), size=(k, math.ceil(n / length)))].reshape(k, -1)[:, :n])
-        for k in (min(chunk, _RESAMPLES - begin) for begin in range(0, _RESAMPLES, chunk))
-    ]
-    return np.log(np.concatenate(rows))
+
+def _medians(rows: np.ndarray) -> np.ndarray:
+    """Median of each row [k, n], which is overwritten: [k]. numpy's takes twice as long."""
+    middle = rows.shape[1] // 2
+    rows.partition(middle, axis=1)
+    upper = rows[:, middle].astype(np.float64)
+    return upper if rows.shape[1] % 2 else (upper + rows[:, :middle].max(axis=1)) / 2
 
 
 def _standard_error(pool: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -32,7 +32,8 @@ def defaults(pipeline: str) -> dict[str, Any]:
 
 
 def _options_of_schema_1(config: Mapping[str, Any]) -> dict[str, Any]:
-    schedule, replaced = config.get("pipeline"), {}
+    schedule = config.get("pipeline")
+    replaced: dict[str, Any] = {}
     if config.get("ebc") == "static":
         name = "static"
         if config.get("cuda_graph_fallback"):

@@ -26,6 +26,7 @@ from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, log_row, read_mlp
 from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
+from dlrm_bench.bench.records.statistics import slowest_rank
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.sources import (
     Material,
@@ -138,7 +139,7 @@ def _distributions(material: Material) -> Iterator[Picture]:
 def _time_series(material: Material) -> Iterator[Picture]:
     for i, (label, (_, records)) in enumerate(list(groups(material).items())[:_SERIES_SHOWN]):
         record = records[len(records) // 2]
-        slowest = record.iterations_ms.max(axis=0)
+        slowest = slowest_rank(record.iterations_ms)
         yield Picture(
             name=f"series_{i}",
             alt=f"Latency of every iteration of {record.run['id']}",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from dlrm_bench.bench.records.record import (
     TrainingOutcome,
     build_record,
     create_run_folder,
-    median_ci95,
     new_run_id,
     read_record,
     summarize_latency,
@@ -277,42 +275,3 @@ def test_latency_is_the_slowest_ranks_after_the_warmup() -> None:
     assert summarize_latency(ms[:, :4], warmup=1)["p50"] == 4  # an odd number of iterations
     with pytest.raises(ValueError, match="--warmup-iterations 5 leaves none of the 5 iterations"):
         summarize_latency(ms, warmup=5)
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(2**-10, 2**20, width=32), min_size=1, max_size=60))
-def test_the_interval_lies_within_the_values_and_does_not_depend_on_chance(values: list[float]) -> None:
-    series = np.array(values, dtype=np.float32)
-    low, high = median_ci95(series)
-    assert series.min() <= low <= high <= series.max()
-    assert median_ci95(series) == [low, high]
-    if len(set(values)) == 1:
-        assert low == high == series[0]
-
-
-def _correlated(random: np.random.Generator, n: int) -> np.ndarray:
-    """An autoregressive series of order one, coefficient 0.5, with median 10."""
-    noise = random.normal(size=n + 50)
-    for i in range(1, n + 50):
-        noise[i] += 0.5 * noise[i - 1]
-    return (10 + noise[50:]).astype(np.float32)
-
-
-def test_the_interval_covers_the_median_of_correlated_series() -> None:
-    random = np.random.default_rng(0)
-    intervals = [median_ci95(_correlated(random, 400)) for _ in range(150)]
-    covered = np.mean([low <= 10 <= high for low, high in intervals])
-    assert 0.87 <= covered <= 0.99
-    # Drawing single values, as if they were independent, would make the interval too narrow.
-    width = np.mean([high - low for low, high in intervals])
-    independent = np.mean([np.diff(median_ci95(random.permutation(_correlated(random, 400)))) for _ in range(50)])
-    assert width > 1.2 * independent
-
-
-def test_the_interval_of_a_whole_training_run_is_quick() -> None:
-    series = latencies(1, 60_000)[0]
-    begin = time.perf_counter()
-    low, high = median_ci95(series)
-    assert time.perf_counter() - begin < 2  # 0.3 s on a busy core
-    assert low < np.median(series) < high
-    assert high - low < 0.03

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special, stats
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.records.statistics import METRICS, compare, summary_statistics
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.records.statistics import (
+    METRICS,
+    block_resamples,
+    compare,
+    median_ci95,
+    slowest_rank,
+    summary_statistics,
+)
 from tests.bench.made_records import recorded_runs, write
 
 POOLS = sorted((Path(__file__).resolve().parents[2] / "data" / "series").glob("*.npz"))
@@ -170,3 +179,73 @@ def test_bad_sides() -> None:
             compare(a, b)
     with pytest.raises(ValueError, match="equally many runs on both sides, not 1 and 2"):
         compare([run], [run, run], paired=True)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(2**-10, 2**20, width=32), min_size=1, max_size=60))
+def test_the_interval_lies_within_the_values_and_does_not_depend_on_chance(values: list[float]) -> None:
+    series = np.array(values, dtype=np.float32)
+    low, high = median_ci95(series)
+    assert series.min() <= low <= high <= series.max()
+    assert median_ci95(series) == [low, high]
+    if len(set(values)) == 1:
+        assert low == high == series[0]
+
+
+def _correlated(random: np.random.Generator, n: int) -> np.ndarray:
+    """An autoregressive series of order one, coefficient 0.5, with median 10."""
+    noise = random.normal(size=n + 50)
+    for i in range(1, n + 50):
+        noise[i] += 0.5 * noise[i - 1]
+    return (10 + noise[50:]).astype(np.float32)
+
+
+def test_the_interval_covers_the_median_of_correlated_series() -> None:
+    random = np.random.default_rng(0)
+    intervals = [median_ci95(_correlated(random, 400)) for _ in range(150)]
+    covered = np.mean([low <= 10 <= high for low, high in intervals])
+    assert 0.87 <= covered <= 0.99
+    # Drawing single values, as if they were independent, would make the interval too narrow.
+    width = np.mean([high - low for low, high in intervals])
+    independent = np.mean([np.diff(median_ci95(random.permutation(_correlated(random, 400)))) for _ in range(50)])
+    assert width > 1.2 * independent
+
+
+def test_the_interval_of_a_whole_training_run() -> None:
+    series = np.random.default_rng(0).gamma(4, 0.5, 60_000).astype(np.float32)
+    low, high = median_ci95(series)
+    assert low < np.median(series) < high
+    assert high - low < 0.03
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/run.json")), ids=lambda path: path.parent.name)
+def test_the_intervals_of_committed_records_come_out_again(path: Path) -> None:
+    record = read_record(path.parent)
+    assert record.run["latency_ms"] is not None
+    assert median_ci95(record.latencies_ms) == record.run["latency_ms"]["ci95"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 250, 40_000])
+def test_resamples_are_blocks_of_the_series_however_many_come_at_a_time(n: int) -> None:
+    series = np.arange(n)
+    chunks = [rows.copy() for rows in block_resamples(series, 5, np.random.default_rng(1))]
+    rows, length = np.concatenate(chunks), math.ceil(n ** (1 / 3))
+    assert rows.shape == (5, n)
+    assert len(chunks) == (5 if n == 40_000 else 1)
+    ends = np.flatnonzero(np.diff(rows[0]) != 1) + 1
+    assert (ends % length == 0).all()
+    rng = np.random.default_rng(1)  # one at a time
+    begins = [rng.integers(n - length + 1, size=math.ceil(n / length)) for _ in range(5)]
+    assert (rows == [(begin[:, None] + np.arange(length)).reshape(-1)[:n] for begin in begins]).all()
+
+
+def test_the_quantiles_are_students() -> None:
+    freedom = np.array([1, 1.5, 4, 30.25, 1e6, np.inf])
+    np.testing.assert_allclose(special.stdtrit(freedom, 0.975), stats.t.ppf(0.975, freedom), rtol=1e-12)
+
+
+def test_the_slowest_rank_sets_the_latency() -> None:
+    ms = np.array([[9, 1, 5, 1, 2], [9, 3, 1, 4, 1]], dtype=np.float32)
+    assert slowest_rank(ms, 1).tolist() == [3, 5, 4, 2]
+    assert slowest_rank(ms).tolist() == [9, 3, 5, 4, 2]
+    assert slowest_rank(ms, 5).shape == (0,)
