@@ -111,13 +111,14 @@ class LadderCommand:
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""
-        from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table, read_ladder
-        from dlrm_bench.bench.ladder.run_ladder import run_ladder, twin_id
-        from dlrm_bench.bench.ladder.rungs import ladder_called
+        from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table
+        from dlrm_bench.bench.ladder.run_ladder import profiled_run_id, run_ladder
+        from dlrm_bench.bench.ladder.rungs import built_in_ladder
+        from dlrm_bench.bench.records.ladder import read_ladder_json
 
         if self.rounds < 1:
             raise ValueError(f"--rounds is {self.rounds}: at least one is needed")
-        rungs = ladder_called(self.rungs)
+        rungs = built_in_ladder(self.rungs)
         processes = _processes(self.nproc)
         folder = create_run_folder(self.results_dir, _new_id(processes, forwarded, "ladder"))
         command = shlex.join(["dlrm-bench", *sys.argv[1:]])
@@ -135,7 +136,7 @@ class LadderCommand:
         with StillBar((self.rounds + self.host) * len(rungs), "runs", stderr_console()) as bar:
             for done, run_id in enumerate(runs, start=1):
                 bar.show(done, run_id)
-        ladder, _ = read_ladder(folder)
+        ladder = read_ladder_json(folder)
         console.print(ladder_table(ladder))
         host_table = ladder_host_table(ladder)
         if host_table is not None:
@@ -144,7 +145,7 @@ class LadderCommand:
             if rung["note"]:
                 console.print(f"{rung['name']}: {rung['note']}", soft_wrap=True, markup=False, highlight=False)
             if self.host and rung["host"] is None:
-                log = folder / f"{twin_id(rung['name'])}.log"
+                log = folder / f"{profiled_run_id(rung['name'])}.log"
                 console.print(f"warning: the twin of {rung['name']} failed: {log}", soft_wrap=True, markup=False)
         console.print(f"record {folder}", soft_wrap=True)
         return 0

@@ -1,11 +1,11 @@
-"""One run: set up, train to the target, log, record. Holds the only training loop of the project."""
+"""One run: set up, train to the target, log, record. This is the only training loop of the project."""
 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,11 @@ from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.machine import describe_machine, git_state, platform_name, short_name
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
-from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import TrainingOutcome, build_record, create_run_folder, new_run_id, write_record
-from dlrm_bench.bench.records.schema import Conditions, Instruments, Machine, RunRecord, TrainingStatus
+from dlrm_bench.bench.records.schema import Machine, Profile, RunRecord, Telemetry, TrainingStatus
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
@@ -29,6 +29,9 @@ from dlrm_bench.dlrm.metrics import distributed_auc
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.interface import Pipeline, check_device
+
+if TYPE_CHECKING:  # a timed run imports nothing of the profiler
+    from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline
 
 LOG_NAME = "result_0.txt"
 
@@ -105,7 +108,7 @@ class Run:
         return "success" if self.reached_target else "aborted"
 
     def _draw(self, iteration: int) -> None:
-        """On rank 0. The clock stands, and the ranks meet again before it goes on: none waits for this one."""
+        """Draws the progress bar on rank 0, while the clock is paused: the ranks meet again before it starts."""
         self.bar.show(iteration, "training" if self.auc is None else f"training, AUC {self.auc:.5f}")
 
     def _read(self, batches: Callable[..., Iterator[Batch]], prepare: Callable[[Batch], Any]) -> Prefetcher[Any]:
@@ -122,25 +125,17 @@ class Outcome:
     record: RunRecord
 
 
-class InstrumentedPipeline(Pipeline, Protocol):
-    """A pipeline that measures itself; only the twin of a timed run has one (bench/measure/profiled_run.py)."""
-
-    def instruments(self) -> Instruments:
-        """What was measured, on every rank. Collective, after training."""
-        ...
-
-
 def run(
     config: RunConfig,
     ranks: Ranks,
     command: str,
-    instrument: Callable[[Pipeline, Path], InstrumentedPipeline] | None = None,
+    profiled: "Callable[[Pipeline, Path], ProfiledPipeline] | None" = None,
 ) -> Outcome:
     """Train as `config` says and leave a record folder behind. Collective over all ranks.
 
-    command: the command line, for the record. instrument: makes a twin's pipeline out of the pipeline and the record's
-    folder; timed runs have none. ValueError on bad input; what can be known before training is, and a
-    run that fails later leaves a folder whose log is closed as aborted.
+    command: the command line, for the record. profiled: makes the pipeline of a profiled run out of the pipeline and
+    the record's folder; None in a timed run. ValueError on bad input, before training where that can be known; a run
+    that fails later leaves a folder whose log is closed as aborted.
     """
     _set_precision(config, ranks.device)
     check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
@@ -151,18 +146,18 @@ def run(
         machine = describe_machine()
         dataset = open_dataset(config.data, config.model, config.seed)
         _check_target(config, dataset.best_auc)
-        schedule = Schedule.of(config, dataset.train_samples, ranks.world_size)
+        schedule = plan_schedule(config, dataset.train_samples, ranks.world_size)
         folder = _agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
         _log_init(config, ranks, log, machine, dataset, schedule)
         pipeline = build_pipeline(config, config.pipeline, ranks)
-        instrumented = instrument(pipeline, folder) if instrument else None
+        profiling = profiled(pipeline, folder) if profiled else None
         this = Run(
             config=config,
             ranks=ranks,
             dataset=dataset,
             schedule=schedule,
-            pipeline=instrumented or pipeline,
+            pipeline=profiling or pipeline,
             log=log,
             clock=IterationClock(ranks.device),
             losses=LossHistory(ranks.device, config.loss_interval),
@@ -179,8 +174,8 @@ def run(
                 this.train()
         losses = this.losses.finish()
         log.close("success" if this.reached_target else "aborted", this.epoch_num)
-        instruments = instrumented.instruments() if instrumented else None
-        record = _write(this, machine, command, folder, losses, monitor.gather(), instruments)
+        profile = profiling.profile() if profiling else None
+        record = _write(this, machine, command, folder, losses, monitor.gather(), profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
 
@@ -245,8 +240,8 @@ def _write(
     command: str,
     folder: Path,
     losses: list[float],
-    conditions: Conditions,
-    instruments: Instruments | None,
+    telemetry: Telemetry,
+    profile: Profile | None,
 ) -> RunRecord:
     """The record, equal on every rank; global rank 0 writes it."""
     config, ranks = this.config, this.ranks
@@ -272,8 +267,8 @@ def _write(
         ),
         pipeline=this.pipeline.describe(),
         peak_memory_bytes=_peak_memory(ranks),
-        conditions=conditions,
-        instruments=instruments,
+        telemetry=telemetry,
+        profile=profile,
     )
     if ranks.rank == 0:
         write_record(folder, record, iterations_ms, losses)
@@ -281,7 +276,7 @@ def _write(
 
 
 def _peak_memory(ranks: Ranks) -> list[int] | None:
-    """Of each rank's GPU, in bytes: the most that PyTorch's allocator gave out, which peer memory is no part of."""
+    """Largest amount that PyTorch's allocator gave out on each rank's GPU, in bytes; without peer memory."""
     if ranks.device.type != "cuda":
         return None
     peaks = [0] * ranks.world_size

@@ -1,6 +1,6 @@
 """What `dlrm-bench host` and `dlrm-bench limits` start: torchrun ... launch/measure.py KIND [flags of launch/dlrm.py].
 
-host: the instrumented twin of launch/dlrm.py. limits: the ceilings of this machine. nvtx: a twin that emits its ranges
+host: a profiled run of launch/dlrm.py. limits: the ceilings of this machine. nvtx: a profiled run that emits its ranges
 for another profiler: nsys profile torchrun ... launch/measure.py nvtx ... Never for timing.
 """
 
@@ -21,7 +21,7 @@ def main() -> int:
     # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
     from dlrm_bench.bench.measure.limits import run_limits
-    from dlrm_bench.bench.measure.profiled_run import InstrumentedPipeline, twin_config
+    from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline, profiled_config
     from dlrm_bench.bench.run import run
     from dlrm_bench.dlrm.ranks import Ranks
 
@@ -32,8 +32,8 @@ def main() -> int:
             "NVTX ranges need a GPU: for the CPU leave --nvtx out, and read the trace of `dlrm-bench host`"
         )
     if what in ("host", "nvtx"):
-        config = twin_config(config)
-        run(config, ranks, command, partial(InstrumentedPipeline, config=config, ranks=ranks, nvtx=what == "nvtx"))
+        config = profiled_config(config)
+        run(config, ranks, command, partial(ProfiledPipeline, config=config, ranks=ranks, nvtx=what == "nvtx"))
     elif what == "limits":
         run_limits(config, ranks, command)
     else:

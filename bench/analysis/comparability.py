@@ -1,4 +1,4 @@
-"""What runs that are compared must have in common, and where their records say that they have not.
+"""What compared runs must have in common, and where their records differ in it.
 
 Between sides the work and the machine should be the same, and the program may differ: that is what a comparison is for.
 Within a side the program should be the same too.
@@ -44,10 +44,10 @@ SHOULD_BE_EQUAL = {
 }
 """What a reader takes to be the same on both sides, and where a record says it."""
 SM_CLOCK = "SM clock during the run (MHz)"
-"""The one setting that is measured."""
+"""A setting that is measured, not configured."""
 
 _BEFORE = {"config.optimizer.embedding": "adagrad", "config.data.variable_lengths": False}
-"""What runs did whose records are older than the field."""
+"""Values of fields that older records lack."""
 
 
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
@@ -65,22 +65,22 @@ def different(values: Iterable[Any]) -> list[Any]:
     return found
 
 
-def doubts(record: Record) -> list[str]:
-    """Reasons to doubt a record that is well-formed: code that no commit holds, a machine that was throttled."""
+def caveats(record: Record) -> list[str]:
+    """Reasons not to trust a well-formed record: source code that no commit holds, a machine that was throttled."""
     run, found = record.run, []
     if run["git"]["dirty"]:
         found.append("source tree differed from its commit")
-    conditions = run.get("conditions")
-    if conditions and conditions["throttled"]:
-        reasons = ", ".join(sorted({span["reason"] for span in conditions["throttling"]}))
+    telemetry = run.get("conditions")
+    if telemetry and telemetry["throttled"]:
+        reasons = ", ".join(sorted({span["reason"] for span in telemetry["throttling"]}))
         found.append(f"throttled ({reasons})")
     return found
 
 
-def doubts_of_side(label: str, records: Sequence[Record]) -> list[str]:
-    """Reasons to doubt a side: those of its records, each said once, and runs of several programs taken together."""
-    counts = Counter(doubt for record in records for doubt in doubts(record))
-    found = [f"{label}: {doubt} in {n} of {len(records)} runs" for doubt, n in counts.items()]
+def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
+    """Reasons not to trust a side: the caveats of its records, each once, and that its runs are of several programs."""
+    counts = Counter(caveat for record in records for caveat in caveats(record))
+    found = [f"{label}: {caveat} in {n} of {len(records)} runs" for caveat, n in counts.items()]
     programs = [_program(record) for record in records]
     fields = dict.fromkeys(field for program in programs for field in program)
     varying = [field for field in fields if len({program.get(field) for program in programs} - {None}) > 1]
@@ -90,7 +90,7 @@ def doubts_of_side(label: str, records: Sequence[Record]) -> list[str]:
 
 
 def _program(record: Record) -> dict[str, str | None]:
-    """The commit, the pipeline and all of its options."""
+    """The program of a run: commit, pipeline and all of the pipeline's options."""
     options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
     return {"pipeline": options.pop("name"), **options, "commit": record.run["git"]["commit"]}
 
@@ -103,6 +103,6 @@ def _lookup(record: Record, field: str) -> Any:
 
 
 def _clocks(records: Sequence[Record]) -> list[Any]:
-    conditions = [record.run.get("conditions") for record in records]
-    clocks = [c["sm_clock_mhz"][1] for c in conditions if c and c["sm_clock_mhz"]]
+    telemetry = [record.run.get("conditions") for record in records]
+    clocks = [each["sm_clock_mhz"][1] for each in telemetry if each and each["sm_clock_mhz"]]
     return [round(float(np.median(clocks)))] if clocks else []

@@ -14,10 +14,10 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from dlrm_bench.bench.analysis.comparability import SM_CLOCK, different, doubts_of_side, settings_of
+from dlrm_bench.bench.analysis.comparability import SM_CLOCK, caveats_of_side, different, settings_of
 from dlrm_bench.bench.analysis.mlperf_logs import MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.records.statistics import Comparison, Metric, Ratio, Verdict, compare, summary_statistics
+from dlrm_bench.bench.records.statistics import Comparison, Metric, Ratio, Verdict, compare, mean_statistics
 
 _NAMES: dict[Metric, str] = {"p50": "median", "p90": "p90", "p99": "p99", "mean": "mean"}
 _CLOCK_TOLERANCE = 0.02  # between the median SM clocks of two runs
@@ -43,9 +43,8 @@ class Side:
 
     def metrics(self) -> dict[Metric, float]:
         """Geometric mean over the runs of each known metric, in milliseconds."""
-        runs = [summary_statistics(run) for run in self.series]
-        known: tuple[Metric, ...] = ("mean",) if self.mean_only else ("p50", "p90", "p99", "mean")
-        return {metric: float(np.exp(np.mean([np.log(run[metric]) for run in runs]))) for metric in known}
+        metrics = mean_statistics(self.series)
+        return {"mean": metrics["mean"]} if self.mean_only else metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Result:
     b: Side
     comparison: Comparison
     differences: list[str]
-    """What should be equal and is not, or a reason to doubt a side; --strict refuses these."""
+    """What should be equal and is not, and caveats of a side; --strict refuses these."""
     notes: list[str]
     """What this comparison cannot know."""
 
@@ -72,7 +71,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """Of B. With one run on a side nothing is proven: its runs may differ and the programs be the same."""
+        """What is proven of B. One run on a side proves nothing: two runs of the same program differ too."""
         return self.ratio.verdict if self.comparison.between_runs else "no difference proven"
 
     def regressed(self, limit: float) -> bool:
@@ -106,7 +105,7 @@ def read_side(path: Path) -> Side:
         timed = [record for record in records if record.run["host"] is None]
         left_out = {
             "unfinished runs": unfinished,
-            "instrumented twins": [r.run["id"] for r in records if r not in timed],
+            "profiled runs": [r.run["id"] for r in records if r not in timed],
         }
         said = [f"{path}: {what} left out: {', '.join(names)}" for what, names in left_out.items() if names]
         return side_of_records(str(path), timed, said)
@@ -121,7 +120,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
     for record in records:
         if record.run["host"] is not None:
             raise ValueError(
-                f"{record.folder} is an instrumented twin, whose latencies hold the profiler: name timed runs"
+                f"{record.folder} is a profiled run, whose latencies include the profiler: name timed runs"
             )
         if record.run["latency_ms"] is None:
             raise ValueError(f"{record.folder} ended within its warm-up: it has no latency to compare")
@@ -135,7 +134,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         settings=settings_of(records),
         global_batch_size=records[0].run["config"].get("global_batch_size"),
         mean_only=False,
-        warnings=[*warnings, *doubts_of_side(label, records)],
+        warnings=[*warnings, *caveats_of_side(label, records)],
     )
 
 

@@ -60,9 +60,9 @@ def limits_table(limits: Limits) -> Table:
 
 
 def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
-    """How far records stand above the floor: the iteration, and each stage where the record is a twin's.
+    """How far records are above the floor: the whole iteration, and each stage where the record is of a profiled run.
 
-    Below it, as warnings, the doubts_of_floor. ValueError as for check_same_work.
+    The caveats_of_floor stand below the table as warnings. ValueError as for check_same_work.
     """
     table = Table(title="above the floor", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("ms", "floor", *(run["id"] for run in runs)):
@@ -72,7 +72,7 @@ def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
     for stage, least in limits["floor_ms"].items():
         cells = [_multiple(_time_of(run, stage), least) for run in runs]
         table.add_row(stage.replace("_", " "), f"{least:.3f}", *cells)
-    warnings = [f"warning: {run['id']}: {doubt}" for run in runs for doubt in doubts_of_floor(limits, run)]
+    warnings = [f"warning: {run['id']}: {caveat}" for run in runs for caveat in caveats_of_floor(limits, run)]
     if warnings:
         table.caption, table.caption_justify, table.caption_style = Text("\n".join(warnings)), "left", "none"
     return table
@@ -84,7 +84,7 @@ class Work(NamedTuple):
     name: str
     kernels: list[str]
     stage: str
-    """Of the longest of them."""
+    """Stage of the longest kernel."""
     calls: float
     us: float
     best_us: float | None
@@ -92,9 +92,9 @@ class Work(NamedTuple):
 
 
 def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
-    """The kernels of a twin by the work that they do, longest first, beside the ceilings of `limits`.
+    """The kernels of a profiled run, grouped by the work that they do, longest first, with the ceilings of `limits`.
 
-    A kernel whose work has no ceiling of its own stands alone. ValueError if the two are of other work.
+    A kernel whose work has no ceiling of its own is a group of its own. ValueError as for check_same_work.
     """
     check_same_work(limits, run)
     groups: dict[tuple[str, str | None, tuple[str, ...]], list[Kernel]] = {}
@@ -107,7 +107,7 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
         else:
             groups.setdefault((kernel["name"], kernel["stage"], ()), []).append(kernel)
     same_precision = limits["config"].get("precision") == run["config"]["precision"]
-    # Where ranks share the dense update, an all-reduce and an update are of parts, whose sizes were not measured.
+    # Where ranks share the dense update, all-reduce and update handle parts, whose sizes were not measured.
     shared = any(REDUCE_SCATTER in ceilings for _, _, ceilings in groups)
     unknown = ((ALL_REDUCE,), (ADAGRAD,)) if shared else ()
     work = []
@@ -121,7 +121,7 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
 
 
 def work_table(limits: Limits, run: RunRecord) -> Table | None:
-    """The ten longest pieces of work of a twin's kernels beside what they could take; None where it has no kernels.
+    """The ten longest pieces of work of a profiled run, with their ceilings; None where the record has no kernels.
 
     ValueError as for work_of_kernels.
     """
@@ -138,14 +138,14 @@ def work_table(limits: Limits, run: RunRecord) -> Table | None:
 
 
 def best_cells(work: Work) -> tuple[str, str]:
-    """At best, and how many times that it takes."""
+    """Cells of a table: the ceiling in microseconds, and how many times as long the work takes."""
     return ("not known", "") if work.best_us is None else (f"{work.best_us:.1f}", f"{work.us / work.best_us:.1f} x")
 
 
 def check_same_work(limits: Limits, run: RunRecord) -> None:
-    """ValueError, naming the field, if the record's work is not what the limits were measured for.
+    """Refuses limits that were measured for other work than the record's: ValueError, naming the field.
 
-    What is smaller than that, doubts_of_floor says.
+    Smaller differences are caveats_of_floor.
     """
     config = json.loads(json.dumps(limits["config"]))
     for name in ("world_size", "local_batch_size", "model"):
@@ -158,8 +158,11 @@ def check_same_work(limits: Limits, run: RunRecord) -> None:
         )
 
 
-def doubts_of_floor(limits: Limits, run: RunRecord) -> list[str]:
-    """Why the floor may not be a record's that check_same_work lets pass; what one of them lacks is no reason."""
+def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
+    """Reasons why the floor may not be that of a record which check_same_work accepts.
+
+    A field that one of the two lacks is no reason.
+    """
     ran, measured = run["machine"], limits["machine"]
     config, data = run["config"], run["config"].get("data", {})
     found = []
@@ -178,7 +181,7 @@ def doubts_of_floor(limits: Limits, run: RunRecord) -> list[str]:
 
 
 def _time_of(run: RunRecord, stage: str) -> float | None:
-    """A twin's latencies hold the profiler: its stages count, and of timed runs the iteration."""
+    """Time of the iteration, known of timed runs alone, or of a stage, known of profiled runs alone; else None."""
     if stage == "iteration":
         return run["latency_ms"]["p50"] if run["latency_ms"] and run["host"] is None else None
     return run["stages_ms"].get(stage) if run["stages_ms"] else None

@@ -17,11 +17,13 @@ COUNTS = ("kernel_launches", "graph_launches", "stream_syncs", "memcpy_calls", "
 
 
 def host_table(run: RunRecord) -> Table:
-    """The instruments of a twin, for people. ValueError if the record is not a twin's."""
+    """What a profiled run measured of host and GPU. ValueError if the record is of a timed run."""
     host, gpu = run["host"], run["gpu"]
     stages, host_stages = run["stages_ms"], run.get("host_stages_ms")
     if host is None:
-        raise ValueError(f"{run['id']} is a timed run without instruments: `dlrm-bench host` makes its twin")
+        raise ValueError(
+            f"{run['id']} is a timed run, without a profile: `dlrm-bench host RECORD` profiles its configuration"
+        )
     table = Table(title=f"{run['id']}: an iteration of one rank", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("", "host", "GPU"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -60,7 +62,7 @@ def timeline_table(run: RunRecord) -> Table | None:
 
 
 def kernel_table(run: RunRecord) -> Table | None:
-    """The longest kernels and copies of a twin on GPUs; None where the record has none."""
+    """The longest kernels and copies of a profiled run on GPUs; None where the record has none."""
     kernels = run.get("kernels")
     if not kernels:
         return None

@@ -1,10 +1,10 @@
-"""A ladder: rungs run one after another, round after round, so that the machine's drift strikes all of them alike.
+"""A ladder: rungs run one after another, round after round, so that the machine's drift affects all of them equally.
 
 dlrm-bench ladder --preset launch-bound [--field value ...]
 
 Every run has fresh processes of its own (bench/ladder/launching.py), so no rung inherits another's memory, graphs or
 communicators. Each round runs every rung once, in an order drawn from the seed, on the same batches (equal --seed). A
-rung is compared with another round by round. With --host an instrumented twin of each rung follows the last round.
+rung is compared with another round by round. With --host a profiled run of each rung follows the last round.
 ladder.json and the members' records and output stay together in one folder.
 """
 
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_bench.bench.analysis.ladder import LADDER_JSON, LADDER_SCHEMA, HostCost, Ladder, host_cost, rung_results
+from dlrm_bench.bench.analysis.ladder import host_cost, rung_results
 from dlrm_bench.bench.ladder.launching import MEASURE, run_forked
 from dlrm_bench.bench.ladder.rungs import Rung
+from dlrm_bench.bench.records.ladder import LADDER_JSON, LADDER_SCHEMA, HostCost, Ladder
 from dlrm_bench.bench.records.record import Record, read_record
 
 
@@ -41,13 +42,13 @@ def run_ladder(
 ) -> Iterator[str]:
     """Runs everything and writes folder/ladder.json; yields the id of each run when it has ended.
 
-    folder: exists and is empty. flags: of launch/dlrm.py, for all rungs; a rung's own flags come after them. host: run
-    one instrumented twin of each rung too, after all that is timed. FailedError, with what it said, if a timed run
-    fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
-    them, whatever ends the ladder. A twin that fails leaves its log, and its rung without a host block.
+    folder: exists and is empty. flags: flags of launch/dlrm.py for all rungs; a rung's own flags come after them. host:
+    do one profiled run of each rung too, after all timed runs. FailedError, with its output, if a timed run fails;
+    ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name them,
+    whatever ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
     """
     members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
-    twins: dict[str, HostCost | None] = {}
+    host_costs: dict[str, HostCost | None] = {}
     order: list[str] = []
 
     def write() -> None:
@@ -58,7 +59,7 @@ def run_ladder(
             command=command,
             rounds=rounds,
             seed=seed,
-            rungs=rung_results(rungs, members, twins),
+            rungs=rung_results(rungs, members, host_costs),
             order=order,
         )
         (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
@@ -73,20 +74,20 @@ def run_ladder(
             yield run_id
         write()
         for rung in rungs if host else ():
-            run_id = twin_id(rung.name)
+            run_id = profiled_run_id(rung.name)
             place = ["--results-dir", str(folder), "--run-id", run_id]
             try:
                 run_forked(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
-                twins[rung.name] = host_cost(read_record(folder / run_id))
-            except ValueError:  # hours of timed rounds must not be lost for it
-                twins[rung.name] = None
+                host_costs[rung.name] = host_cost(read_record(folder / run_id))
+            except ValueError:  # must not cost the hours of timed rounds
+                host_costs[rung.name] = None
             write()
             yield run_id
 
 
 @contextlib.contextmanager
 def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
-    """order: ids of the timed runs that have ended."""
+    """Notes on an exception which timed runs are kept; `order` holds the ids of those that have ended."""
     try:
         yield
     except BaseException as error:
@@ -96,7 +97,7 @@ def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
 
 
 def _timed(record: Record) -> Record:
-    """The record; ValueError if it has no latency: hours of other runs later it would be of no more use."""
+    """The record, if it has a latency; else ValueError, at once and not after hours of other runs."""
     if record.run["latency_ms"] is None:
         raise ValueError(
             f"{record.folder} ended after {len(record.losses)} iterations, within its warm-up: lower "
@@ -105,6 +106,6 @@ def _timed(record: Record) -> Record:
     return record
 
 
-def twin_id(rung: str) -> str:
-    """Name of the record, and with .log of the output, of a rung's twin."""
+def profiled_run_id(rung: str) -> str:
+    """Id of a rung's profiled run; its output is in the file of this name with .log."""
     return f"host-{rung}"

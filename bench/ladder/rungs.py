@@ -147,8 +147,8 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
 nothing (A/A)."""
 
 
-def ladder_called(name: str) -> tuple[Rung, ...]:
-    """A built-in ladder; ValueError names the known ones."""
+def built_in_ladder(name: str) -> tuple[Rung, ...]:
+    """The rungs of a built-in ladder; ValueError names the known ladders."""
     if name not in LADDERS:
         raise ValueError(f"--rungs {name!r} is unknown: choose one of {', '.join(LADDERS)}")
     return LADDERS[name]

@@ -1,8 +1,8 @@
 """Measures the ceilings of this machine: one piece of work at a time, alone, on all ranks at once.
 
-Every piece has the size that an iteration of the preset has on one rank: copies, the dense network's GEMMs, all
+Each piece has the size that it has in an iteration of the preset on one rank: copies, the dense network's GEMMs, all
 collectives, the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many
-repetitions, so that launching costs nothing; launching is measured by itself.
+repetitions, so that launching costs nothing; the cost of launching is measured separately.
 """
 
 import time
@@ -45,15 +45,15 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
     batch_bytes = batch * 4 * (model.ids_per_sample + model.dense_in_features + 1)
     host = torch.zeros(batch_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     gpu = torch.zeros(batch_bytes, dtype=torch.uint8, device=device)
-    yield timer.of(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
-    yield timer.of("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
+    yield timer.time(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
+    yield timer.time("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
 
     yield from _collectives(timer, config, ranks, exchanged)
     for name, shape in gemm_shapes(model, batch).items():
         flop = 2.0 * shape[0] * shape[1] * shape[2]
-        yield timer.of(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
+        yield timer.time(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
 
-    rates = [timer.of(name, None, 2.0 * _copied_bytes(device), "B", work) for name, work in _memory(device).items()]
+    rates = [timer.time(name, None, 2.0 * _copied_bytes(device), "B", work) for name, work in _memory(device).items()]
     yield from rates
     rate = max(rates, key=lambda one: one["amount"] / one["ms"])
     for name, stage, amount in (
@@ -66,7 +66,7 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
 
 
 def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: torch.dtype) -> Iterator[Ceiling]:
-    """All of an iteration's; `exchanged` is what pooled vectors and gradients travel in."""
+    """Yields the ceilings of an iteration's collectives; pooled vectors and gradients travel as `exchanged`."""
     model, batch, device = config.model, config.local_batch_size, ranks.device
     pooled = batch * model.num_features * model.embedding_dim
     for name, stage, count, dtype in (
@@ -74,13 +74,13 @@ def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: to
         (POOLED, "embedding_forward", pooled, exchanged),
         (GRADIENTS, "embedding_backward", pooled, exchanged),
     ):
-        yield timer.of(name, stage, count * dtype.itemsize, "B", _all_to_all(count, dtype, ranks))
+        yield timer.time(name, stage, count * dtype.itemsize, "B", _all_to_all(count, dtype, ranks))
     part = torch.zeros(-(-dense_weights(model) // ranks.world_size), dtype=exchanged, device=device)
     whole = part.repeat(ranks.world_size)
-    yield timer.of(ALL_REDUCE, "dense_forward_backward", whole.nbytes, "B", lambda: dist.all_reduce(whole))
+    yield timer.time(ALL_REDUCE, "dense_forward_backward", whole.nbytes, "B", lambda: dist.all_reduce(whole))
     if device.type == "cuda":  # gloo has no reduce-scatter
-        yield timer.of(REDUCE_SCATTER, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
-        yield timer.of(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
+        yield timer.time(REDUCE_SCATTER, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
+        yield timer.time(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
 
 
 def dense_weights(model: ModelConfig) -> int:
@@ -118,7 +118,10 @@ def lookup_bytes(model: ModelConfig, batch: int, pooled_size: int) -> float:
 
 
 def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, batch: int, gradient_size: int) -> float:
-    """The same of the table update: ids and gradients read; rows and their state read and written, in fp32."""
+    """Memory traffic of a rank's share of the table update, in fp32.
+
+    Ids and gradients are read; rows and their optimizer state are read and written.
+    """
     ids, dim = batch * model.ids_per_sample, model.embedding_dim
     gradients = batch * model.num_features * model.embedding_dim * gradient_size
     return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
@@ -130,7 +133,7 @@ def _mlps(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:
-    """Exchange of about `count` elements, the same number between any two ranks."""
+    """An exchange of about `count` elements, the same number between any two ranks."""
     sent = torch.zeros(max(1, count // ranks.world_size) * ranks.world_size, dtype=dtype, device=ranks.device)
     received = torch.empty_like(sent)
     return lambda: dist.all_to_all_single(received, sent)
@@ -145,30 +148,32 @@ def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device)
 
 
 def _copied_bytes(device: torch.device) -> int:
-    """More than any cache holds."""
+    """Size of a copy that no cache can hold."""
     return 1 << 30 if device.type == "cuda" else 1 << 26
 
 
 def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Ways to read and write so many bytes, by name: the fastest is a ceiling for kernels, which the driver's own copy
-    (2.8 TB/s on an H200) need not be."""
+    """Ways to read and write _copied_bytes, by name.
+
+    The fastest is a ceiling for kernels; the driver's own copy (2.8 TB/s on an H200) need not be.
+    """
     source = torch.zeros(_copied_bytes(device) // 4, device=device)
     target = torch.empty_like(source)
     return {"memory: copy": lambda: target.copy_(source), "memory: add in place": lambda: target.add_(1)}
 
 
 def _launches(timer: "_Timer", device: torch.device) -> Iterator[Ceiling]:
-    """What the host pays to launch, one kernel after another and as a graph."""
+    """Yields what the host needs to launch kernels, one after another and as a graph."""
     x = torch.zeros(1, device=device)
 
     def launch() -> None:
         for _ in range(_LAUNCHES):
             x.add_(1)
 
-    yield timer.on_host(f"launch: {_LAUNCHES} kernels", launch)
+    yield timer.time_launching(f"launch: {_LAUNCHES} kernels", launch)
     if device.type == "cuda":
         graph = _captured(launch, 1)
-        yield timer.on_host(f"replay: a graph of {_LAUNCHES} kernels", graph.replay)
+        yield timer.time_launching(f"replay: a graph of {_LAUNCHES} kernels", graph.replay)
 
 
 class _Timer:
@@ -178,8 +183,8 @@ class _Timer:
         self._cuda = ranks.device.type == "cuda"
         self._repeats = 20 if self._cuda else 3
 
-    def of(self, name: str, stage: str | None, amount: float, unit: str, work: Callable[[], Any]) -> Ceiling:
-        """Time of the work on the device. Collective."""
+    def time(self, name: str, stage: str | None, amount: float, unit: str, work: Callable[[], Any]) -> Ceiling:
+        """Times the work on the device. Collective."""
         work()
         if self._cuda:
             graph = _captured(work, self._repeats)
@@ -188,8 +193,8 @@ class _Timer:
             times = [self._on_cpu(work) for _ in range(_MEASUREMENTS)]
         return Ceiling(name=name, stage=stage, ms=_slowest(median(times)) / self._repeats, amount=amount, unit=unit)
 
-    def on_host(self, name: str, work: Callable[[], Any]) -> Ceiling:
-        """Time that the host needs to launch work of _LAUNCHES kernels, which the device ends later. Collective."""
+    def time_launching(self, name: str, work: Callable[[], Any]) -> Ceiling:
+        """Times what the host needs to launch _LAUNCHES kernels, which the device ends later. Collective."""
         work()
         times = []
         for _ in range(_MEASUREMENTS):
@@ -223,7 +228,7 @@ class _Timer:
 
 
 def _captured(work: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
-    """A graph of the work, done `repeats` times. The work has run before, so that nothing initialises in it."""
+    """A graph of the work, `repeats` times. The work has run before, so that nothing initialises in the graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -1,10 +1,10 @@
-"""The instrumented twin of a run: the same configuration, with a profiler on for a few iterations.
+"""A profiled run: the configuration of a timed run, with a profiler on for a few iterations.
 
 dlrm-bench host RECORD, or dlrm-bench host --preset launch-bound [--field value ...]
 
-The timed run carries no instruments; its twin leaves a record of its own, whose blocks from host to kernels are
-filled and whose latencies nobody should compare, and a trace of each rank for Perfetto (https://ui.perfetto.dev).
-Under --nvtx it traces nothing and emits its ranges for nsys instead: CUPTI serves one profiler at a time.
+A timed run has no profiler. A profiled run leaves a record of its own, whose blocks from host to kernels are filled
+and whose latencies nobody should compare, and a trace of each rank for Perfetto (https://ui.perfetto.dev). With --nvtx
+it traces nothing and emits its ranges for nsys instead: CUPTI serves one profiler at a time.
 """
 
 import dataclasses
@@ -18,42 +18,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, profiler
 from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.thread_times import spent_ms, thread_times_ms
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.bench.records.kernel_names import STAGES
-from dlrm_bench.bench.records.schema import Instruments, Kernel, Span
+from dlrm_bench.bench.records.schema import Kernel, Profile, Span
 from dlrm_bench.dlrm.ranks import Ranks
 
 if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only
     from dlrm_bench.pipeline.interface import Pipeline
 
 MEASURED = 50
-"""Iterations after the warm-up that measure CPU time, without the profiler."""
+"""Iterations after the warm-up in which CPU time is measured, without the profiler."""
 SETTLING = 3
-"""Iterations with the profiler on that are not looked at: its start slows them down."""
+"""Iterations with the profiler on that do not count: its start slows them down."""
 PROFILED = 5
 """Iterations in the trace and in all counts."""
 
 
-def twin_config(config: RunConfig) -> RunConfig:
-    """The configuration of the twin: as many iterations as the instruments need, no evaluation.
+def profiled_config(config: RunConfig) -> RunConfig:
+    """The configuration of a profiled run: as many iterations as the profiler needs, and no evaluation.
 
-    ValueError where the data set is too short is the run's own.
+    Whether the data set is long enough, the run itself checks.
     """
     iterations = config.warmup_iterations + MEASURED + SETTLING + PROFILED
     return dataclasses.replace(config, iterations=iterations, target_auc=None)
 
 
-class InstrumentedPipeline:
-    """A pipeline whose train_step is measured; see pipeline/interface.py."""
+class ProfiledPipeline:
+    """A pipeline of pipeline/interface.py whose train_step is measured."""
 
     def __init__(self, pipeline: "Pipeline", folder: Path, config: RunConfig, ranks: Ranks, nvtx: bool = False) -> None:
-        """folder: of the record, where the traces go. nvtx: emit ranges for nsys and trace nothing; needs a GPU."""
+        """folder: where the record and the traces go. nvtx: emit ranges for nsys and trace nothing; needs a GPU."""
         cuda = ranks.device.type == "cuda"
         assert cuda or not nvtx
         self._pipeline = pipeline
@@ -64,10 +63,10 @@ class InstrumentedPipeline:
         self._cpu_ms = self._thread_ms = self._wall_ms = 0.0
         self._threads: list[dict[int, tuple[str, float]]] = []
         self._on = ExitStack()
-        self._profile: profile | None = None
+        self._profiler: profiler.profile | None = None
         if not nvtx:
-            self._profile = profile(
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            self._profiler = profiler.profile(
+                activities=[profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if cuda else [])],
                 # A second launching thread began before the profiler and would have no ranges.
                 experimental_config=_ExperimentalConfig(profile_all_threads=True),
             )
@@ -83,7 +82,7 @@ class InstrumentedPipeline:
             self._switch_on()
         if step < MEASURED + SETTLING:
             return self._pipeline.train_step(batches)
-        with record_function(ITERATION):
+        with profiler.record_function(ITERATION):
             loss = self._pipeline.train_step(batches)
         if step == MEASURED + SETTLING + PROFILED - 1:
             self._synchronize()
@@ -91,26 +90,26 @@ class InstrumentedPipeline:
         return loss
 
     def prepare(self, batch: Any) -> Any:
-        """The pipeline's."""
+        """Calls the pipeline's prepare, as the following methods call theirs."""
         return self._pipeline.prepare(batch)
 
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The pipeline's."""
+        """See prepare."""
         return self._pipeline.evaluate(batches)
 
     def describe(self) -> dict[str, Any]:
-        """The pipeline's."""
+        """See prepare."""
         return self._pipeline.describe()
 
     def close(self) -> None:
-        """The pipeline's."""
+        """See prepare."""
         self._pipeline.close()
 
-    def instruments(self) -> Instruments:
-        """Writes the traces; what they say, as mean of the ranks, on every rank. Collective."""
+    def profile(self) -> Profile:
+        """Writes the traces and returns what they say, as mean of the ranks. Collective, after training."""
         wall_ms = self._wall_ms / MEASURED
         times = {"cpu_ms": self._cpu_ms / MEASURED, "launching_thread_ms": self._thread_ms / MEASURED}
-        own = Instruments(
+        own = Profile(
             host={**times, "wall_ms": wall_ms},
             host_threads_ms={name: ms / MEASURED for name, ms in spent_ms(*self._threads).items()},
             gpu=None,
@@ -119,8 +118,8 @@ class InstrumentedPipeline:
             timeline=None,
             kernels=None,
         )
-        if self._profile is not None:
-            self._profile.export_chrome_trace(str(self._trace))
+        if self._profiler is not None:
+            self._profiler.export_chrome_trace(str(self._trace))
             trace = summarize_trace(read_trace(self._trace))
             own["host"] |= trace.calls
             own["stages_ms"] = trace.gpu_stages_ms or trace.host_stages_ms
@@ -136,17 +135,17 @@ class InstrumentedPipeline:
         return mean_of_ranks(everyone)
 
     def _switch_on(self) -> None:
-        if self._profile is not None:
-            self._on.enter_context(self._profile)
+        if self._profiler is not None:
+            self._on.enter_context(self._profiler)
         else:
             self._on.enter_context(torch.cuda.profiler.profile())  # where nsys has --capture-range cudaProfilerApi
             self._on.enter_context(torch.autograd.profiler.emit_nvtx())
 
     def _clocks(self, sign: int) -> None:
-        """Adds (1) or takes away (-1) the times so far of the process, this thread, and the wall.
+        """Adds (1) or subtracts (-1) the times so far of the process, of this thread and of the wall clock.
 
-        The host waits for the GPU, polling, before the first iteration that counts; after the last one its own time is
-        over before it does. Reading the other threads' times falls outside of it at both ends.
+        The host polls for the GPU before the first iteration that counts; after the last one its own time is read
+        before it waits. Reading the other threads' times is not part of the measured time at either end.
         """
         if sign < 0:
             self._synchronize()
@@ -163,10 +162,12 @@ class InstrumentedPipeline:
             torch.cuda.synchronize()
 
 
-def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
-    """One for all: means, of kernels also the extremes. What a rank did not have, such as a kernel, counts as zero;
-    stages' times are those of the ranks that had the stage. The idle fraction is that of the rank with the largest:
-    the others wait for it, in collectives that count as busy."""
+def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
+    """Mean of the ranks' profiles; kernels keep their extremes too.
+
+    A kernel that a rank did not have counts as zero there; times of a stage are means of the ranks that had it. The
+    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy.
+    """
     spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
     for rank in ranks:
@@ -181,7 +182,7 @@ def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
     if gpu is not None:
         gpu["idle_fraction"] = max(of_rank["idle_fraction"] for of_rank in gpus)
     blocks = ("host", "stages_ms", "host_stages_ms")
-    return Instruments(
+    return Profile(
         **{block: _mean([rank[block] for rank in ranks]) for block in blocks},  # type: ignore[typeddict-item,literal-required]
         host_threads_ms=_mean_by_name([rank["host_threads_ms"] for rank in ranks]),
         gpu=gpu,
@@ -191,7 +192,7 @@ def mean_of_ranks(ranks: Sequence[Instruments]) -> Instruments:
 
 
 def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
-    """One kernel of several ranks; those without it spent nothing on it."""
+    """Joins one kernel of several ranks; the ranks without it spent nothing on it."""
     calls, us = (sum(kernel[field] for kernel in same) / ranks for field in ("calls", "us"))
     least = min(kernel["least_us"] for kernel in same) if len(same) == ranks else 0.0
     most = max(kernel["most_us"] for kernel in same)
@@ -199,7 +200,7 @@ def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
 
 
 def _mean_by_name(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Most first; what a rank does not have counts as zero."""
+    """Mean by name, largest first; a name that a rank does not have counts as zero there."""
     total: defaultdict[str, float] = defaultdict(float)
     for rank in ranks:
         for name, ms in rank.items():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.machine import GpuState, current_gpu, gpu_state, nvml_session
-from dlrm_bench.bench.records.schema import Conditions, Throttling
+from dlrm_bench.bench.records.schema import Telemetry, Throttling
 
 INTERVAL_S = 0.5
 
@@ -66,9 +66,9 @@ class RunMonitor:
         if self._thread is not None:
             self._thread.join(timeout=10)  # a driver that hangs must not hang the run
 
-    def gather(self) -> Conditions:
-        """The conditions of all ranks, on every rank. Collective, after the loop."""
-        # The loop begins with a collection, and Python may catch up on one when it has ended: neither cost it any time.
+    def gather(self) -> Telemetry:
+        """The telemetry of all ranks, on every rank. Collective, after the loop."""
+        # The loop begins with a collection, and Python may catch up on one after its end: neither cost it any time.
         within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
         self._samples.gc_iterations = within
         ranks: list[Any] = [self._samples]
@@ -91,11 +91,11 @@ class RunMonitor:
                 self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
 
 
-def summarize(ranks: Sequence[Samples], interval_s: float) -> Conditions:
-    """Conditions from every rank's samples."""
+def summarize(ranks: Sequence[Samples], interval_s: float) -> Telemetry:
+    """Telemetry made of every rank's samples."""
     states = [state for samples in ranks for _, state in samples.states]
     throttling = [span for rank, samples in enumerate(ranks) for span in _spans(rank, samples)]
-    return Conditions(
+    return Telemetry(
         interval_s=interval_s,
         samples=max(len(samples.states) for samples in ranks),
         sm_clock_mhz=_triple([state.sm_clock_mhz for state in states]),

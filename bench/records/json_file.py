@@ -1,20 +1,105 @@
-"""Reading the JSON files that runs, ladders and limits leave."""
+"""The JSON files that runs, ladders and limits leave: reading them, and checking that they have their form."""
 
 import json
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+_WAY_OUT = "restore the file or leave it out"
 
 
-def read_json(path: Path, way_out: str = "") -> Any:
-    """What a JSON file holds. ValueError, naming file and position, if it is corrupt; OSError if it cannot be read.
-
-    way_out: ends the error's text.
-    """
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. ValueError, naming file and position, if it is corrupt; OSError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path} is corrupt at line {error.lineno} column {error.colno}: {error.msg}{way_out}"
+            f"{path} is corrupt at line {error.lineno} column {error.colno}: {error.msg}; {_WAY_OUT}"
         ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is corrupt at byte {error.start}: not UTF-8{way_out}") from error
+        raise ValueError(f"{path} is corrupt at byte {error.start}: not UTF-8; {_WAY_OUT}") from error
+
+
+def check_form(path: Path, content: Any, form: type, schemas: Sequence[int]) -> None:
+    """Checks that the content of a JSON file is of a known schema and has all fields of a TypedDict, down to the last.
+
+    form: the TypedDict; its annotations may hold TypedDicts, lists, dicts, literals, plain types, `| None` and Any.
+    schemas: the values of the field `schema` that this version reads. Fields that `form` does not name are allowed.
+    ValueError, naming the file and the fields.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: expected an object, found {type(content).__name__}; {_WAY_OUT}")
+    if content.get("schema") not in schemas:
+        raise ValueError(
+            f"{path} has schema {content.get('schema')!r}; this version reads {' and '.join(map(str, schemas))}: "
+            "use the version of the harness that wrote it"
+        )
+    missing, wrong = list(_missing(content, form, "")), list(_wrong(content, form, ""))
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: {_WAY_OUT}")
+    if wrong:
+        raise ValueError(f"{path}: {wrong[0]}; {_WAY_OUT}")
+
+
+def _missing(value: Any, kind: Any, field: str) -> Iterator[str]:
+    """Yields the path of each required field that is not there."""
+    kind = _without_none(kind)
+    if is_typeddict(kind) and isinstance(value, dict):
+        yield from (_join(field, name) for name in _hints(kind) if name in kind.__required_keys__ and name not in value)
+    for name, inner, inner_kind in _inner(value, kind, field):
+        yield from _missing(inner, inner_kind, name)
+
+
+def _wrong(value: Any, kind: Any, field: str) -> Iterator[str]:
+    """Yields a sentence about each value of another type than its field's, and each number that JSON cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{field} is {value}, which JSON cannot hold"
+    elif not _has_type(value, kind):
+        expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        yield f"{field} is {value!r}, expected {expected}"
+    for name, inner, inner_kind in _inner(value, kind, field):
+        yield from _wrong(inner, inner_kind, name)
+
+
+def _inner(value: Any, kind: Any, field: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields path, value and type of each value within a value; the type is Any where none is known."""
+    kind = _without_none(kind)
+    arguments = get_args(kind)
+    if isinstance(value, dict):
+        hints = _hints(kind) if is_typeddict(kind) else {}
+        other = arguments[1] if get_origin(kind) is dict else Any
+        yield from ((_join(field, str(name)), inner, hints.get(name, other)) for name, inner in value.items())
+    elif isinstance(value, list | tuple):
+        of_each = arguments[0] if get_origin(kind) is list else Any
+        yield from ((f"{field}[{i}]", inner, of_each) for i, inner in enumerate(value))
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotation's type, its inner values aside."""
+    if kind is Any or (value is None and type(None) in get_args(kind)):
+        return True
+    kind = _without_none(kind)
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, dict if is_typeddict(kind) else get_origin(kind) or kind)
+
+
+def _without_none(kind: Any) -> Any:
+    """X, given X | None."""
+    if get_origin(kind) in (Union, UnionType):
+        return next(argument for argument in get_args(kind) if argument is not type(None))
+    return kind
+
+
+@cache
+def _hints(form: Any) -> dict[str, Any]:
+    return get_type_hints(form)
+
+
+def _join(field: str, name: str) -> str:
+    return f"{field}.{name}" if field else name

@@ -1,25 +1,32 @@
-"""The form of limits.json, and the floor that its ceilings make."""
+"""The form of limits.json, reading it, and the floor that its ceilings make."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.schema import Git, Machine
 
-BATCH_COPY = "host to device: one batch"
-IDS = "all-to-all: ids"
-POOLED = "all-to-all: pooled vectors"
-GRADIENTS = "all-to-all: their gradients"
-ALL_REDUCE = "all-reduce: dense gradients"
-REDUCE_SCATTER = "reduce-scatter: dense gradients"
-ALL_GATHER = "all-gather: dense weights"
-LOOKUP = "memory traffic: table lookup"
-UPDATE = "memory traffic: table update"
-ADAGRAD = "memory traffic: dense update"
-ALL_TO_ALLS = (IDS, POOLED, GRADIENTS)
-MEMORY = (LOOKUP, UPDATE, ADAGRAD)
+LIMITS_JSON = "limits.json"
+LIMITS_SCHEMA = 1
+
+
+class Limits(TypedDict):
+    """What limits.json holds."""
+
+    schema: int
+    id: str
+    created: str
+    command: str
+    git: Git
+    machine: Machine
+    config: dict[str, Any]
+    """What the sizes follow from: preset, world_size, local_batch_size, precision, model and, but in older files,
+    table_optimizer."""
+    ceilings: "list[Ceiling]"
+    floor_ms: dict[str, float]
+    """Least time of each stage, and of the whole under 'iteration': see floor()."""
 
 
 class Ceiling(TypedDict):
@@ -36,25 +43,31 @@ class Ceiling(TypedDict):
     """B, FLOP or launches."""
 
 
-LIMITS_JSON = "limits.json"
-LIMITS_SCHEMA = 1
+# Names of ceilings.
+BATCH_COPY = "host to device: one batch"
+IDS = "all-to-all: ids"
+POOLED = "all-to-all: pooled vectors"
+GRADIENTS = "all-to-all: their gradients"
+ALL_REDUCE = "all-reduce: dense gradients"
+REDUCE_SCATTER = "reduce-scatter: dense gradients"
+ALL_GATHER = "all-gather: dense weights"
+LOOKUP = "memory traffic: table lookup"
+UPDATE = "memory traffic: table update"
+ADAGRAD = "memory traffic: dense update"
+ALL_TO_ALLS = (IDS, POOLED, GRADIENTS)
+MEMORY = (LOOKUP, UPDATE, ADAGRAD)
 
 
-class Limits(TypedDict):
-    """limits.json."""
-
-    schema: int
-    id: str
-    created: str
-    command: str
-    git: Git
-    machine: Machine
-    config: dict[str, Any]
-    """preset, world_size, local_batch_size, precision, model: what the sizes follow from; since it is recorded,
-    table_optimizer."""
-    ceilings: list[Ceiling]
-    floor_ms: dict[str, float]
-    """Of each stage, and 'iteration'."""
+def read_limits(path: Path) -> Limits:
+    """limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is missing or damaged."""
+    file = path / LIMITS_JSON if path.is_dir() else path
+    try:
+        content: Any = read_json(file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): `dlrm-bench limits` makes one") from error
+    check_form(file, content, Limits, (LIMITS_SCHEMA,))
+    limits: Limits = content
+    return limits
 
 
 def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:
@@ -76,20 +89,3 @@ def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:
     chain = ms["embedding_forward"] + ms["dense_forward_backward"] + ms["embedding_backward"]
     copies = sum(c["ms"] for c in ceilings if c["name"] == BATCH_COPY)
     return ms | {"iteration": max(chain, links, memory, copies)}
-
-
-def read_limits(path: Path) -> Limits:
-    """limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is damaged."""
-    file = path / LIMITS_JSON if path.is_dir() else path
-    try:
-        limits = read_json(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): `dlrm-bench limits` makes one") from error
-    if not isinstance(limits, dict) or limits.get("schema") != LIMITS_SCHEMA:
-        raise ValueError(f"{file} is no limits record of schema {LIMITS_SCHEMA}")
-    missing = [name for name in Limits.__annotations__ if name not in limits]
-    machine = limits.get("machine") or ()
-    missing += [f"machine.{name}" for name in sorted(Machine.__required_keys__) if name not in machine]
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
-    return limits  # type: ignore[return-value]

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.bench.records.schema import (
+    READABLE_SCHEMAS,
     RECORD_SCHEMA,
-    Conditions,
     Git,
-    Instruments,
     LatencySummary,
     Machine,
+    Profile,
     RunRecord,
+    Telemetry,
     Training,
     TrainingStatus,
-    check_record,
 )
 from dlrm_bench.bench.records.statistics import median_ci95, slowest_rank, summary_statistics
 from dlrm_bench.bench.records.upgrade import upgraded
@@ -121,13 +121,13 @@ def build_record(
     training: TrainingOutcome | None,
     pipeline: dict[str, Any],
     peak_memory_bytes: Sequence[int] | None = None,
-    conditions: Conditions | None = None,
-    instruments: Instruments | None = None,
+    telemetry: Telemetry | None = None,
+    profile: Profile | None = None,
 ) -> RunRecord:
     """Assembles run.json from what a run knows.
 
     iterations_ms: float32 [ranks, iterations]. losses: [iterations]. peak_memory_bytes: one number for each rank.
-    instruments: None unless the run is an instrumented twin.
+    profile: None unless the run is a profiled one.
     """
     global_batch_size = config.local_batch_size * world_size
     warmup = config.warmup_iterations
@@ -145,8 +145,8 @@ def build_record(
         latency_ms=latency,
         samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
-        **(instruments or dict.fromkeys(Instruments.__annotations__)),  # type: ignore[typeddict-item]
-        conditions=conditions,
+        **(profile or dict.fromkeys(Profile.__annotations__)),  # type: ignore[typeddict-item]
+        conditions=telemetry,
         training=_training(training, losses) if training else None,
     )
 
@@ -163,7 +163,7 @@ def write_record(
     if path.exists():
         raise ValueError(f"{path} exists and records are never edited: choose another --run-id or --results-dir")
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
-    check_record(path, record)
+    check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
     np.savez_compressed(folder / ITERATIONS_NPZ, latency_ms=latency_ms, loss=loss)
@@ -183,10 +183,10 @@ def read_record(folder: Path) -> Record:
     """
     path = folder / RUN_JSON
     try:
-        record = read_json(path, "; restore it or leave it out")
+        record = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: {folder} is no record of a finished run") from None
-    check_record(path, record)
+    check_form(path, record, RunRecord, READABLE_SCHEMAS)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     record["config"] = upgraded(record["config"], record["schema"])
@@ -236,7 +236,7 @@ def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, los
     for name, value in (("n", len(slowest)), *summary_statistics(slowest).items()):
         # The sums of another numpy version may differ in the last bits, and its random numbers altogether: the
         # interval is not recomputed.
-        if not isinstance(written[name], int | float) or not math.isclose(written[name], value, rel_tol=1e-9):
+        if not math.isclose(written[name], value, rel_tol=1e-9):
             raise ValueError(
                 f"{path} disagrees with {RUN_JSON}: latency_ms.{name} is {value} by the raw times and "
                 f"{written[name]} in the summary"

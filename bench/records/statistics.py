@@ -56,6 +56,12 @@ class Comparison:
     """Whether the intervals hold the variance between runs. Without, they speak of these very runs and no others."""
 
 
+def mean_statistics(runs: Sequence[np.ndarray]) -> dict[Metric, float]:
+    """The four metrics of runs, each the geometric mean over the runs; a run is its latencies [n], in milliseconds."""
+    of_runs = [summary_statistics(run) for run in runs]
+    return {metric: float(np.exp(np.mean([np.log(each[metric]) for each in of_runs]))) for metric in METRICS}
+
+
 def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
     """Latencies [n] of the iterations after the first `warmup`, each that of its slowest rank.
 

@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dlrm_bench.bench.analysis.floor import WORK_SHOWN, best_cells, doubts_of_floor
+from dlrm_bench.bench.analysis.floor import WORK_SHOWN, best_cells, caveats_of_floor
 from dlrm_bench.bench.analysis.ladder import HOST_COLUMNS, host_cells
 from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, log_row, read_mlperf_log
 from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
@@ -263,7 +263,7 @@ def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
     """Why the floor may not be that of these records, by label, in words; empty where there is no reason."""
     found: dict[str, list[str]] = {}
     for label, records in beside.items():
-        for doubt in dict.fromkeys(doubt for record in records for doubt in doubts_of_floor(limits, record.run)):
+        for doubt in dict.fromkeys(doubt for record in records for doubt in caveats_of_floor(limits, record.run)):
             found.setdefault(doubt, []).append(label)
     return "".join(f" Doubtful: {doubt} ({', '.join(labels)})." for doubt, labels in found.items())
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrm_bench.bench.analysis.comparability import doubts
+from dlrm_bench.bench.analysis.comparability import caveats
 from dlrm_bench.bench.analysis.compare import Side, read_side, side_of_records
-from dlrm_bench.bench.analysis.floor import Work, check_same_work, doubts_of_floor, work_of_kernels
-from dlrm_bench.bench.analysis.ladder import LADDER_JSON, Ladder, read_ladder
+from dlrm_bench.bench.analysis.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
 from dlrm_bench.bench.records.kernel_names import short_kernel_name
+from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, read_ladder
 from dlrm_bench.bench.records.limits import LIMITS_JSON, Limits, read_limits
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 
@@ -47,8 +47,8 @@ def _collect(path: Path, material: Material) -> None:
     if path.is_file():
         material.logs.append(read_side(path))
     elif (path / LADDER_JSON).exists():
-        ladder, sides = read_ladder(path)
-        members = {rung["name"]: [read_record(path / record) for record in rung["records"]] for rung in ladder["rungs"]}
+        ladder, members = read_ladder(path)
+        sides = {name: side_of_records(name, records) for name, records in members.items()}
         material.ladders.append((ladder, sides, members))
         for rung in ladder["rungs"]:
             if rung["host"]:
@@ -143,11 +143,15 @@ def works(material: Material) -> dict[str, tuple[str | None, list[Work]]]:
         # Of its precision, if there are any; of these the least doubtful, and the newest.
         limits = max(
             fitting,
-            key=lambda x: (x["config"].get("precision") == precision, -len(doubts_of_floor(x, twin.run)), x["created"]),
+            key=lambda x: (
+                x["config"].get("precision") == precision,
+                -len(caveats_of_floor(x, twin.run)),
+                x["created"],
+            ),
             default=None,
         )
         if limits is not None and kernels:
-            beside = "; ".join((limits["id"], *doubts_of_floor(limits, twin.run)))
+            beside = "; ".join((limits["id"], *caveats_of_floor(limits, twin.run)))
             found[label] = (beside, work_of_kernels(limits, twin.run))
         elif kernels:
             alone = [
@@ -170,7 +174,7 @@ def all_doubts(material: Material) -> dict[str, list[str]]:
     """Every doubt, and the runs that it is about."""
     found: dict[str, list[str]] = {}
     for record in _all_records(material):
-        for doubt in doubts(record):
+        for doubt in caveats(record):
             found.setdefault(doubt, []).append(record.run["id"])
     return found
 

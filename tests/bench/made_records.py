@@ -13,7 +13,7 @@ from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.record import RUN_JSON, TrainingOutcome, build_record, write_record
-from dlrm_bench.bench.records.schema import Conditions, Git, Instruments, Kernel, Machine, Span
+from dlrm_bench.bench.records.schema import Git, Kernel, Machine, Profile, Span, Telemetry
 from tests.pipelines import changed
 
 SERIES = Path(__file__).resolve().parents[1] / "data" / "series" / "cpu_smoke.npz"
@@ -60,7 +60,7 @@ def write(
         "machine": H200,
         "training": TrainingOutcome(status="no_target", epoch_num=0.0),
         "pipeline": {},
-        "conditions": conditions(),
+        "telemetry": telemetry(),
     }
     write_record(folder, build_record(**known | changes, iterations_ms=ms, losses=losses), ms, losses)
     return folder
@@ -71,10 +71,10 @@ def configured(**changes: Any) -> RunConfig:
     return changed(preset("launch-bound"), **{"warmup_iterations": WARMUP} | changes)
 
 
-def conditions(throttled: bool = False, clock: float = 1980) -> Conditions:
+def telemetry(throttled: bool = False, clock: float = 1980) -> Telemetry:
     """What NVML and the garbage collector would have said."""
     span = {"rank": 0, "reason": "power cap", "first_iteration": 20, "last_iteration": 60}
-    return Conditions(
+    return Telemetry(
         interval_s=0.5,
         samples=10,
         sm_clock_mhz=[clock - 30, clock, clock],
@@ -86,12 +86,12 @@ def conditions(throttled: bool = False, clock: float = 1980) -> Conditions:
     )
 
 
-def instruments() -> Instruments:
-    """What a twin on a GPU would have measured."""
+def profile() -> Profile:
+    """What a profiled run on a GPU would have measured."""
     stages = dict.fromkeys((*STAGES, OTHER), 1.5)
     host = ("cpu_ms", "launching_thread_ms", "wall_ms", *COUNTS)
     spans = [Span(start_ms=0.25 * i, end_ms=0.25 * i + 0.5, busy_ms=0.4) for i in range(len(STAGES))]
-    return Instruments(
+    return Profile(
         host=dict.fromkeys(host, 12.0),
         host_threads_ms={"batch-reader": 0.02, "idle": 0.0001},
         gpu={"busy_ms": 1.5, "idle_fraction": 0.875},

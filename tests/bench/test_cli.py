@@ -13,9 +13,12 @@ import torch
 from dlrm_bench.bench import ROOT, cli
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.ladder import launching, run_ladder
+from dlrm_bench.bench.records import record
+from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.dlrm.command_line import FailedError
 from tests.bench.analysis.test_mlperf_logs import LOGS
-from tests.bench.made_records import conditions, recorded_runs, write
+from tests.bench.ladder.made_ladders import make, pretend_runs
+from tests.bench.made_records import recorded_runs, telemetry, write
 
 RUNS = recorded_runs()
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
@@ -56,7 +59,7 @@ def test_fail_on_needs_runs_and_a_percentage(two: tuple[str, str], capsys: pytes
 
 def test_strict(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *two, "--strict"]) == 0
-    throttled = write(tmp_path / "c", RUNS[0], conditions=conditions(throttled=True))
+    throttled = write(tmp_path / "c", RUNS[0], telemetry=telemetry(throttled=True))
     assert main(["compare", two[0], str(throttled)]) == 0
     assert "warning: " in capsys.readouterr().out
     assert main(["compare", two[0], str(throttled), "--strict"]) == 2
@@ -67,6 +70,29 @@ def test_json(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *two, "--json", "--fail-on", "2%"]) == 1
     (result,) = json.loads(capsys.readouterr().out)
     assert result["verdict"] == "slower"
+
+
+def test_each_record_is_read_once(two: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def counting(path: Path) -> object:
+        read.append(path)
+        return read_json(path)
+
+    monkeypatch.setattr(record, "read_json", counting)
+    every = sorted(tmp_path.glob("*/run*/run.json"))
+    assert main(["compare", *two]) == 0
+    assert sorted(read) == every
+    pretend_runs(monkeypatch)
+    ladder = tmp_path / "ladder"
+    ladder.mkdir()
+    read.clear()
+    ran = make(ladder, rounds=2, host=True)
+    members = sorted(ladder / run_id / "run.json" for run_id in ran)
+    assert sorted(read) == members
+    read.clear()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report")]) == 0
+    assert sorted(read) == sorted([*every, *members])
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

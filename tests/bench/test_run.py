@@ -18,7 +18,7 @@ from rich.console import Console
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
-from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.measure.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.records.record import Record, read_record
@@ -351,7 +351,7 @@ def test_padding_does_not_count():
         config=config,
         ranks=Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=cpu),
         dataset=dataset,  # type: ignore[arg-type]
-        schedule=Schedule.of(config, 8, 1),
+        schedule=plan_schedule(config, 8, 1),
         pipeline=FirstFeature(),  # type: ignore[arg-type]
         log=MLPerfLog(None),
         clock=IterationClock(cpu),

@@ -20,7 +20,7 @@ from dlrm_bench.bench.analysis.compare import (
 )
 from dlrm_bench.bench.records.statistics import METRICS
 from tests.bench.analysis.test_mlperf_logs import LOGS, small_log
-from tests.bench.made_records import H200, conditions, configured, edit, instruments, recorded_runs, write
+from tests.bench.made_records import H200, configured, edit, profile, recorded_runs, telemetry, write
 
 RUNS = recorded_runs()
 
@@ -85,8 +85,8 @@ def test_sides_one_after_the_other_may_hide_drift(tmp_path: Path) -> None:
         ({"machine": {**H200, "driver": "570.0"}}, "driver differs"),
         ({"machine": {**H200, "power_limit_w": 500.0}}, "power limit"),
         ({"machine": {**H200, "sm_clock_max_mhz": 1700}}, "largest SM clock"),
-        ({"conditions": conditions(clock=1700)}, "SM clock during the run"),
-        ({"conditions": conditions(throttled=True)}, r"b: throttled \(power cap\) in 2 of 2 runs"),
+        ({"telemetry": telemetry(clock=1700)}, "SM clock during the run"),
+        ({"telemetry": telemetry(throttled=True)}, r"b: throttled \(power cap\) in 2 of 2 runs"),
         ({"git": {"commit": "0123abc", "dirty": True}}, "b: source tree differed from its commit in 2 of 2 runs"),
         ({"config": configured(local_batch_size=256)}, "global batch differs: 1024 in .*, 512 in"),
         ({"config": configured(precision="bf16")}, "precision differs"),
@@ -100,7 +100,7 @@ def test_what_should_be_equal_and_is_not(tmp_path: Path, changes: dict[str, Any]
 
 def test_clocks_a_little_apart_and_unknown_values_are_no_difference(tmp_path: Path) -> None:
     unknown = {**H200, "driver": None}
-    result = sides(tmp_path, runs=2, conditions=conditions(clock=1970), machine=unknown)
+    result = sides(tmp_path, runs=2, telemetry=telemetry(clock=1970), machine=unknown)
     assert result.differences == []
 
 
@@ -158,7 +158,7 @@ def test_json_holds_everything(tmp_path: Path) -> None:
 
 def test_twins_and_unfinished_runs_are_left_out_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "a" / "x", RUNS[0])
-    write(tmp_path / "a" / "x-host", RUNS[0], instruments=instruments())
+    write(tmp_path / "a" / "x-host", RUNS[0], profile=profile())
     (tmp_path / "a" / "cut").mkdir()
     (tmp_path / "a" / "cut" / "result_0.txt").touch()
     side = read_side(tmp_path / "a")

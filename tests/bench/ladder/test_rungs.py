@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from dlrm_bench.bench.ladder.rungs import LADDERS, Rung, ladder_called
+from dlrm_bench.bench.ladder.rungs import LADDERS, Rung, built_in_ladder
 from dlrm_bench.launch.dlrm import parse
 
 
@@ -25,7 +25,7 @@ AFTER_ALL = ("one-launch-thread", "graph-dists")
 
 @pytest.mark.parametrize("name", LADDERS)
 def test_every_rung_is_a_valid_configuration(name: str) -> None:
-    rungs = ladder_called(name)
+    rungs = built_in_ladder(name)
     assert len({rung.name for rung in rungs}) == len(rungs)
     configs = [parse(["--preset", "launch-bound", *rung.flags]) for rung in rungs]
     assert len(set(configs)) == (1 if name == "same" else len(rungs))
@@ -45,7 +45,7 @@ def test_every_rung_is_a_valid_configuration(name: str) -> None:
     ],
 )
 def test_the_five_stages_gain_one_switch_a_rung(name: str, order: list[str]) -> None:
-    rungs = [r for r in ladder_called(name) if "five-stage" in r.flags and r.name not in AFTER_ALL]
+    rungs = [r for r in built_in_ladder(name) if "five-stage" in r.flags and r.name not in AFTER_ALL]
     assert pairs(rungs[0]) == {("--pipeline", "five-stage"), ("--no-row-wise",), ("--precision", "tf32")}
     added = [pairs(b) - pairs(a) for a, b in pairwise(rungs)]
     assert [[pair[0] for pair in more] for more in added] == [[flag] for flag in order]
@@ -80,4 +80,4 @@ def test_the_full_ladder_ends_in_everything() -> None:
 
 def test_unknown_ladders() -> None:
     with pytest.raises(ValueError, match="--rungs 'fast' is unknown: choose one of stock"):
-        ladder_called("fast")
+        built_in_ladder("fast")

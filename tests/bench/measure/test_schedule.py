@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.measure.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig
 
@@ -22,7 +22,7 @@ def config(**changes: object) -> RunConfig:
     ("local_batch", "world_size", "cadence"), [(6912, 8, 3793), (512, 128, 3200), (4096, 8, 6401), (8448, 16, 1551)]
 )
 def test_mlperfs_cadence(local_batch, world_size, cadence):
-    schedule = Schedule.of(config(local_batch_size=local_batch), MLPERF_TRAIN_SAMPLES, world_size)
+    schedule = plan_schedule(config(local_batch_size=local_batch), MLPERF_TRAIN_SAMPLES, world_size)
     gbs = local_batch * world_size
     assert schedule.evaluate_every == cadence == MLPERF_TRAIN_SAMPLES // (20 * gbs)
     assert schedule.global_batch_size == gbs
@@ -36,9 +36,9 @@ def test_evaluations_follow_the_cadence_and_the_last_iteration(samples, batch, w
     this = config(local_batch_size=batch, evaluations_per_epoch=per_epoch, target_auc=0.8 if has_target else None)
     if samples < gbs:
         with pytest.raises(ValueError, match="--local-batch-size"):
-            Schedule.of(this, samples, world_size)
+            plan_schedule(this, samples, world_size)
         return
-    schedule = Schedule.of(this, samples, world_size)
+    schedule = plan_schedule(this, samples, world_size)
     evaluated = [i for i in range(1, schedule.iterations + 1) if schedule.evaluates_after(i)]
     if not has_target:
         assert evaluated == []
@@ -51,7 +51,7 @@ def test_evaluations_follow_the_cadence_and_the_last_iteration(samples, batch, w
 
 
 def test_fewer_iterations_than_an_epoch():
-    schedule = Schedule.of(config(iterations=17, local_batch_size=10), 2000, 2)
+    schedule = plan_schedule(config(iterations=17, local_batch_size=10), 2000, 2)
     assert schedule.iterations == 17
     assert schedule.evaluate_every == 5
     assert [i for i in range(1, 18) if schedule.evaluates_after(i)] == [5, 10, 15, 17]
@@ -60,7 +60,7 @@ def test_fewer_iterations_than_an_epoch():
 
 def test_random_batches_have_no_epoch():
     this = config(data=DataConfig(), iterations=10**6, target_auc=None)
-    schedule = Schedule.of(this, None, 2)
+    schedule = plan_schedule(this, None, 2)
     assert (schedule.iterations, schedule.evaluate_every) == (10**6, None)
     assert [schedule.epoch_num(i) for i in (0, 250_000, 10**6)] == [0, 0.25, 1]  # of what is planned
     assert not schedule.evaluates_after(10**6)
@@ -68,9 +68,9 @@ def test_random_batches_have_no_epoch():
 
 def test_errors_name_the_flag():
     with pytest.raises(ValueError, match=r"--local-batch-size 512 on 4 rank.*exceeds the 2047 training samples"):
-        Schedule.of(config(), 2047, 4)
+        plan_schedule(config(), 2047, 4)
     with pytest.raises(ValueError, match=r"--iterations 4 exceeds one epoch, 3 global batches of 1024"):
-        Schedule.of(config(iterations=4), 3 * 1024 + 1023, 2)
-    Schedule.of(config(iterations=3), 3 * 1024, 2)
+        plan_schedule(config(iterations=4), 3 * 1024 + 1023, 2)
+    plan_schedule(config(iterations=3), 3 * 1024, 2)
     with pytest.raises(ValueError, match=r"--warmup-iterations 3 leaves nothing to time of 3 iterations"):
-        Schedule.of(replace(preset("smoke"), warmup_iterations=3), 3 * 1024, 2)
+        plan_schedule(replace(preset("smoke"), warmup_iterations=3), 3 * 1024, 2)

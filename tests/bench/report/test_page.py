@@ -23,8 +23,8 @@ from dlrm_bench.bench.report.page import PUBLISHED, _marks, _published, write_re
 from dlrm_bench.bench.report.sources import Material, collect
 from dlrm_bench.dlrm.config import OptimizerConfig
 from tests.bench.analysis.test_mlperf_logs import LOGS
-from tests.bench.made_records import H200, conditions, configured, edit, instruments, recorded_runs, write
-from tests.bench.measure.test_limits import some_limits
+from tests.bench.made_records import H200, configured, edit, profile, recorded_runs, telemetry, write
+from tests.bench.records.test_limits import some_limits
 
 RUNS = recorded_runs()
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -40,7 +40,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         run_id = flags[-1]
         if run_id == "host-same":
             raise ValueError("this twin failed")
-        known = {"instruments": instruments()} if run_id.startswith("host-") else {}
+        known = {"profile": profile()} if run_id.startswith("host-") else {}
         write(results / "ladder" / run_id, next(runs) * (0.5 if run_id.endswith("fast") else 1.0), **known)
 
     monkeypatch.setattr(ladder_module, "run_forked", pretend)
@@ -48,9 +48,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rungs = (Rung("stock", ()), Rung("fast", (), "Half of the work."), Rung("same", ()))
     folder, command = results / "ladder", "dlrm-bench ladder"
     list(run_ladder(rungs, folder=folder, processes=2, rounds=3, seed=0, flags=[], command=command, host=True))
-    write(results / "timed-1", RUNS[20], conditions=conditions(throttled=True))
+    write(results / "timed-1", RUNS[20], telemetry=telemetry(throttled=True))
     write(results / "timed-2", RUNS[21], minute=1)
-    write(results / "twin-<b>", RUNS[22], instruments=instruments())
+    write(results / "twin-<b>", RUNS[22], profile=profile())
     (results / "limits").mkdir()
     (results / "limits" / LIMITS_JSON).write_text(json.dumps(some_limits()))
     shutil.copytree(LOGS, results / "mlperf")
@@ -96,26 +96,26 @@ def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: 
 
 
 def test_kernels_without_limits_and_twins_without_counts(tmp_path: Path) -> None:
-    write(tmp_path / "results" / "counted", RUNS[0], instruments=instruments())
+    write(tmp_path / "results" / "counted", RUNS[0], profile=profile())
     none = dict.fromkeys(("gpu", "stages_ms", "host_stages_ms", "timeline", "kernels"))
     clocks = {"cpu_ms": 1.0, "launching_thread_ms": 1.0, "wall_ms": 2.0}
-    write(tmp_path / "results" / "nvtx", RUNS[0], instruments={"host": clocks, **none})
+    write(tmp_path / "results" / "nvtx", RUNS[0], profile={"host": clocks, **none})
     text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
     assert "no limits record of this work" in text
     assert re.search(r"<td>nvtx</td><td>1.000</td><td>2.000</td>\s*(<td>missing</td>\s*){5}", text)
 
 
 def test_a_twin_with_empty_blocks_has_missing_cells(tmp_path: Path) -> None:
-    edit(write(tmp_path / "results" / "twin", RUNS[0], instruments=instruments()), host={}, gpu={"computing_ms": 1.0})
+    edit(write(tmp_path / "results" / "twin", RUNS[0], profile=profile()), host={}, gpu={"computing_ms": 1.0})
     text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
     assert re.search(r"<td>twin</td>\s*(<td>missing</td>\s*){8}</tr>", text)
 
 
 def test_kernels_beside_their_ceilings_come_before_newer_ones(tmp_path: Path) -> None:
-    write(tmp_path / "results" / "a-known", RUNS[0], instruments=instruments())
+    write(tmp_path / "results" / "a-known", RUNS[0], profile=profile())
     for i in range(3):
         other = configured(local_batch_size=64)
-        write(tmp_path / "results" / f"b-{i}", RUNS[0], minute=i + 1, config=other, instruments=instruments())
+        write(tmp_path / "results" / f"b-{i}", RUNS[0], minute=i + 1, config=other, profile=profile())
     folder = tmp_path / "results" / "limits"
     folder.mkdir()
     (folder / LIMITS_JSON).write_text(json.dumps(some_limits()))
@@ -144,7 +144,7 @@ def test_a_floor_of_other_work_or_another_machine_says_so(tmp_path: Path) -> Non
     machine = {**H200, "hosts": ["node1"]}
     folder = tmp_path / "results"
     write(folder / "timed", RUNS[0], config=config, machine=machine)
-    write(folder / "twin", RUNS[1], config=config, machine=machine, instruments=instruments())
+    write(folder / "twin", RUNS[1], config=config, machine=machine, profile=profile())
     for i, host in enumerate(("node0", "node1", "node2")):
         (folder / f"limits-{host}").mkdir()
         known = {"id": f"limits-{host}", "created": f"2026-11-21T00:0{i}:00+00:00"}

@@ -1,101 +1,17 @@
-"""Ceilings and the floor made of them. That they can be measured, test_cli.py shows."""
+"""Records and their kernels beside the floor of a limits record."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrm_bench.bench.analysis.floor import distance_table, doubts_of_floor, limits_table, work_of_kernels, work_table
-from dlrm_bench.bench.measure.ceilings import dense_weights, gemm_shapes, lookup_bytes, update_bytes
-from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.limits import (
-    ADAGRAD,
-    ALL_GATHER,
-    ALL_REDUCE,
-    BATCH_COPY,
-    IDS,
-    LIMITS_JSON,
-    LOOKUP,
-    POOLED,
-    REDUCE_SCATTER,
-    Ceiling,
-    Limits,
-    floor,
-    read_limits,
-)
+from dlrm_bench.bench.analysis.floor import caveats_of_floor, distance_table, limits_table, work_of_kernels, work_table
+from dlrm_bench.bench.records.limits import ADAGRAD, ALL_GATHER, REDUCE_SCATTER
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.bench.records.schema import Git, Kernel, RunRecord
+from dlrm_bench.bench.records.schema import Kernel, RunRecord
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
-from dlrm_bench.dlrm.model import DenseNetwork
-from dlrm_bench.dlrm.presets import MLPERF_MODEL
-from tests.bench.made_records import H200, configured, instruments, kernel, recorded_runs, write
-
-
-def ceiling(name: str, stage: str | None, ms: float, amount: float = 1e6, unit: str = "B") -> Ceiling:
-    return Ceiling(name=name, stage=stage, ms=ms, amount=amount, unit=unit)
-
-
-def some_limits(**changes: Any) -> Limits:
-    config = configured()
-    ceilings = [
-        ceiling(BATCH_COPY, "input_dist", 0.1),
-        ceiling(IDS, "input_dist", 0.2),
-        ceiling(LOOKUP, "embedding_forward", 0.3),
-        ceiling(POOLED, "embedding_forward", 0.4),
-        ceiling("GEMM: top 0 forward", "dense_forward_backward", 0.5, unit="FLOP"),
-        ceiling("GEMM: top 1 forward", "dense_forward_backward", 0.5, unit="FLOP"),
-        ceiling(ALL_REDUCE, "dense_forward_backward", 0.8),
-        ceiling("launch: 100 kernels", None, 0.2, 100, "launches"),
-    ]
-    model = json.loads(json.dumps(dataclasses.asdict(config.model)))
-    known: dict[str, Any] = {
-        "schema": 1,
-        "id": "limits",
-        "created": "2026-11-21T00:00:00+00:00",
-        "command": "torchrun",
-        "git": Git(commit="0123abc", dirty=False),
-        "machine": H200,
-        "config": {"world_size": 2, "local_batch_size": config.local_batch_size, "model": model, "precision": "tf32"},
-        "ceilings": ceilings,
-        "floor_ms": floor(ceilings),
-    }
-    return Limits(**known | changes)  # type: ignore[typeddict-item]
-
-
-def test_the_floor_hides_what_waits_for_nothing() -> None:
-    assert some_limits()["floor_ms"] == pytest.approx(
-        {
-            "input_dist": 0.3,
-            "embedding_forward": 0.7,
-            "dense_forward_backward": 1.0,  # the all-reduce hides behind the GEMMs
-            "embedding_backward": 0,
-            "dense_update": 0,
-            "iteration": 1.7,  # and the input dist behind all of it
-        }
-    )
-
-
-def test_the_floor_is_no_lower_than_what_uses_one_resource() -> None:
-    assert floor([ceiling(ALL_REDUCE, "dense_forward_backward", 9), ceiling(IDS, "input_dist", 2)])["iteration"] == 11
-    assert floor([ceiling(BATCH_COPY, "input_dist", 5)])["iteration"] == 5
-    assert floor([ceiling(ALL_REDUCE, "dense_forward_backward", 9)])["dense_forward_backward"] == 9
-
-
-def test_sizes_of_the_mlperf_model() -> None:
-    assert dense_weights(MLPERF_MODEL) == 16_044_545
-    assert dense_weights(preset("smoke").model) == sum(
-        p.numel() for p in DenseNetwork(preset("smoke").model).parameters()
-    )
-    flop = sum(2 * m * n * k for m, n, k in gemm_shapes(MLPERF_MODEL, batch=1).values())
-    assert flop == pytest.approx(96e6, rel=0.01)
-    assert lookup_bytes(MLPERF_MODEL, 1, pooled_size=2) == 214 * (4 + 512) + 26 * 128 * 2
-    assert update_bytes(MLPERF_MODEL, OptimizerConfig(), 1, gradient_size=4) == 214 * (4 + 2048) + 26 * 128 * 4
-    assert (
-        update_bytes(MLPERF_MODEL, OptimizerConfig(embedding="sgd"), 1, gradient_size=4)
-        == 214 * (4 + 1024) + 26 * 128 * 4
-    )
+from tests.bench.made_records import H200, configured, kernel, profile, recorded_runs, write
+from tests.bench.records.test_limits import ceiling, some_limits
 
 
 def test_tables(tmp_path: Path) -> None:
@@ -103,7 +19,7 @@ def test_tables(tmp_path: Path) -> None:
     rows = [str(cell) for cell in limits_table(limits).columns[0].cells]
     assert rows.count("GEMMs: top") == 1
     timed = read_record(write(tmp_path / "timed", recorded_runs()[0])).run
-    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], instruments=instruments())).run
+    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], profile=profile())).run
     table = distance_table(limits, [timed, twin])
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     assert cells[2][:5] == [""] * 5
@@ -113,8 +29,8 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def twin_with(folder: Path, *kernels: Kernel, **changes: Any) -> RunRecord:
-    measured = {**instruments(), "kernels": list(kernels)}
-    return read_record(write(folder, recorded_runs()[0], instruments=measured, config=configured(**changes))).run
+    measured = {**profile(), "kernels": list(kernels)}
+    return read_record(write(folder, recorded_runs()[0], profile=measured, config=configured(**changes))).run
 
 
 def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
@@ -227,7 +143,7 @@ def test_a_floor_of_other_work_is_doubtful(
     limits = some_limits(machine={**H200, **measured})
     limits["config"]["table_optimizer"] = "adagrad"
     record = read_record(write(tmp_path / "x", recorded_runs()[0], **ran)).run
-    assert doubts_of_floor(limits, record) == [said]
+    assert caveats_of_floor(limits, record) == [said]
     assert str(distance_table(limits, [record, record]).caption) == "\n".join([f"warning: x: {said}"] * 2)
 
 
@@ -236,25 +152,7 @@ def test_what_limits_or_record_do_not_say_is_no_doubt(tmp_path: Path) -> None:
     ran_by_sgd = configured(optimizer=OptimizerConfig(embedding="sgd"))
     record = read_record(write(tmp_path / "x", recorded_runs()[0], machine=nameless, config=ran_by_sgd)).run
     named = some_limits(machine={**H200, "hosts": ["a"]})
-    assert doubts_of_floor(named, record) == []
+    assert caveats_of_floor(named, record) == []
     assert distance_table(named, [record]).caption is None
     renamed = read_record(write(tmp_path / "y", recorded_runs()[0], machine={**H200, "hosts": ["b"]})).run
-    assert doubts_of_floor(some_limits(machine=nameless), renamed) == []
-
-
-def test_reading(tmp_path: Path) -> None:
-    limits, file = some_limits(), tmp_path / LIMITS_JSON
-    with pytest.raises(ValueError, match=r"limits\.json cannot be read"):
-        read_limits(tmp_path)
-    file.write_text(json.dumps(limits))
-    assert read_limits(tmp_path) == read_limits(file) == limits
-    for content, message in (
-        (b'{"schema"', "corrupt at line 1 column"),
-        (b"\xfe", "corrupt at byte 0"),
-        (b"3", "no limits record of schema 1"),
-        (b'{"schema": 1}', "lacks id"),
-        (json.dumps(limits | {"machine": {}}).encode(), r"lacks machine\.cores, machine\.cpu"),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            read_limits(tmp_path)
+    assert caveats_of_floor(some_limits(machine=nameless), renamed) == []

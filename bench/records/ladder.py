@@ -1,0 +1,98 @@
+"""The form of ladder.json, and reading a ladder: the folder that holds it and the records of its members."""
+
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.records.statistics import mean_statistics
+
+LADDER_JSON = "ladder.json"
+LADDER_SCHEMA = 1
+
+
+class Ladder(TypedDict):
+    """What ladder.json holds."""
+
+    schema: int
+    id: str
+    created: str
+    command: str
+    rounds: int
+    seed: int
+    rungs: "list[RungResult]"
+    order: list[str]
+    """Ids of all members in the order in which they ran."""
+
+
+class RungResult(TypedDict):
+    """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None where one round was run."""
+
+    name: str
+    flags: list[str]
+    record: str
+    """The member whose median is the middle one."""
+    records: list[str]
+    """One member of each round, in order."""
+    median_ms: float
+    """Geometric mean of the members' medians."""
+    speedup_vs_first: float
+    speedup_vs_previous: float
+    ci95: list[float] | None
+    """Interval of speedup_vs_first."""
+    ci95_vs_previous: list[float] | None
+    loss_difference: float | None
+    """Largest relative difference from the first rung's losses over the first 5 iterations."""
+    p99_ms: NotRequired[float]
+    """Geometric mean of the members' 99th percentiles. Older ladders lack this field and the following ones."""
+    note: NotRequired[str]
+    """What the rung takes away, in a sentence; may be empty."""
+    host: NotRequired["HostCost | None"]
+    """None where no profiled run was asked for, or it failed."""
+
+
+class HostCost(TypedDict):
+    """What a rung's profiled run measured of an iteration, mean of the ranks."""
+
+    record: str
+    """Id of the profiled run."""
+    cpu_ms: float
+    wall_ms: float
+    """Time of an iteration without the profiler."""
+    kernel_launches: float
+    graph_launches: float
+    stream_syncs: float
+    d2h_copies: float
+    gpu_idle_fraction: float | None
+    """Share of the traced iterations: see bench/measure/trace.py. None without a GPU."""
+
+
+def read_ladder(folder: Path) -> tuple[Ladder, dict[str, list[Record]]]:
+    """ladder.json in `folder`, its optional fields filled in, and the members of each rung by its name.
+
+    ValueError, naming the file, if it or a member is missing or damaged.
+    """
+    ladder = read_ladder_json(folder)
+    members = {rung["name"]: [read_record(folder / record) for record in rung["records"]] for rung in ladder["rungs"]}
+    for rung in ladder["rungs"]:
+        if "p99_ms" not in rung:
+            rung["p99_ms"] = mean_statistics([record.latencies_ms for record in members[rung["name"]]])["p99"]
+    return ladder, members
+
+
+def read_ladder_json(folder: Path) -> Ladder:
+    """ladder.json in `folder`, without its members; an older one stays without p99_ms.
+
+    ValueError, naming the file, if it is missing or damaged.
+    """
+    file = folder / LADDER_JSON
+    try:
+        content: Any = read_json(file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): name the folder of a finished ladder") from error
+    check_form(file, content, Ladder, (LADDER_SCHEMA,))
+    ladder: Ladder = content
+    for rung in ladder["rungs"]:
+        rung.setdefault("note", "")
+        rung.setdefault("host", None)
+    return ladder

@@ -1,0 +1,52 @@
+"""Ladders whose runs never ran: records of recorded runs, for tests of what makes and reads ladders."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench.ladder import run_ladder as module
+from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE
+from dlrm_bench.bench.ladder.run_ladder import run_ladder
+from dlrm_bench.bench.ladder.rungs import Rung
+from tests.bench.made_records import profile, recorded_runs, write
+
+RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision", "bf16")), Rung("c", ()))
+SPEED = {"a": 1.0, "b": 0.5, "c": 0.5}
+
+
+def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_twins: str = "") -> list[str]:
+    """Instead of real runs: records of recorded runs, and of twins; the list of ids of what ran, in order."""
+    runs = iter(recorded_runs())
+    ended: list[str] = []
+
+    def pretend(flags: list[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
+        run_id, folder = flags[flags.index("--run-id") + 1], Path(flags[flags.index("--results-dir") + 1])
+        assert (launcher, flags[0] == "host") == ((MEASURE, True) if run_id.startswith("host-") else (LAUNCHER, False))
+        if run_id.startswith("host-"):
+            assert "--seed" in flags[1:]
+            ended.append(run_id)
+            if run_id[-1] in failing_twins:
+                raise ValueError("out of memory")
+            write(folder / run_id, recorded_runs()[0], profile=profile())
+            return
+        assert flags[:2] == ["--seed", "3"]
+        assert processes == 2
+        write(folder / run_id, next(runs) * SPEED[run_id[-1]], minute=len(ended))
+        ended.append(run_id)
+
+    monkeypatch.setattr(module, "run_forked", pretend)
+    return ended
+
+
+def make(folder: Path, rounds: int = 4, host: bool = False) -> list[str]:
+    flags = ["--seed", "3"]
+    runs = run_ladder(RUNGS, folder=folder, processes=2, rounds=rounds, seed=1, flags=flags, command="cmd", host=host)
+    return list(runs)
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ladder of three rungs and four rounds, of recorded runs: b takes half of a's time, c as long as b."""
+    ended = pretend_runs(monkeypatch)
+    assert make(tmp_path) == ended
+    return tmp_path

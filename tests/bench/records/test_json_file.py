@@ -1,0 +1,64 @@
+"""The check that a JSON file has its form."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+import pytest
+
+from dlrm_bench.bench.records.json_file import check_form
+
+
+class Outer(TypedDict):
+    schema: int
+    name: str
+    ratio: float
+    status: Literal["good", "bad"]
+    free: dict[str, Any]
+    inner: "Inner | None"
+    several: list["Inner"]
+    by_name: dict[str, float]
+    flag: NotRequired[bool | None]
+
+
+class Inner(TypedDict):
+    size: int | None
+
+
+GOOD: dict[str, Any] = {
+    "schema": 2,
+    "name": "x",
+    "ratio": 1,
+    "status": "good",
+    "free": {"anything": [None, {}]},
+    "inner": {"size": 3},
+    "several": [{"size": None}, {"size": 1, "of a later version": 1}],
+    "by_name": {"a": 1.5},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"flag": None}, {"flag": True}, {"inner": None}, {"several": []}])
+def test_what_is_well_formed(changes: dict[str, Any]) -> None:
+    check_form(Path("x.json"), GOOD | changes, Outer, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "x.json is damaged: expected an object, found list; restore the file or leave it out"),
+        ({}, "x.json has schema None; this version reads 1 and 2: use the version of the harness that wrote it"),
+        (GOOD | {"schema": 3}, "x.json has schema 3; this version reads 1 and 2"),
+        ({"schema": 1, "inner": {}, "several": [{}]}, "x.json lacks name, ratio, status, free, by_name, inner.size, "),
+        (GOOD | {"several": [GOOD["inner"], {}]}, "x.json lacks several[1].size: restore the file or leave it out"),
+        (GOOD | {"name": None}, "x.json: name is None, expected str; restore"),
+        (GOOD | {"ratio": True}, "x.json: ratio is True, expected float"),
+        (GOOD | {"status": "fair"}, "x.json: status is 'fair', expected Literal['good', 'bad']"),
+        (GOOD | {"inner": 7}, "x.json: inner is 7, expected "),
+        (GOOD | {"inner": {"size": 1.5}}, "x.json: inner.size is 1.5, expected int | None"),
+        (GOOD | {"by_name": {"a": "b"}}, "x.json: by_name.a is 'b', expected float"),
+        (GOOD | {"free": {"x": [1.0, float("nan")]}}, "x.json: free.x[1] is nan, which JSON cannot hold"),
+    ],
+)
+def test_what_is_not_is_named_with_its_file(content: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_form(Path("x.json"), content, Outer, (1, 2))
