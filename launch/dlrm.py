@@ -1,6 +1,8 @@
-"""Train DLRM-DCNv2 as a preset says; leave an MLPerf log and a record of its latency.
+"""Trains DLRM-DCNv2 as a preset says; leaves an MLPerf log and a record of its latency.
 
 torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--pipeline static] [--field value ...]
+
+Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of `launch/dlrm.py`.
 
 --preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --pipeline takes
 torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
@@ -14,13 +16,18 @@ import logging
 import os
 import signal
 import sys
-import traceback
 import warnings
-from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
-# Python puts this folder first on the path; the package dlrm_bench is this file's own, whatever pip has installed.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if "dlrm_bench" not in sys.modules:
+    # The package is the tree around this file, a checkout or what pip installed, whatever else the path leads to.
+    _tree = ModuleSpec("dlrm_bench", None, is_package=True)
+    _tree.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["dlrm_bench"] = module_from_spec(_tree)
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    del sys.path[0]  # Python's own doing: the files here are modules of the package and have no other names
 
 # Kernels of many streams and communicators are in flight; in the eight hardware queues that CUDA takes by default they
 # could queue behind one another.
@@ -35,14 +42,15 @@ if not sys.warnoptions:
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED, leave
+from dlrm_bench.dlrm.command_line import leave
+from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
 # What needs torch is imported once the flags are read: --help and a wrong flag answer at once.
 
 
 def parse(arguments: list[str]) -> RunConfig:
-    """The configuration of a command line; exits after --help and --print-*. ValueError names a bad flag."""
+    """Returns the configuration of a command line; exits after --help and --print-*. ValueError names a bad flag."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="smoke")
@@ -64,7 +72,7 @@ def parse(arguments: list[str]) -> RunConfig:
 
 
 def main() -> int:
-    """Train as the command line says; returns the exit status."""
+    """Trains as the command line says; returns the exit status."""
     config = parse(sys.argv[1:])
     from dlrm_bench.bench.run import run
     from dlrm_bench.bench.summary import print_summary
@@ -75,19 +83,6 @@ def main() -> int:
     status = print_summary(outcome, ranks)
     ranks.destroy_process_group()
     return status
-
-
-def guarded(work: Callable[[], int]) -> int:
-    """The exit status of `work`; prints what went wrong, and on which rank."""
-    where = f"rank {os.environ.get('RANK', '-')}"
-    try:
-        return work()
-    except ValueError as error:
-        print(f"{where}: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
-    except Exception:
-        print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
 
 
 if __name__ == "__main__":

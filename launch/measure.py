@@ -1,23 +1,31 @@
-"""What `dlrm-bench host` and `dlrm-bench limits` start: torchrun ... launch/measure.py KIND [flags of launch/dlrm.py].
+"""Starts what `dlrm-bench host` and `dlrm-bench limits` measure: torchrun ... launch/measure.py KIND [flags].
 
-host: a profiled run of launch/dlrm.py. limits: the ceilings of this machine. nvtx: a profiled run that emits its ranges
-for another profiler: nsys profile torchrun ... launch/measure.py nvtx ... Never for timing.
+KIND is host (a profiled run of launch/dlrm.py), limits (the ceilings of this machine), or nvtx (a profiled run that
+emits its ranges for another profiler: nsys profile torchrun ... launch/measure.py nvtx ...). The flags are those of
+launch/dlrm.py. Never for timing.
 """
 
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
-# As in launch/dlrm.py.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if "dlrm_bench" not in sys.modules:  # as in launch/dlrm.py, which does the rest
+    _tree = ModuleSpec("dlrm_bench", None, is_package=True)
+    _tree.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["dlrm_bench"] = module_from_spec(_tree)
 
 from dlrm_bench.dlrm.command_line import leave
-from dlrm_bench.launch.dlrm import guarded, parse
+from dlrm_bench.launch.dlrm import parse
+from dlrm_bench.launch.failures import guarded
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Measures as the command line says; returns the exit status."""
     what, *flags = sys.argv[1:] or ["nothing"]
+    if what not in ("host", "limits", "nvtx"):
+        raise ValueError(f"{what!r} cannot be measured: host, nvtx or limits can")
     # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
     from dlrm_bench.bench.measure.limits import run_limits
@@ -34,10 +42,8 @@ def main() -> int:
     if what in ("host", "nvtx"):
         config = profiled_config(config)
         run(config, ranks, command, partial(ProfiledPipeline, config=config, ranks=ranks, nvtx=what == "nvtx"))
-    elif what == "limits":
-        run_limits(config, ranks, command)
     else:
-        raise ValueError(f"{what!r} cannot be measured: host, nvtx or limits can")
+        run_limits(config, ranks, command)
     ranks.destroy_process_group()
     return 0
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import PIPELINES, RunConfig, as_json
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
 from dlrm_bench.bench.presets import PRESETS, preset
@@ -146,6 +147,36 @@ def test_starts_from_any_directory_and_a_reader_may_leave(tmp_path):
     piped = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert piped.stdout == "{\n"
     assert piped.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments", "status"),
+    [
+        ("dlrm", ["--help"], 0),
+        ("dlrm", ["--print-config"], 0),
+        ("dlrm", ["--learning-rte", "1"], 2),
+        ("dlrm", ["--local-batch-size", "0"], 2),
+        ("measure", ["limits", "--help"], 0),
+        ("measure", ["ghost"], 2),
+    ],
+)
+def test_help_and_a_wrong_flag_import_no_torch(launcher, arguments, status):
+    """They answer at once; torch and TorchRec take seconds to import."""
+    program = f"""
+import sys
+from dlrm_bench.launch.failures import guarded
+from dlrm_bench.launch.{launcher} import main
+sys.argv[0] = "{launcher}.py"
+try:
+    ended = guarded(main)
+except SystemExit as leave:
+    ended = leave.code or 0
+print("imported:", *({{"torch", "torchrec", "fbgemm_gpu", "triton", "pynvml"}} & set(sys.modules)), file=sys.stderr)
+sys.exit(ended)
+"""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.splitlines()[-1] == "imported:"
 
 
 # Under torchrun.

@@ -1,0 +1,14 @@
+"""The command line of launch/measure.py; what it measures is tested beside bench/measure/ and by dlrm-bench's tests."""
+
+import pytest
+
+from dlrm_bench.launch import measure
+from dlrm_bench.launch.failures import guarded
+
+
+@pytest.mark.parametrize("arguments", [[], ["ghost"], ["--preset", "smoke"]])
+def test_an_unknown_kind_is_named(monkeypatch, capsys, arguments):
+    monkeypatch.setattr("sys.argv", ["launch/measure.py", *arguments])
+    assert guarded(measure.main) == 2
+    kind = arguments[0] if arguments else "nothing"
+    assert f"error: {kind!r} cannot be measured: host, nvtx or limits can" in capsys.readouterr().err
