@@ -232,15 +232,17 @@ class Report:
     paths: Positional[tuple[Path, ...]]
     """Records, ladders, limits and MLPerf logs, or folders of them."""
     out: Path = Path("report")
-    """Folder of index.html and the pictures; what is in it is replaced."""
+    """Folder of index.html and the pictures; only files that an earlier report wrote are replaced."""
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Writes the page; returns the exit status."""
         from dlrm_bench.bench.report.page import write_report
 
         _refuse(forwarded)
-        page = write_report(self.paths, self.out)
-        console.print(f"page {page} ({page.stat().st_size / 1e6:.2f} MB)", soft_wrap=True)
+        report = write_report(self.paths, self.out, stderr_console())
+        for note in report.notes:
+            console.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"page {report.page} ({report.page.stat().st_size / 1e6:.2f} MB)", soft_wrap=True)
         return 0
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.analysis.comparability import SM_CLOCK, caveats_of_side, different, settings_of
 from dlrm_bench.bench.analysis.mlperf_logs import MLPerfRun, read_mlperf_log
+from dlrm_bench.bench.records.distinct import distinct
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.records.statistics import Comparison, Metric, Ratio, Verdict, compare, mean_statistics
 
@@ -101,14 +102,14 @@ def read_side(path: Path) -> Side:
         unfinished = [
             folder.name for folder in folders if (folder / "result_0.txt").exists() and folder not in finished
         ]
-        records = [read_record(folder) for folder in finished]
+        records, copies = distinct([read_record(folder) for folder in finished])
         timed = [record for record in records if record.run["host"] is None]
         left_out = {
             "unfinished runs": unfinished,
             "profiled runs": [r.run["id"] for r in records if r not in timed],
         }
         said = [f"{path}: {what} left out: {', '.join(names)}" for what, names in left_out.items() if names]
-        return side_of_records(str(path), timed, said)
+        return side_of_records(str(path), timed, said + copies)
     logs = sorted(path.glob("result_*.txt"))
     if logs:
         return _side_of_logs(str(path), [run for log in logs for run in read_mlperf_log(log)])

@@ -1,5 +1,6 @@
 """The form of ladder.json, and reading a ladder: the folder that holds it and the records of its members."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -67,13 +68,13 @@ class HostCost(TypedDict):
     """Share of the traced iterations: see bench/measure/trace.py. None without a GPU."""
 
 
-def read_ladder(folder: Path) -> tuple[Ladder, dict[str, list[Record]]]:
+def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> tuple[Ladder, dict[str, list[Record]]]:
     """ladder.json in `folder`, its optional fields filled in, and the members of each rung by its name.
 
-    ValueError, naming the file, if it or a member is missing or damaged.
+    read: reads a member. ValueError, naming the file, if it or a member is missing or damaged.
     """
     ladder = read_ladder_json(folder)
-    members = {rung["name"]: [read_record(folder / record) for record in rung["records"]] for rung in ladder["rungs"]}
+    members = {rung["name"]: [read(folder / record) for record in rung["records"]] for rung in ladder["rungs"]}
     for rung in ladder["rungs"]:
         if "p99_ms" not in rung:
             rung["p99_ms"] = mean_statistics([record.latencies_ms for record in members[rung["name"]]])["p99"]

@@ -34,19 +34,17 @@ class SeriesMarks:
 
 def distributions(series: dict[str, np.ndarray]) -> Figure:
     """Latencies [n], ms, of each name: whole range, p10 to p90, median and p99, on a logarithmic axis."""
-    figure, axes = _figure(0.42 * len(series) + 1.0)
+    figure, axes = _rows(list(series))
     for y, values in enumerate(series.values()):
         low, p10, median, p90, p99, high = np.percentile(values, (0, 10, 50, 90, 99, 100))
         axes.plot((low, high), (y, y), color=_MID, linewidth=1, zorder=1)
         axes.barh(y, p90 - p10, left=p10, height=0.5, color=_LIGHT, edgecolor=_DARK, linewidth=0.8, zorder=2)
         axes.plot((p99, p99), (y - 0.25, y + 0.25), color=_DARK, linewidth=1.5, linestyle=":", zorder=3)
         axes.plot(median, y, "o", color=_DARK, markersize=4, zorder=4)
-        axes.annotate(f"{median:.2f}", (median, y), (0, 9), textcoords="offset points", ha="center", fontsize=_FONT - 1)
-    _names(axes, list(series))
+        _write(axes, f"{median:.2f}", high, y)
     axes.set_xscale("log")
     _plain_numbers(axes)
-    axes.set_xlabel("ms: range (line), p10 to p90 (box), median (dot), p99 (dotted)", fontsize=_FONT)
-    return figure
+    return _explained(figure, "ms: range (line), p10 to p90 (box), median (dot and number), p99 (dotted)")
 
 
 def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesMarks) -> Figure:
@@ -69,10 +67,10 @@ def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesM
     return figure
 
 
-def stages(twins: dict[str, dict[str, float]]) -> Figure:
+def stages(profiled: dict[str, dict[str, float]]) -> Figure:
     """Milliseconds of each stage for each name, stacked."""
-    figure, axes = _figure(0.5 * len(twins) + 1.5)
-    for y, times in enumerate(twins.values()):
+    figure, axes = _rows(list(profiled), inches=0.4, around=1.2)
+    for y, times in enumerate(profiled.values()):
         left = 0.0
         for stage, colour, hatch in zip((*STAGES, OTHER), _STAGE_COLOURS, _HATCHES, strict=True):
             label = stage.replace("_", " ") if y == 0 else None
@@ -80,57 +78,50 @@ def stages(twins: dict[str, dict[str, float]]) -> Figure:
             style: dict[str, Any] = {"facecolor": colour, "edgecolor": "black", "linewidth": 0.6, "hatch": hatch}
             axes.barh(y, ms, left=left, height=0.6, label=label, **style)
             left += ms
-        axes.annotate(f" {left:.2f}", (left, y), va="center", fontsize=_FONT)
-    _names(axes, list(twins))
-    axes.set_xlabel("ms per iteration", fontsize=_FONT)
-    axes.margins(x=0.12)
+        _write(axes, f"{left:.2f}", left, y)
+    _explained(figure, "ms per iteration")
     figure.legend(fontsize=_FONT - 1, ncols=3, loc="outside upper center")
     return figure
 
 
-def timelines(twins: dict[str, dict[str, Span]]) -> Figure:
+def timelines(profiled: dict[str, dict[str, Span]]) -> Figure:
     """Spans of the stages of one iteration for each name, below one another on time scales of their own."""
-    heights = [0.2 * len(timeline) + 0.75 for timeline in twins.values()]
+    heights = [0.2 * len(timeline) + 0.75 for timeline in profiled.values()]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.2), layout="constrained")
-    grid = figure.add_gridspec(len(twins), 1, height_ratios=heights)
+    grid = figure.add_gridspec(len(profiled), 1, height_ratios=heights)
     style = dict(zip(STAGES, zip(_STAGE_COLOURS, _HATCHES, strict=True), strict=False))
-    for row, (name, timeline) in enumerate(twins.items()):
+    for row, (name, timeline) in enumerate(profiled.items()):
         axes = _plain(figure.add_subplot(grid[row]))
         for y, (stage, span) in enumerate(timeline.items()):
             colour, hatch = style[stage]
             length = span["end_ms"] - span["start_ms"]
             bar: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
             axes.barh(y, length, left=span["start_ms"], height=0.7, **bar)
-            axes.annotate(f" busy {span['busy_ms']:.3g}", (span["end_ms"], y), va="center", fontsize=_FONT - 1)
+            _write(axes, f"busy {span['busy_ms']:.3g}", span["end_ms"], y)
         axes.axvline(0, color="black", linewidth=0.6)
         _names(axes, [stage.replace("_", " ") for stage in timeline])
         axes.set_title(name, fontsize=_FONT, loc="left")
         axes.use_sticky_edges = False
-        axes.margins(x=0.06)
-        axes.set_xlim(right=axes.get_xlim()[1] * 1.12)
-    axes.set_xlabel("ms from the iteration's first kernel, or on the host from its beginning", fontsize=_FONT)
-    return figure
+        axes.margins(x=0.03)
+    return _explained(figure, "ms from the iteration's first kernel, or on the host from its beginning")
 
 
 def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
     """(name, us, us at best or None) of kernels, measured beside best."""
-    figure, axes = _figure(0.42 * len(rows) + 1.1)
+    figure, axes = _rows([name for name, _, _ in rows], inches=0.34)
     for y, (_, us, best) in enumerate(rows):
         axes.barh(y, us, height=0.62, facecolor=_LIGHT, edgecolor=_DARK, hatch="///", linewidth=0.8)
         if best is not None:
             axes.barh(y, best, height=0.28, facecolor=_DARK)
-        text = f" {us:.0f}, best not known" if best is None else f" {us:.0f}, best {best:.0f} ({us / best:.1f} x)"
-        axes.annotate(text, (max(us, best or 0), y), va="center", fontsize=_FONT)
-    _names(axes, [textwrap.fill(name, 28) for name, _, _ in rows])
-    axes.margins(x=0.45)
-    axes.set_xlabel("us per iteration and rank; hatched: measured, dark: at best", fontsize=_FONT)
-    return figure
+        text = f"{us:.0f}, best not known" if best is None else f"{us:.0f}, best {best:.0f} ({us / best:.1f} x)"
+        _write(axes, text, max(us, best or 0), y)
+    return _explained(figure, "us per iteration and rank; hatched: measured, dark: at best")
 
 
 def waterfall(ladder: Ladder) -> Figure:
-    """Median of each rung, and what it saves of the one before it."""
+    """Median of each rung, what it saves of the one before it, and the ratio to the first."""
     rungs = ladder["rungs"]
-    figure, axes = _figure(0.45 * len(rungs) + 1.0)
+    figure, axes = _rows([rung["name"] for rung in rungs])
     before = rungs[0]["median_ms"]
     for y, rung in enumerate(rungs):
         now = rung["median_ms"]
@@ -141,48 +132,52 @@ def waterfall(ladder: Ladder) -> Figure:
             axes.barh(y, before - now, left=now, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
         interval = rung["ci95_vs_previous"]
         proven = "" if y == 0 or (interval and not interval[0] <= 1 <= interval[1]) else " ~"
-        text = f" {now:.2f} ms" + (f", {rung['speedup_vs_previous']:.2f} x{proven}" if y else "")
-        axes.annotate(text, (max(before, now), y), va="center", fontsize=_FONT)
+        times = f", {rung['speedup_vs_previous']:.2f} x{proven} ({rung['speedup_vs_first']:.1f} x)" if y else ""
+        _write(axes, f"{now:.2f} ms{times}", max(before, now), y)
         before = now
-    _names(axes, [rung["name"] for rung in rungs])
-    axes.margins(x=0.35)
-    axes.set_xlabel("median ms; hatched: saved by this rung, dark: lost; ~: not proven", fontsize=_FONT)
-    return figure
+    return _explained(
+        figure,
+        "median ms; hatched: saved by this rung, dark: lost; x: times faster than the rung before,\n"
+        "~: not proven, in brackets: than the first rung",
+    )
 
 
 def above_floor(rows: Sequence[tuple[str, float, float]]) -> Figure:
     """(name, floor, measured) in milliseconds, side by side."""
-    figure, axes = _figure(0.5 * len(rows) + 1.3)
+    figure, axes = _rows([name.replace("_", " ") for name, _, _ in rows], inches=0.4, around=1.1)
     for y, (_, least, now) in enumerate(rows):
         first = y == 0
         axes.barh(y - 0.18, least, height=0.34, color=_DARK, label="floor" if first else None)
         style: dict[str, Any] = {"facecolor": _LIGHT, "edgecolor": _DARK, "hatch": "///", "linewidth": 0.8}
         axes.barh(y + 0.18, now, height=0.34, label="measured" if first else None, **style)
         times = f" ({now / least:.1f} x)" if least else ""
-        axes.annotate(f" {now:.2f}{times}", (max(now, least), y + 0.18), va="center", fontsize=_FONT)
-    _names(axes, [name.replace("_", " ") for name, _, _ in rows])
-    axes.margins(x=0.25)
-    axes.set_xlabel("ms per iteration", fontsize=_FONT)
+        _write(axes, f"{now:.2f}{times}", max(now, least), y)
+    _explained(figure, "ms per iteration")
     figure.legend(fontsize=_FONT - 1, ncols=2, loc="outside upper center")
     return figure
 
 
 def published(rows: Sequence[tuple[str, float, bool]]) -> Figure:
     """(name, ms per iteration, whether ours): published records and ours."""
-    figure, axes = _figure(0.36 * len(rows) + 0.9)
+    figure, axes = _rows([name for name, _, _ in rows], wrap=32)
     for y, (_, ms, ours) in enumerate(rows):
         style: dict[str, Any] = {"facecolor": _DARK} if ours else {"facecolor": _LIGHT, "hatch": "///"}
         axes.barh(y, ms, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
-        axes.annotate(f" {ms:.2f}", (ms, y), va="center", fontsize=_FONT)
-    _names(axes, [name for name, _, _ in rows])
-    axes.margins(x=0.12)
-    axes.set_xlabel("mean ms per iteration; solid: ours", fontsize=_FONT)
-    return figure
+        _write(axes, f"{ms:.2f}", ms, y)
+    return _explained(figure, "mean ms per iteration; solid: ours")
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")  # no pyplot: no window, no state to close
     return figure, _plain(figure.add_subplot())
+
+
+def _rows(names: list[str], inches: float = 0.3, around: float = 0.9, wrap: int = 24) -> tuple[Figure, Axes]:
+    """A figure with a row of `inches` for each name, more where its lines of `wrap` characters need more."""
+    lines = max(len(textwrap.wrap(name, wrap)) for name in names)
+    figure, axes = _figure(max(inches, 0.17 * lines) * len(names) + around)
+    _names(axes, names, wrap)
+    return figure, axes
 
 
 def _plain(axes: Axes) -> Axes:
@@ -191,15 +186,27 @@ def _plain(axes: Axes) -> Axes:
     return axes
 
 
-def _names(axes: Axes, names: list[str]) -> None:
-    """Names on the vertical axis, first one on top."""
-    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
-    axes.invert_yaxis()
+def _names(axes: Axes, names: list[str], wrap: int = 24) -> None:
+    """Writes names on the vertical axis, the first one on top, in lines of at most `wrap` characters."""
+    axes.set_yticks(range(len(names)), [textwrap.fill(name, wrap) for name in names], fontsize=_FONT)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def _write(axes: Axes, text: str, x: float, y: float) -> None:
+    """Writes to the right of (x, y), where no bar is; the layout makes room for it."""
+    axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=_FONT)
+
+
+def _explained(figure: Figure, text: str) -> Figure:
+    """Writes `text` below everything, as wide as the figure: under the axes alone it would not fit."""
+    figure.supxlabel(text, fontsize=_FONT)
+    return figure
 
 
 def _plain_numbers(axes: Axes, which: str = "x") -> None:
-    """1, 2, 5 and 10 instead of powers of ten."""
+    """Sets ticks at 1, 2, 5 and 10, or at 1 and 10 where these would not fit, and writes no powers."""
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,179 @@
+"""Families of runs that a report shows together: each ladder, and the runs in no ladder, in the order of the page."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from dlrm_bench.bench.analysis.comparability import caveats
+from dlrm_bench.bench.analysis.compare import Side, side_of_records
+from dlrm_bench.bench.analysis.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
+from dlrm_bench.bench.records.kernel_names import short_kernel_name
+from dlrm_bench.bench.records.ladder import Ladder
+from dlrm_bench.bench.records.limits import Limits
+from dlrm_bench.bench.records.record import Record
+from dlrm_bench.bench.records.schema import Machine
+from dlrm_bench.bench.report.sources import Sources
+
+NO_LADDER = "runs in no ladder"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A ladder's runs by rung, or the runs in no ladder by the name of their folder."""
+
+    name: str
+    ladder: Ladder | None
+    sides: dict[str, Side] = field(default_factory=dict)
+    timed: dict[str, list[Record]] = field(default_factory=dict)
+    profiled: dict[str, Record] = field(default_factory=dict)
+
+    def records(self) -> Iterator[Record]:
+        """All runs, timed and profiled."""
+        for records in self.timed.values():
+            yield from records
+        yield from self.profiled.values()
+
+    def first(self) -> Record:
+        """Any of its runs: a ladder's share machine and preset."""
+        return next(self.records())
+
+    def title(self) -> str:
+        """Machine and preset, of a ladder with its size, in words."""
+        if self.ladder is None:
+            return "Runs in no ladder"
+        run = self.first().run
+        rounds = "1 round" if self.ladder["rounds"] == 1 else f"{self.ladder['rounds']} rounds"
+        work = f"{run['config']['preset']}, {run['config']['local_batch_size']} samples a rank"
+        return f"{machine_in_words(run['machine'])}, {work}: {len(self.timed)} rungs, {rounds}"
+
+
+def families(sources: Sources) -> list[Family]:
+    """The headline ladder, then the others, the newest first within each kind of machine, then runs in no ladder.
+
+    The headline ladder is, of those on the most GPUs, the one with the most rungs, and of several such the newest.
+    """
+    ladders = [
+        Family(name=runs.name, ladder=runs.ladder, sides=runs.sides, timed=runs.timed, profiled=runs.profiled)
+        for runs in sources.ladders
+    ]
+    ladders.sort(key=_created, reverse=True)
+    ladders.sort(key=_kind)
+    if ladders:
+        headline = max(ladders, key=lambda family: (_gpus(family), len(family.timed), _created(family)))
+        ladders = [headline, *(family for family in ladders if family is not headline)]
+    alone = _in_no_ladder(sources)
+    return [*ladders, alone] if alone.timed or alone.profiled else ladders
+
+
+def machine_in_words(machine: Machine) -> str:
+    """'4 x H200', or 'CPU'; '2 nodes of 4 x H200' where there are several nodes."""
+    one = f"{machine['gpus']} x {str(machine['gpu']).removeprefix('NVIDIA ')}" if machine["gpus"] else "CPU"
+    return f"{machine['nodes']} nodes of {one}" if machine["nodes"] > 1 else one
+
+
+def all_doubts(shown: Sequence[Family]) -> dict[str, list[str]]:
+    """Every reason to doubt a run, and the runs that it is about."""
+    found: dict[str, list[str]] = {}
+    for family in shown:
+        for record in family.records():
+            for doubt in caveats(record):
+                name = record.run["id"]
+                found.setdefault(doubt, []).append(f"{family.name}/{name}" if family.ladder else name)
+    return found
+
+
+def machines(shown: Sequence[Family], sources: Sources) -> list[dict[str, Any]]:
+    """Each machine once, whatever its clock at the time."""
+    found: list[dict[str, Any]] = []
+    every = [record.run["machine"] for family in shown for record in family.records()]
+    for machine in (*every, *(limits["machine"] for limits in sources.limits)):
+        steady = {name: value for name, value in machine.items() if name != "sm_clock_mhz"}
+        if steady not in found:
+            found.append(steady)
+    return found
+
+
+def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[Work]]]:
+    """The kernels of each profiled run that has any, and the name of the limits beside them if some are of its work.
+
+    What makes the limits doubtful follows their name.
+    """
+    found: dict[str, tuple[str | None, list[Work]]] = {}
+    for label, profiled in family.profiled.items():
+        kernels = profiled.run.get("kernels")
+        precision = profiled.run["config"]["precision"]
+        fitting = [limits for limits in sources.limits if same_work(limits, [profiled])]
+        # Those of its precision come first, then the least doubtful, then the newest.
+        limits = max(
+            fitting,
+            key=lambda x: (
+                x["config"].get("precision") == precision,
+                -len(caveats_of_floor(x, profiled.run)),
+                x["created"],
+            ),
+            default=None,
+        )
+        if limits is not None and kernels:
+            beside = "; ".join((limits["id"], *caveats_of_floor(limits, profiled.run)))
+            found[label] = (beside, work_of_kernels(limits, profiled.run))
+        elif kernels:
+            alone = [
+                Work(name := short_kernel_name(k["name"]), [name], k["stage"], k["calls"], k["us"], None)
+                for k in kernels
+            ]
+            found[label] = (None, alone)
+    return found
+
+
+def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
+    """Those whose work the limits were measured for."""
+    same = []
+    for record in records:
+        try:
+            check_same_work(limits, record.run)
+        except ValueError:  # measured for another preset, or on CPUs
+            continue
+        same.append(record)
+    return same
+
+
+def _created(family: Family) -> str:
+    assert family.ladder is not None
+    return family.ladder["created"]
+
+
+def _gpus(family: Family) -> int:
+    machine = family.first().run["machine"]
+    return machine["nodes"] * machine["gpus"]
+
+
+def _kind(family: Family) -> tuple[int, str]:
+    """Machines with the most GPUs come first."""
+    return -_gpus(family), machine_in_words(family.first().run["machine"])
+
+
+def _in_no_ladder(sources: Sources) -> Family:
+    """Timed runs of one configuration, machine and commit stand under the name of the newest."""
+    by_program: dict[str, list[Record]] = {}
+    for record in sources.timed:
+        config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
+        by_program.setdefault(f"{config} {record.run['machine']} {record.run['git']}", []).append(record)
+    timed = _by_name([(records[0], records) for records in by_program.values()])
+    return Family(
+        name=NO_LADDER,
+        ladder=None,
+        timed=timed,
+        sides={name: side_of_records(name, records) for name, records in timed.items()},
+        profiled=_by_name([(record, record) for record in sources.profiled]),
+    )
+
+
+def _by_name(runs: Sequence[tuple[Record, _T]]) -> dict[str, _T]:
+    """By the name of the first one's folder; a second one of that name has a number."""
+    found: dict[str, _T] = {}
+    for record, value in runs:
+        name = record.folder.resolve().name
+        taken = sum(other == name or other.startswith(f"{name} (") for other in found)
+        found[f"{name} ({taken + 1})" if taken else name] = value
+    return found

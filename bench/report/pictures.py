@@ -1,0 +1,256 @@
+"""The pictures of a report: which there are, what they show and how they are named. plots.py draws them."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dlrm_bench.bench.analysis.compare import Side
+from dlrm_bench.bench.analysis.floor import WORK_SHOWN, Work, caveats_of_floor
+from dlrm_bench.bench.analysis.mlperf_logs import read_mlperf_log
+from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.limits import Limits
+from dlrm_bench.bench.records.record import Record
+from dlrm_bench.bench.report import plots
+from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
+from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.report.sources import Sources
+
+Works = Mapping[str, tuple[str | None, list[Work]]]
+"""Of families.works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A figure with its words, not yet drawn."""
+
+    kind: str
+    """What it shows: 'ladder', 'distributions', 'kernels', ..."""
+    name: str
+    """The PNG file's, without extension."""
+    alt: str
+    caption: str
+    draw: Callable[[], Figure]
+
+
+def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: bool) -> list[Picture]:
+    """The pictures of a ladder, or of the runs in no ladder; those of the headline have fixed names.
+
+    A ladder that is not the headline has fewer: its tables say the rest.
+    """
+    place = "headline" if headline else file_name(family.name)
+    drawn = [*_ladder(family, place), *_distributions(family, place), *_timelines(family, place)]
+    complete = headline or family.ladder is None
+    if complete or any(beside is not None for beside, _ in works.values()):
+        drawn += _kernels(family, place, works)
+    if complete:
+        drawn += [*_stages(family, place), *_floors(family, place, limits), *_series(family, place)]
+    return drawn
+
+
+def file_name(text: str) -> str:
+    """`text` with a dash for what does not belong into the name of a file."""
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+def _ladder(family: Family, place: str) -> Iterator[Picture]:
+    ladder = family.ladder
+    if ladder is not None:
+        alone = " A single round proves nothing." if ladder["rounds"] == 1 else ""
+        yield Picture(
+            kind="ladder",
+            name=f"{place}-ladder",
+            alt="Median latency of each rung and what it saves of the one before it",
+            caption=f"{family.name}: median latency of an iteration on each rung, what it saves or loses against the "
+            f"rung before, and in brackets against the first. {family.title()}, interleaved.{alone}",
+            draw=partial(plots.waterfall, ladder),
+        )
+
+
+def _distributions(family: Family, place: str) -> Iterator[Picture]:
+    if family.sides:
+        series = {name: np.concatenate(side.series) for name, side in family.sides.items()}
+        yield Picture(
+            kind="distributions",
+            name=f"{place}-distributions",
+            alt="Range, percentiles and median of the latency of an iteration, for each configuration",
+            caption=f"{family.name}: every iteration after the warm-up, slowest rank, all runs of a configuration "
+            "together. No outlier is left out.",
+            draw=partial(plots.distributions, series),
+        )
+
+
+def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
+    """The last profiled run whose ceilings are known, or the last of all: a ceiling says more than another kernel."""
+    shown = [label for label, (beside, _) in works.items() if beside is not None] or list(works)
+    if shown:
+        label = shown[-1]
+        beside, work = works[label]
+        rows = [(each.name, each.us, each.best_us) for each in work[:WORK_SHOWN]]
+        ceilings = f", beside the ceilings of {beside}" if beside else "; no limits record of this work is known"
+        yield Picture(
+            kind="kernels",
+            name=f"{place}-kernels",
+            alt=f"The longest kernels of an iteration of {label}, beside what they could take",
+            caption=f"{family.name}, {label}: the longest kernels of an iteration{ceilings}.",
+            draw=partial(plots.work, rows),
+        )
+
+
+def _stages(family: Family, place: str) -> Iterator[Picture]:
+    for kind, field_name, where in (("stages_host", "host_stages_ms", "host"), ("stages_gpu", "stages_ms", "GPU")):
+        runs = {label: p.run for label, p in family.profiled.items() if where == "host" or p.run["gpu"] is not None}
+        times: dict[str, Any] = {label: run.get(field_name) for label, run in runs.items() if run.get(field_name)}
+        if times:
+            yield Picture(
+                kind=kind,
+                name=f"{place}-{kind}",
+                alt=f"Time of each stage on the {where}, stacked",
+                caption=f"{family.name}: time of each stage on the {where}, from profiled runs. Stages that overlap "
+                "add up to more than an iteration takes.",
+                draw=partial(plots.stages, times),
+            )
+
+
+def _timelines(family: Family, place: str) -> Iterator[Picture]:
+    known = {label: profiled.run for label, profiled in family.profiled.items() if profiled.run.get("timeline")}
+    if known:
+        places = sorted({"on the GPU" if run["gpu"] else "on the host" for run in known.values()})
+        yield Picture(
+            kind="timelines",
+            name=f"{place}-timelines",
+            alt="When each stage of an iteration begins and ends, for each profiled run",
+            caption=f"{family.name}: when each stage ran within an iteration, {' or '.join(places)}; median of the "
+            "traced iterations. Bars that share a span of time overlap; busy is the time in which a stage had work.",
+            draw=partial(plots.timelines, {label: run["timeline"] or {} for label, run in known.items()}),
+        )
+
+
+def _floors(family: Family, place: str, limits: Sequence[Limits]) -> Iterator[Picture]:
+    """The newest limits of the family's work."""
+    for each in sorted(limits, key=lambda one: one["created"], reverse=True):
+        same = {name: fit for name, records in family.timed.items() if (fit := same_work(each, records))}
+        stages = {name: p for name, p in family.profiled.items() if same_work(each, [p]) and p.run["stages_ms"]}
+        least = each["floor_ms"]
+        if same:
+            medians = [(name, least["iteration"], family.sides[name].metrics()["p50"]) for name in same]
+            yield Picture(
+                kind="floor",
+                name=f"{place}-floor",
+                alt="Median latency of each configuration beside the floor of an iteration",
+                caption=f"{family.name}: median latency beside the floor of {each['id']}.{_doubtful(each, same)}",
+                draw=partial(plots.above_floor, medians),
+            )
+        if stages:
+            label, profiled = list(stages.items())[-1]
+            times = profiled.run["stages_ms"] or {}
+            rows = [(stage, least[stage], times[stage]) for stage in STAGES]
+            yield Picture(
+                kind="floor_stages",
+                name=f"{place}-floor_stages",
+                alt=f"Stages of {label} beside their floor",
+                caption=f"{family.name}: stages of {label} beside the floor of {each['id']}."
+                + _doubtful(each, {label: [profiled]}),
+                draw=partial(plots.above_floor, rows),
+            )
+        if same or stages:
+            return
+
+
+def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
+    """Why the floor may not be that of these records, by label, in words; empty where there is no reason."""
+    found: dict[str, list[str]] = {}
+    for label, records in beside.items():
+        for doubt in dict.fromkeys(doubt for record in records for doubt in caveats_of_floor(limits, record.run)):
+            found.setdefault(doubt, []).append(label)
+    return "".join(f" Doubtful: {doubt} ({', '.join(labels)})." for doubt, labels in found.items())
+
+
+def _series(family: Family, place: str) -> Iterator[Picture]:
+    """Every iteration of the middle run of the first configuration and of the last."""
+    for name in dict.fromkeys((*list(family.timed)[:1], *list(family.timed)[-1:])):
+        records = family.timed[name]
+        record = records[len(records) // 2]
+        yield Picture(
+            kind="series",
+            name=f"{place}-series-{file_name(name)}",
+            alt=f"Latency of every iteration of {name}",
+            caption=f"{family.name}: {name}, run {record.run['id']}. {_conditions_in_words(record)}",
+            draw=partial(
+                plots.time_series,
+                name,
+                record.iterations_ms.max(axis=0),
+                record.run["warmup_iterations"],
+                series_marks(record),
+            ),
+        )
+
+
+def _conditions_in_words(record: Record) -> str:
+    conditions = record.run.get("conditions")
+    if conditions is None:
+        return "Clocks and garbage collections were not recorded."
+    collections = len(conditions["gc_iterations"])
+    throttled = {True: "The GPU was throttled.", False: "The GPU was not throttled.", None: "Throttling is not known."}
+    clock = conditions["sm_clock_mhz"]
+    return " ".join(
+        (
+            f"Garbage collections: {collections or 'none'}.",
+            throttled[conditions["throttled"]],
+            f"SM clock {clock[0]:g} to {clock[2]:g} MHz." if clock else "",
+        )
+    )
+
+
+def series_marks(record: Record) -> plots.SeriesMarks:
+    """What happened in a run, in iterations. Evaluations stand in the MLPerf log, by their share of the epoch."""
+    conditions, training, n = record.run.get("conditions"), record.run["training"], record.iterations_ms.shape[1]
+    evals: list[int] = []
+    log = record.folder / "result_0.txt"
+    if log.exists() and training and training["epoch_num"]:
+        epochs = read_mlperf_log(log)[0].eval_epochs
+        evals = [round(epoch / training["epoch_num"] * n) for epoch in epochs]
+    return plots.SeriesMarks(
+        evals=evals,
+        collections=conditions["gc_iterations"] if conditions else (),
+        throttled=[(s["first_iteration"], s["last_iteration"]) for s in conditions["throttling"]] if conditions else (),
+    )
+
+
+def published(shown: Sequence[Family], sources: Sources) -> Picture:
+    """Published results and, of each preset's newest ladder on each number of GPUs, the first rung and the fastest."""
+    rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
+    for log in sources.logs:
+        rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
+    seen: set[tuple[str, int]] = set()
+    ladders = [family for family in shown if family.ladder is not None]
+    for family in sorted(ladders, key=lambda each: str(each.ladder and each.ladder["created"]), reverse=True):
+        run = family.first().run
+        preset, gpus = str(run["config"]["preset"]), run["machine"]["gpus"]
+        if (preset, gpus) not in seen:
+            seen.add((preset, gpus))
+            fastest = min(family.sides, key=lambda name: family.sides[name].metrics()["mean"])
+            for name in dict.fromkeys((next(iter(family.sides)), fastest)):
+                rows += _our_row(f"{preset}: {name}", family.timed[name][0], family.sides[name])
+    for family in (each for each in shown if each.ladder is None):
+        for name, side in family.sides.items():
+            rows += _our_row(name, family.timed[name][0], side)
+    return Picture(
+        kind="published",
+        name="published",
+        alt="Milliseconds per iteration of published MLPerf results and of ours",
+        caption="Name, software and round, global batch. Ours appear where they ran on GPUs with full-size tables.",
+        draw=partial(plots.published, rows),
+    )
+
+
+def _our_row(label: str, record: Record, side: Side) -> list[tuple[str, float, bool]]:
+    machine = record.run["machine"]
+    if not machine["gpus"] or record.run["config"]["model"]["table_scale"] != 1.0:
+        return []
+    return [(f"{machine_in_words(machine)}, {label}, {side.global_batch_size}", side.metrics()["mean"], True)]

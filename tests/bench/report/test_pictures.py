@@ -1,0 +1,79 @@
+"""Which pictures a report has, and what stands in them."""
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
+from dlrm_bench.bench.records.record import TrainingOutcome, read_record
+from dlrm_bench.bench.report import plots
+from dlrm_bench.bench.report.families import families
+from dlrm_bench.bench.report.pictures import published, series_marks
+from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.report.sources import Sources
+from dlrm_bench.dlrm.config import OptimizerConfig
+from tests.bench.made_records import recorded_runs, write
+from tests.bench.report.test_families import ladder_of
+
+RUNS = recorded_runs()
+
+
+def test_beside_published_results_stand_the_newest_of_each_number_of_gpus(tmp_path: Path) -> None:
+    sources = Sources()
+    for number, (gpus, name) in enumerate(((2, "older"), (4, "old"), (4, "newer"), (2, "newest"))):
+        runs = ladder_of(tmp_path / name, gpus=gpus, rungs=number + 1, created=str(number))
+        sources.ladders.append(runs)
+    figure = published(families(sources), sources).draw()
+    names = [" ".join(label.get_text().split()) for label in figure.axes[0].get_yticklabels()]
+    ours = names[len(PUBLISHED) :]
+    assert {name.split(",")[0] for name in ours} == {"2 x H200", "4 x H200"}
+    assert len(ours) == 4  # first rung and fastest of the two newest
+
+
+def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
+    outcome = TrainingOutcome(status="success", epoch_num=0.5, auc=0.8, target=0.8)
+    folder = write(tmp_path / "trained", RUNS[0], training=outcome)  # 260 iterations
+    log = MLPerfLog(folder / "result_0.txt")
+    log.init_start()
+    log.hyperparameters(seed=0, global_batch_size=1, optimizer=OptimizerConfig(), train_samples=520, eval_samples=1)
+    log.init_stop()
+    log.run_start()
+    for epoch in (0.25, 0.5):
+        log.eval_start(epoch)
+        log.eval_accuracy(epoch, 0.8)
+        log.eval_stop(epoch)
+    log.close("success", 0.5)
+    assert list(series_marks(read_record(folder)).evals) == [130, 260]
+
+
+def texts_overlap_or_stick_out(figure: Figure) -> list[str]:
+    """Names the texts of a figure that overlap one another or its edge."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+    drawn = {text: text.get_window_extent(canvas.get_renderer()) for text in texts}
+    for axes in figure.axes:  # ticks beyond the axis exist, and are not drawn
+        for tick in axes.xaxis.majorTicks:
+            box = drawn.get(tick.label1)
+            if box is not None and not axes.bbox.x0 - 1 <= (box.x0 + box.x1) / 2 <= axes.bbox.x1 + 1:
+                del drawn[tick.label1]
+    boxes = [(text.get_text(), box) for text, box in drawn.items()]
+    edge = figure.bbox.padded(1)
+    bad = [name for name, box in boxes if box.x0 < edge.x0 or box.x1 > edge.x1 or box.y0 < edge.y0 or box.y1 > edge.y1]
+    for i, (name, box) in enumerate(boxes):
+        bad += [f"{name} | {other}" for other, its in boxes[i + 1 :] if box.padded(-1).overlaps(its.padded(-1))]
+    return bad
+
+
+def test_labels_do_not_overlap() -> None:
+    long = "20261121T005946Z-8xh200-launch-bound-with-a-long-name"
+    series = {f"{long}-{i}": RUNS[i] * 10 ** (i / 4) for i in range(12)} | {"same": RUNS[0], "again": RUNS[0]}
+    figures = (
+        plots.distributions(series),
+        plots.work([(f"a kernel with a rather long name {i}", 10.0**i, 2.0 if i % 2 else None) for i in range(5)]),
+        plots.above_floor([(f"rung {i}", 0.3, 10.0 / (i + 1)) for i in range(16)]),
+        plots.published([(f"8 x H200, {long}-{i}, 55296", 3.0 + i, i % 2 == 0) for i in range(16)]),
+    )
+    assert [texts_overlap_or_stick_out(figure) for figure in figures] == [[]] * len(figures)
