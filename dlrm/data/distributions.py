@@ -24,6 +24,29 @@ def zipf_ids(rng: np.random.Generator, rows: int, exponent: float, count: int) -
     return np.clip(ids, 0, rows - 1).astype(np.int32)
 
 
+def hashed_ids(first: NDArray[np.int32], count: int, rows: int, salt: int) -> NDArray[np.int32]:
+    """[len(first), count] ids in [0, rows), a fixed function of (salt, first id, column) that looks uniform.
+
+    SplitMix64's output function (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", 2014)
+    hashes a counter made of all three; the upper half of its product with `rows` is the id (D. Lemire, "Fast Random
+    Integer Generation in an Interval", 2019, without the rejection: no id is more than rows / 2^32 off its share).
+    """
+    assert 0 < rows < 1 << 31
+    assert 0 <= count < 1 << 16
+    assert 0 <= salt < 1 << 16
+    x = (first.astype(np.uint64) << np.uint64(16))[:, None] | np.arange(count, dtype=np.uint64)
+    x |= np.uint64(salt << 48)
+    x += np.uint64(1)  # Zero would stay zero.
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    x >>= np.uint64(32)
+    x *= np.uint64(rows)
+    return (x >> np.uint64(32)).astype(np.int32)
+
+
 def log_counts(rng: np.random.Generator, samples: int, features: int) -> NDArray[np.float32]:
     """[samples, features]: log(1 + n) of log-normal counts n, small ones in the first column, larger ones in the last.
 

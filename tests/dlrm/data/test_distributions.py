@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
+from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, zipf_ids
 
 
 @given(rows=st.integers(1, 2**31 - 2), exponent=st.floats(0, 5), seed=st.integers(0, 99))
@@ -40,3 +40,48 @@ def test_log_counts_look_like_clicks() -> None:
     counts = np.expm1(dense)
     np.testing.assert_allclose(counts, np.round(counts), rtol=1e-4)
     assert (counts.mean(axis=0) > 1.5 * np.median(counts, axis=0)).all()
+
+
+def _split_mix_64(counter: int) -> int:
+    """SplitMix64's output, in Python's own integers."""
+    mask = (1 << 64) - 1
+    x = (counter * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+@given(
+    first=st.integers(0, 2**31 - 2), column=st.integers(0, 99), rows=st.integers(1, 2**31 - 1), salt=st.integers(0, 99)
+)
+def test_hashed_ids_by_the_formula(first: int, column: int, rows: int, salt: int) -> None:
+    found = hashed_ids(np.array([first], dtype=np.int32), 100, rows, salt)[0, column]
+    assert found == (_split_mix_64((salt << 48 | first << 16 | column) + 1) >> 32) * rows >> 32
+    assert 0 <= found < rows
+
+
+def test_split_mix_64_is_the_published_one() -> None:
+    # The first outputs of the generator with seed 1234567, as its implementations are commonly tested.
+    golden = 0x9E3779B97F4A7C15
+    inverse = pow(golden, -1, 1 << 64)
+    states = [(1234567 + n * golden) % (1 << 64) for n in (1, 2)]
+    outputs = [_split_mix_64(state * inverse % (1 << 64)) for state in states]
+    assert outputs == [6457827717110365317, 3203168211198807973]
+
+
+@pytest.mark.parametrize("salt", [0, 25])
+def test_hashed_ids_are_uniform_and_independent(salt: int) -> None:
+    first = np.arange(40_000, dtype=np.int32)
+    ids = hashed_ids(first, 5, 100, salt)
+    for column in range(5):  # Each within six standard deviations of its share.
+        assert np.abs(np.bincount(ids[:, column], minlength=100) - 400).max() < 6 * 20
+    for left, right in ((0, 1), (0, 4), (3, 4)):
+        pairs = np.bincount(ids[:, left] * 100 + ids[:, right], minlength=10_000)
+        assert abs(pairs.var() - 4) < 0.4  # Poisson, mean 4
+    for shift in (1, 2, 256):  # Neighbours share nothing.
+        assert abs((ids[shift:] == ids[:-shift]).mean() - 0.01) < 0.002
+
+
+def test_the_salt_decides() -> None:
+    first = np.arange(1000, dtype=np.int32)
+    assert (hashed_ids(first, 9, 1000, 0) == hashed_ids(first, 9, 1000, 1)).mean() < 0.01

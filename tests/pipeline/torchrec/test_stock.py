@@ -105,7 +105,7 @@ def test_losses_equal_plain_dlrm(trained, world_size, gpu):
     for name in ranks[0].keys() - QUANTIZED.keys():
         losses = mean_losses(ranks, name)
         torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-    assert expected[-1] < expected[0]
+    assert sum(expected[-10:]) < sum(expected[:10])  # The click rate is learned; one batch of 32 is luck.
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
