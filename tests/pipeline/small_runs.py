@@ -26,7 +26,10 @@ def small(
     return run_config(
         "static",
         preset="test",
-        data=DataConfig(source="random", random_batches=BATCHES, variable_lengths=variable_lengths),
+        # Uniform: bags that always come together let Adagrad's first steps amplify rounding beyond what tests allow.
+        data=DataConfig(
+            source="random", random_batches=BATCHES, random_ids="uniform", variable_lengths=variable_lengths
+        ),
         optimizer=OptimizerConfig(embedding=embedding, learning_rate=learning_rate),
         iterations=BATCHES,
         warmup_iterations=0,
