@@ -10,7 +10,7 @@ Day i of N samples is
 
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +190,35 @@ def write_multi_hot(path: Path, one_hot: Ids, multi_hot_sizes: Sequence[int], ta
 
     Like numpy.savez of the expanded arrays, but in pieces: a whole feature never lies in memory.
     """
+
+    def column(feature: int, start: int, stop: int) -> Ids:
+        return one_hot[start:stop, feature]
+
+    write_multi_hot_columns(path, len(one_hot), column, multi_hot_sizes, lambda: tables, lambda _: None)
+
+
+def write_multi_hot_columns(
+    path: Path,
+    samples: int,
+    column: Callable[[int, int, int], Ids],
+    multi_hot_sizes: Sequence[int],
+    open_tables: Callable[[], ExpansionTables],
+    advance: Callable[[int], None],
+) -> None:
+    """Write a day's multi-hot file as write_multi_hot does, for ids that are not in memory.
+
+    column: (feature, start, stop) to the feature's 1-hot ids of samples [start, stop), each below its table's rows.
+    open_tables: called for each feature, so that no other feature's tables stay mapped. advance: called with the
+    number of ids after each piece.
+    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for feature, hot in enumerate(multi_hot_sizes):
+            tables = open_tables()
             with archive.open(f"{feature}.npy", "w", force_zip64=True) as member:
-                write_header(member, np.int32, (len(one_hot), hot))
-                for start in range(0, len(one_hot), WRITE_CHUNK):
-                    ids = one_hot[start : start + WRITE_CHUNK, feature]
+                write_header(member, np.int32, (samples, hot))
+                for start in range(0, samples, WRITE_CHUNK):
+                    ids = column(feature, start, min(start + WRITE_CHUNK, samples))
                     block = np.empty((len(ids), hot), dtype=np.int32)
                     tables.expand(feature, ids, block)
                     member.write(block.data)
+                    advance(len(ids))

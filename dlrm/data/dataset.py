@@ -44,7 +44,7 @@ class FileDataset:
     def __init__(self, data: DataConfig, model: ModelConfig) -> None:
         assert data.path is not None
         self._model = model
-        self.best_auc = _check_directory(data.path, data.train_days, model)
+        self.best_auc = _check_directory(data.path, data, model)
         days = _open_days(data, data.path, model)
         self._train_parts = [(day, day.num_samples) for day in days[:-1]]
         self._eval_parts = [(days[-1], (days[-1].num_samples + 1) // 2)]
@@ -94,7 +94,7 @@ def _fill(batch: Batch, parts: list[tuple[Day, int]], start: int, model: ModelCo
         array[filled:] = 0
 
 
-def _check_directory(path: Path, train_days: int, model: ModelConfig) -> float | None:
+def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float | None:
     """The best AUC that the directory's manifest knows for this evaluation day, if there is one."""
     if not path.is_dir():
         raise ValueError(
@@ -105,13 +105,13 @@ def _check_directory(path: Path, train_days: int, model: ModelConfig) -> float |
     if (path / MARKER).exists():
         raise ValueError(
             f"{path} holds an unfinished data set: its generator still runs, or was interrupted; then start the same "
-            "'python -m dlrm_bench.dlrm.data.planted' again"
+            "'python -m dlrm_bench.dlrm.data.planted' or 'python -m dlrm_bench.dlrm.data.preprocess' again"
         )
     manifest = read_manifest(path)
     if manifest is None:
         return None
-    manifest.check_model(path, model)
-    return manifest.best_auc if train_days == len(manifest.samples_per_day) - 1 else None
+    manifest.check_model(path, model, data.source == "one_hot")
+    return manifest.best_auc if data.train_days == len(manifest.samples_per_day) - 1 else None
 
 
 def _open_days(data: DataConfig, path: Path, model: ModelConfig) -> Sequence[Day]:

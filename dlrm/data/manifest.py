@@ -1,12 +1,16 @@
-"""What a generated data set says about itself, in `manifest.json` beside the day files."""
+"""What a data set made by this program says about itself, in `manifest.json` beside the day files."""
 
+import fcntl
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.checksums import Checksum
 
 MANIFEST = "manifest.json"
 MARKER = "generating.lock"
@@ -31,8 +35,11 @@ class Manifest:
     """Samples of all days but the last."""
     eval_samples: int
     """Samples of the last day's first half."""
-    best_auc: float
-    """AUC of the true probabilities on the evaluation samples; more than luck lets no model have."""
+    best_auc: float | None
+    """AUC of the true probabilities on the evaluation samples, more than luck lets no model have; None where nobody
+    knows it."""
+    files: dict[str, Checksum] = field(default_factory=dict)
+    """The day files by name; empty in manifests from before there were checksums."""
 
     def write(self, directory: Path) -> None:
         """Appears complete or not at all."""
@@ -40,13 +47,17 @@ class Manifest:
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
         os.replace(partial, directory / MANIFEST)
 
-    def check_model(self, directory: Path, model: ModelConfig) -> None:
-        """ValueError if the data set was made for tables or features other than the model's."""
-        pairs = (
-            ("table rows", "--model.num-embeddings, --model.table-scale", self.rows, list(model.rows)),
-            ("multi-hot sizes", "--model.multi-hot-sizes", self.multi_hot_sizes, list(model.multi_hot_sizes)),
-            ("dense features", "--model.dense-in-features", [self.dense_in_features], [model.dense_in_features]),
-        )
+    def check_model(self, directory: Path, model: ModelConfig, one_hot: bool) -> None:
+        """ValueError if the data set was made for tables or features other than the model's.
+
+        1-hot ids serve any tables, except where the best AUC is that of the ids expanded by these.
+        """
+        pairs = [("dense features", "--model.dense-in-features", [self.dense_in_features], [model.dense_in_features])]
+        if not one_hot or self.best_auc is not None:
+            pairs += [
+                ("table rows", "--model.num-embeddings, --model.table-scale", self.rows, list(model.rows)),
+                ("multi-hot sizes", "--model.multi-hot-sizes", self.multi_hot_sizes, list(model.multi_hot_sizes)),
+            ]
         for what, flags, ours, theirs in pairs:
             if ours != theirs:
                 raise ValueError(
@@ -62,12 +73,31 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
     try:
         content = json.loads(path.read_text())
-        return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        files = {name: Checksum(**sums) for name, sums in content.get("files", {}).items()}
+        known = {field.name: content[field.name] for field in fields(Manifest) if field.name != "files"}
+        return Manifest(**known, files=files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: is not a manifest of this program ({error!r}): choose another directory, or remove this file and "
             "the day files beside it"
         ) from error
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Marks the directory as unfinished until the body ends without an error; ValueError if another process is at it.
+
+    The marker stays when the writer is interrupted, and tells the next one that day files may be leftovers.
+    """
+    with (directory / MARKER).open("a") as marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{directory}: another process is generating here: wait for it, or choose another directory"
+            ) from error
+        yield
+        (directory / MARKER).unlink(missing_ok=True)
 
 
 def _difference(ours: list[int], theirs: list[int]) -> str:

@@ -5,12 +5,9 @@ approaches the teacher's own AUC, which the manifest keeps; no model can expect 
 multi-hot and 1-hot, and hold the same samples.
 """
 
-import fcntl
 import math
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data import criteo
 from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
 from dlrm_bench.dlrm.data.expansion import ExpansionTables, open_expansion_tables
-from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manifest
+from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.data.teacher import Teacher
 from dlrm_bench.dlrm.metrics import exact_auc
@@ -98,7 +95,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
         if read_manifest(path) is None and _day_files(path):
             raise ValueError(f"{path} holds day files that this program did not make: choose another --path")
     path.mkdir(parents=True, exist_ok=True)
-    with _sole_generator(path):
+    with sole_writer(path):
         # Another generator may have finished meanwhile, or an interrupted one had all but removed its marker.
         if manifest := _finished(path, parameters, config.overwrite):
             return path, manifest, False
@@ -133,23 +130,6 @@ def _finished(path: Path, parameters: dict[str, Any], overwrite: bool) -> Manife
         f"{path} holds a data set with another {name} ({theirs.get(name)} instead of {parameters.get(name)}): "
         "choose another --path, or replace it with --overwrite"
     )
-
-
-@contextmanager
-def _sole_generator(path: Path) -> Iterator[None]:
-    """Marks the directory as unfinished until the body ends without an error; ValueError if another process is at it.
-
-    The marker stays when the generator is interrupted, and tells the next one that all day files are leftovers.
-    """
-    with (path / MARKER).open("a") as marker:
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{path}: another process is generating here: wait for it, or choose another --path"
-            ) from error
-        yield
-        (path / MARKER).unlink(missing_ok=True)
 
 
 def _day_files(path: Path) -> list[Path]:

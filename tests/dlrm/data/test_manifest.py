@@ -45,6 +45,6 @@ def test_other_files(tmp_path: Path, content: str) -> None:
     ],
 )
 def test_another_model(tmp_path: Path, model: ModelConfig, manifest: Manifest, change: dict, message: str) -> None:
-    manifest.check_model(tmp_path, model)
+    manifest.check_model(tmp_path, model, one_hot=False)
     with pytest.raises(ValueError, match=message):
-        replace(manifest, **change).check_model(tmp_path, model)
+        replace(manifest, **change).check_model(tmp_path, model, one_hot=False)

@@ -1,0 +1,122 @@
+"""Criteo's raw days to MLPerf's files: python -m dlrm_bench.dlrm.data.preprocess RAW OUT
+
+RAW holds day_0, day_1, ... (or day_0.gz, ...); the last day evaluates. OUT gets both of MLPerf's formats, 1-hot and
+multi-hot, with a manifest of checksums. The files are those of the reference (mlcommons/training, recommendation_v2,
+scripts/process_Criteo_1TB_Click_Logs_dataset.sh and materialize_synthetic_multihot_dataset.py), byte for byte; but the
+last day's 1-hot ids, which torchrec 1.8 leaves in 64 bits, have 32 like all others.
+
+Five steps, each of which goes on where it was killed: raw days are parsed; each feature's hashes are numbered in the
+order of their first appearance; the shuffle of the training days is found; rows are scattered to where it puts them;
+and day by day they are gathered and written. The first, fourth and fifth resume after the last complete day, the second
+after the last complete feature, the third from its beginning. Memory does not grow with the rows of a day, only with
+the distinct hashes of the largest feature, 8 bytes a slot (contiguous.py), and is under 8 GB for Criteo's 4.4 billion
+rows; the tables that expand ids to multi-hot are mapped besides, up to 15.8 GB at a time, which the system drops under
+pressure. Disk besides OUT's files: about 165 bytes a row while it works, 0.72 TB for Criteo's days.
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.command_line import exit_status
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest, sole_writer
+from dlrm_bench.dlrm.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
+from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
+
+VERSION = 1  # Raised when equal raw files would give other files.
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PreprocessConfig:
+    """Raw Criteo days to MLPerf's files."""
+
+    raw: Annotated[Path, tyro.conf.Positional]
+    """Directory of the raw days day_0, day_1, ..., plain or gzip (day_0.gz, ...)."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """Directory to write; what it holds half done is continued."""
+    formats: Literal["both", "one_hot", "multi_hot"] = "both"
+    """Which ids to write: one a feature (160 bytes a sample), or as many as the multi-hot sizes say (912 bytes)."""
+    preset: str = "mlperf-dcnv2"
+    """The preset whose tables and sizes the multi-hot ids fit."""
+    table_scale: float | None = None
+    """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
+    frequency_threshold: int = 0
+    """Hashes that appear less often share one id; none do up to 1 (MLPerf: 0)."""
+
+    def __post_init__(self) -> None:
+        if self.frequency_threshold < 0:
+            raise ValueError(f"--frequency-threshold is {self.frequency_threshold}: choose 0 or more")
+
+
+def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
+    """Write the files unless they are there already; returns their manifest, and whether anything was done.
+
+    Raises ValueError where raw files are malformed, or the directory holds anything else.
+    """
+    run = preset(config.preset)
+    model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
+    if (model.dense_in_features, model.num_features) != (DENSE_FIELDS, HASH_FIELDS):
+        raise ValueError(
+            f"--preset {config.preset} has {model.dense_in_features} dense and {model.num_features} categorical "
+            f"features: choose one with the {DENSE_FIELDS} and {HASH_FIELDS} of Criteo's files"
+        )
+    if not config.raw.is_dir():
+        raise ValueError(f"{config.raw} is not a directory: name that of the raw days day_0, day_1, ...")
+    raw = raw_days(config.raw)
+    if len(raw) < 2:
+        raise ValueError(f"{config.raw} has one day only: at least two are needed, as the last one evaluates")
+    parameters = _parameters(config, model, raw)
+    if not (config.out / MARKER).exists():
+        if manifest := read_manifest(config.out):
+            require_equal(config.out, manifest.parameters, parameters)
+            return manifest, False
+        if config.out.is_dir() and (odd := sorted(path.name for path in config.out.glob("day_*"))):
+            raise ValueError(f"{config.out} holds {odd[0]}, which this program did not make: choose another OUT")
+    config.out.mkdir(parents=True, exist_ok=True)
+    with sole_writer(config.out):
+        if manifest := read_manifest(config.out):  # Of a process that ended just before it removed its marker.
+            require_equal(config.out, manifest.parameters, parameters)
+            shutil.rmtree(config.out / SCRATCH, ignore_errors=True)
+            return manifest, False
+        return PreprocessJob(config.raw, raw, config.out, model, parameters).run(), True
+
+
+def _parameters(config: PreprocessConfig, model: ModelConfig, raw: Sequence[Path]) -> dict[str, Any]:
+    """What decides the files' content."""
+    return {
+        "preprocess_version": VERSION,
+        "raw_bytes": [path.stat().st_size for path in raw],
+        "frequency_threshold": config.frequency_threshold,
+        "formats": config.formats,
+        "rows": list(model.rows),
+        "multi_hot_sizes": list(model.multi_hot_sizes),
+    }
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status."""
+    return exit_status(lambda: _run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    config = tyro.cli(
+        PreprocessConfig, args=args, prog="python -m dlrm_bench.dlrm.data.preprocess", description=__doc__
+    )
+    manifest, done = preprocess(config)
+    print(
+        f"{'wrote' if done else 'nothing to do, complete with these parameters:'} {config.out}: "
+        f"{len(manifest.samples_per_day)} days, {manifest.train_samples} training and {manifest.eval_samples} "
+        "evaluation samples"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
