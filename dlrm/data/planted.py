@@ -2,7 +2,7 @@
 
 A teacher with fixed weights gives each sample its probability, from which the label is drawn. A model that learns
 approaches the teacher's own AUC, which the manifest keeps; no model can expect to pass it. Both formats are written,
-multi-hot and 1-hot, and hold the same samples.
+multi-hot and 1-hot, and hold the same samples; or, with --raw tsv, days in Criteo's raw format, for preprocess.py.
 """
 
 import math
@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.data import criteo
+from dlrm_bench.dlrm.data import criteo, planted_tsv
+from dlrm_bench.dlrm.data.checksums import Checksum, checksum
 from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
 from dlrm_bench.dlrm.data.expansion import ExpansionTables, open_expansion_tables
 from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.data.npy import write_header
+from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS
 from dlrm_bench.dlrm.data.teacher import Teacher
 from dlrm_bench.dlrm.metrics import exact_auc
 from dlrm_bench.dlrm.presets import training
@@ -31,7 +33,7 @@ from dlrm_bench.dlrm.presets import training
 CHUNK = 1 << 15  # Samples generated at a time.
 MOST = 100  # Of skew and signal: far beyond any use, and nothing overflows.
 GENERATOR_VERSION = 1  # Raised when equal parameters would give other files.
-DAY_FILE = re.compile(r"day_\d+_(dense\.npy|labels\.npy|sparse\.npy|sparse_multi_hot\.npz)")
+DAY_FILE = re.compile(r"day_\d+(|\.gz|_dense\.npy|_labels\.npy|_sparse\.npy|_sparse_multi_hot\.npz)")
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int32]
@@ -59,6 +61,8 @@ class PlantedConfig:
     """Standard deviation of the teacher's logit: the larger, the higher the best AUC."""
     base_rate: float = 0.25
     """Share of samples with label 1."""
+    raw: Literal["tsv", "tsv.gz"] | None = None
+    """Write days in Criteo's raw format instead, plain or gzip; there the teacher looks at first ids alone."""
     overwrite: bool = False
     """Replace a data set that this program made with other parameters."""
 
@@ -88,6 +92,11 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
     if path is None:
         raise ValueError(f"--path is missing: preset {config.preset} names no directory")
     days = config.days or run.data.train_days + 1
+    if config.raw and (model.dense_in_features, model.num_features) != (DENSE_FIELDS, HASH_FIELDS):
+        raise ValueError(
+            f"--raw {config.raw}: Criteo's raw days have {DENSE_FIELDS} dense and {HASH_FIELDS} categorical features, "
+            f"preset {config.preset} {model.dense_in_features} and {model.num_features}: choose another --preset"
+        )
     parameters = _parameters(config, model, days)
     if not (path / MARKER).exists():
         if manifest := _finished(path, parameters, config.overwrite):
@@ -114,6 +123,7 @@ def _parameters(config: PlantedConfig, model: ModelConfig, days: int) -> dict[st
         "dense_in_features": model.dense_in_features,
         "days": days,
         **{name: getattr(config, name) for name in ("samples_per_day", "seed", "skew", "signal", "base_rate")},
+        **({} if config.raw is None else {"raw": config.raw}),  # Sets from before there was a choice have no such key.
     }
 
 
@@ -144,16 +154,21 @@ def _clean(path: Path) -> None:
 
 
 def _write(path: Path, config: PlantedConfig, model: ModelConfig, days: int, parameters: dict[str, Any]) -> Manifest:
-    tables = open_expansion_tables(path, model.rows, model.multi_hot_sizes)
+    if config.raw:
+        tables = ExpansionTables(tuple(np.empty((rows, 0), dtype=np.int32) for rows in model.rows))
+    else:
+        tables = open_expansion_tables(path, model.rows, model.multi_hot_sizes)
     samples = config.samples_per_day
     teacher = Teacher(model.num_features, model.dense_in_features, config.seed)
     dense, one_hot = _draw(np.random.default_rng([config.seed, 2]), CHUNK, model, config.skew)
-    teacher.calibrate(dense, _expand(one_hot, model, tables), signal=config.signal, base_rate=config.base_rate)
+    teacher.calibrate(dense, _expand(one_hot, tables), signal=config.signal, base_rate=config.base_rate)
     eval_samples = (samples + 1) // 2
     probabilities = np.empty(samples, dtype=np.float32)
-    labels = np.empty(0)
+    labels = np.empty(0, dtype=np.int32)
+    files: dict[str, Checksum] = {}
     for day in range(days):
-        labels = _write_day(path, day, config, model, tables, teacher, probabilities)
+        written, labels = _write_day(path, day, config, model, tables, teacher, probabilities)
+        files |= {file.name: checksum(file) for file in written}
     if not 0 < labels[:eval_samples].sum() < eval_samples:
         enough = math.ceil(20 / min(config.base_rate, 1 - config.base_rate))
         raise ValueError(
@@ -169,6 +184,7 @@ def _write(path: Path, config: PlantedConfig, model: ModelConfig, days: int, par
         train_samples=samples * (days - 1),
         eval_samples=eval_samples,
         best_auc=exact_auc(torch.from_numpy(probabilities[:eval_samples]), torch.from_numpy(labels[:eval_samples])),
+        files=files,
     )
 
 
@@ -180,24 +196,33 @@ def _write_day(
     tables: ExpansionTables,
     teacher: Teacher,
     probabilities: Floats,
-) -> NDArray[Any]:
-    """Write one day and fill `probabilities` [samples_per_day] with the teacher's; returns the labels, as long."""
+) -> tuple[list[Path], NDArray[np.int32]]:
+    """Write one day and fill `probabilities` [samples_per_day] with the teacher's; returns its files and labels."""
     rng = np.random.default_rng([config.seed, 3, day])
     n = config.samples_per_day
     one_hot = np.empty((n, model.num_features), dtype=np.int32)
-    labels = np.empty((n, 1), dtype=np.int32)
-    with criteo.dense_file(path, day).open("wb") as dense_file:
-        write_header(dense_file, np.float32, (n, model.dense_in_features))
+    labels = np.empty(n, dtype=np.int32)
+    raw = planted_tsv.raw_file(path, day, config.raw == "tsv.gz")
+    first = raw if config.raw else criteo.dense_file(path, day)
+    with planted_tsv.open_raw(raw) if config.raw else first.open("wb") as file:
+        if not config.raw:
+            write_header(file, np.float32, (n, model.dense_in_features))
         for start in range(0, n, CHUNK):
             rows = slice(start, min(start + CHUNK, n))
             dense, one_hot[rows] = _draw(rng, rows.stop - start, model, config.skew)
-            dense_file.write(dense.data)
-            probabilities[rows] = teacher.probabilities(dense, _expand(one_hot[rows], model, tables))
-            labels[rows, 0] = rng.random(rows.stop - start, dtype=np.float32) < probabilities[rows]
-    np.save(criteo.one_hot_file(path, day), one_hot)
-    np.save(criteo.labels_file(path, day), labels)
-    criteo.write_multi_hot(criteo.multi_hot_file(path, day), one_hot, model.multi_hot_sizes, tables)
-    return labels[:, 0]
+            probabilities[rows] = teacher.probabilities(dense, _expand(one_hot[rows], tables))
+            labels[rows] = rng.random(rows.stop - start, dtype=np.float32) < probabilities[rows]
+            if config.raw:
+                planted_tsv.write_lines(file, labels[rows], dense, one_hot[rows])
+            else:
+                file.write(dense.data)
+    if config.raw:
+        return [raw], labels
+    paths = [first, criteo.one_hot_file(path, day), criteo.labels_file(path, day), criteo.multi_hot_file(path, day)]
+    np.save(paths[1], one_hot)
+    np.save(paths[2], labels[:, None])
+    criteo.write_multi_hot(paths[3], one_hot, model.multi_hot_sizes, tables)
+    return paths, labels
 
 
 def _draw(rng: np.random.Generator, n: int, model: ModelConfig, skew: float) -> tuple[Floats, Ids]:
@@ -206,8 +231,8 @@ def _draw(rng: np.random.Generator, n: int, model: ModelConfig, skew: float) -> 
     return log_counts(rng, n, model.dense_in_features), ids
 
 
-def _expand(one_hot: Ids, model: ModelConfig, tables: ExpansionTables) -> list[Ids]:
-    blocks = [np.empty((len(one_hot), hot), dtype=np.int32) for hot in model.multi_hot_sizes]
+def _expand(one_hot: Ids, tables: ExpansionTables) -> list[Ids]:
+    blocks = [np.empty((len(one_hot), 1 + others.shape[1]), dtype=np.int32) for others in tables.others]
     for feature, block in enumerate(blocks):
         tables.expand(feature, one_hot[:, feature], block)
     return blocks
@@ -229,7 +254,7 @@ def _run() -> int:
     print(
         f"{'wrote' if written else 'nothing to do, complete with these parameters:'} {path}: "
         f"{len(manifest.samples_per_day)} days, {manifest.train_samples} training and {manifest.eval_samples} "
-        f"evaluation samples, multi-hot and 1-hot\nbest AUC {manifest.best_auc:.5f}"
+        f"evaluation samples, {'raw' if config.raw else 'multi-hot and 1-hot'}\nbest AUC {manifest.best_auc:.5f}"
     )
     return 0
 

@@ -26,6 +26,7 @@ import tyro
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
@@ -72,6 +73,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
     raw = raw_days(config.raw)
     if len(raw) < 2:
         raise ValueError(f"{config.raw} has one day only: at least two are needed, as the last one evaluates")
+    _check_generated(config.raw, raw)
     parameters = _parameters(config, model, raw)
     if not (config.out / MARKER).exists():
         if manifest := read_manifest(config.out):
@@ -86,6 +88,17 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
             shutil.rmtree(config.out / SCRATCH, ignore_errors=True)
             return manifest, False
         return PreprocessJob(config.raw, raw, config.out, model, parameters).run(), True
+
+
+def _check_generated(directory: Path, raw: Sequence[Path]) -> None:
+    """ValueError if the raw days are generated ones, but not as they were when their generator ended."""
+    if (directory / MARKER).exists():
+        raise ValueError(
+            f"{directory} holds an unfinished data set: end 'python -m dlrm_bench.dlrm.data.planted' first"
+        )
+    if manifest := read_manifest(directory):
+        for finding in changed_files(directory, manifest.files, [path.name for path in raw]):
+            raise ValueError(finding)
 
 
 def _parameters(config: PreprocessConfig, model: ModelConfig, raw: Sequence[Path]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.data import criteo
 from dlrm_bench.dlrm.data.checksums import Checksum, checksum
 from dlrm_bench.dlrm.data.contiguous import FIRST_ID, Numbering, ids_of_numbers
 from dlrm_bench.dlrm.data.expansion import ExpansionTables, open_expansion_tables
-from dlrm_bench.dlrm.data.manifest import Manifest
+from dlrm_bench.dlrm.data.manifest import Manifest, read_manifest
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.data.permutation import write_destinations
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, read_blocks
@@ -26,8 +26,6 @@ from dlrm_bench.dlrm.data.steps import Advance, step
 SHUFFLE_SEED = 0  # The reference's.
 ROWS_AT_ONCE = 1 << 20
 SCRATCH = "preprocess.partial"
-RAW_FACTS = "raw.json"
-"""Beside generated raw days: what the generator knows of them. Its best AUC goes to the manifest."""
 
 
 def require_equal(path: Path, theirs: dict[str, Any], parameters: dict[str, Any]) -> None:
@@ -95,7 +93,7 @@ class PreprocessJob:
         for day in self._days:
             for name, sums in _read_json(self._scratch / "written_days" / f"{day}.json").items():
                 files[name] = Checksum(**sums)
-        facts = self._raw_directory / RAW_FACTS
+        generated = read_manifest(self._raw_directory)
         manifest = Manifest(
             parameters=self._parameters,
             rows=list(self._model.rows),
@@ -104,7 +102,7 @@ class PreprocessJob:
             samples_per_day=self._rows,
             train_samples=self._train_rows,
             eval_samples=(self._rows[-1] + 1) // 2,
-            best_auc=_read_json(facts)["best_auc"] if facts.exists() else None,
+            best_auc=generated.best_auc if generated else None,
             files=files,
         )
         manifest.write(self._out)

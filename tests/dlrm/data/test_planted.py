@@ -17,6 +17,8 @@ from dlrm_bench.dlrm.data import planted
 from dlrm_bench.dlrm.data.dataset import open_dataset
 from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER
 from dlrm_bench.dlrm.data.planted import MOST, PlantedConfig, generate
+from dlrm_bench.dlrm.data.preprocess import PreprocessConfig, preprocess
+from dlrm_bench.dlrm.data.raw_tsv import raw_days, read_blocks
 
 MODEL = preset("smoke").model
 
@@ -210,3 +212,47 @@ def test_command_line(tmp_path: Path) -> None:
     file = start("--path", __file__)
     assert file.returncode == 2
     assert file.stderr == f"error: {__file__}: File exists\n"
+
+
+@pytest.mark.parametrize("raw", ["tsv", "tsv.gz"])
+def test_raw_days_hold_the_same_samples(config: PlantedConfig, tmp_path: Path, raw: str) -> None:
+    path, manifest, _ = generate(replace(config, path=tmp_path / "raw", raw=raw))  # type: ignore[arg-type]
+    files, _, _ = generate(config)
+    days = raw_days(path)
+    assert [day.suffix for day in days] == [".gz" if raw == "tsv.gz" else ""] * 3
+    assert set(manifest.files) == {day.name for day in days}
+    blocks = list(read_blocks(days[1]))
+    dense = np.concatenate([block.dense for block in blocks])
+    np.testing.assert_allclose(np.log1p(dense), np.load(files / "day_1_dense.npy"), rtol=1e-6)
+    one_hot = np.load(files / "day_1_sparse.npy")
+    for feature in range(26):
+        hashes = np.concatenate([block.hashes[feature] for block in blocks])
+        pairs = np.unique(np.stack([hashes, one_hot[:, feature]]), axis=1)
+        assert len(np.unique(pairs[0])) == len(np.unique(pairs[1])) == pairs.shape[1]  # one to one
+        assert (hashes[one_hot[:, feature] == 0] == 0).all()
+    assert 0.8 < manifest.best_auc < 0.92
+    again, _, written = generate(replace(config, path=tmp_path / "raw", raw=raw))  # type: ignore[arg-type]
+    assert (again, written) == (path, False)
+
+
+def test_raw_days_keep_the_best_auc_through_preprocessing(config: PlantedConfig, tmp_path: Path) -> None:
+    raw, generated, _ = generate(replace(config, path=tmp_path / "raw", raw="tsv"))
+    manifest, _ = preprocess(PreprocessConfig(raw=raw, out=tmp_path / "out", preset="smoke"))
+    assert manifest.best_auc == generated.best_auc
+    assert manifest.samples_per_day == [3001] * 3
+    data = DataConfig(source="multi_hot", path=tmp_path / "out", train_days=2)
+    assert open_dataset(data, MODEL, seed=0).best_auc == generated.best_auc
+    (raw / "day_2").write_bytes((raw / "day_1").read_bytes())
+    with pytest.raises(ValueError, match="day_2 has the content of day_1: files were swapped"):
+        preprocess(PreprocessConfig(raw=raw, out=tmp_path / "other", preset="smoke"))
+    (raw / MARKER).touch()
+    with pytest.raises(ValueError, match="raw holds an unfinished data set"):
+        preprocess(PreprocessConfig(raw=raw, out=tmp_path / "other", preset="smoke"))
+
+
+def test_raw_days_take_criteos_features(monkeypatch: pytest.MonkeyPatch, config: PlantedConfig) -> None:
+    smoke = preset("smoke")
+    narrow = replace(smoke, model=replace(smoke.model, dense_in_features=5))
+    monkeypatch.setattr(planted, "preset", lambda _: narrow)
+    with pytest.raises(ValueError, match=r"--raw tsv: Criteo's raw days have 13 dense and 26 .* preset smoke 5 and 26"):
+        generate(replace(config, raw="tsv"))
