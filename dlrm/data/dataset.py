@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.data import criteo
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.criteo import Day, MultiHotDay, OneHotDay
 from dlrm_bench.dlrm.data.expansion import open_expansion_tables
 from dlrm_bench.dlrm.data.manifest import MARKER, read_manifest
@@ -111,7 +113,18 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     if manifest is None:
         return None
     manifest.check_model(path, model, data.source == "one_hot")
+    findings = list(changed_files(path, manifest.files, _file_names(data, path)))
+    if findings:
+        more = f" (one of {len(findings)} such files)" if len(findings) > 1 else ""
+        raise ValueError(f"{findings[0]}{more}; 'python -m dlrm_bench.dlrm.data.check {path}' checks every byte")
     return manifest.best_auc if data.train_days == len(manifest.samples_per_day) - 1 else None
+
+
+def _file_names(data: DataConfig, path: Path) -> list[str]:
+    """The files that a run reads."""
+    ids_file = criteo.multi_hot_file if data.source == "multi_hot" else criteo.one_hot_file
+    kinds = (criteo.dense_file, criteo.labels_file, ids_file)
+    return [kind(path, day).name for day in range(data.train_days + 1) for kind in kinds]
 
 
 def _open_days(data: DataConfig, path: Path, model: ModelConfig) -> Sequence[Day]:

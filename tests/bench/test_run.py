@@ -251,8 +251,11 @@ def test_training_that_diverges(data, tmp_path, target):
 
 
 def corrupt(data: Path, copy: Path, day: int, feature: int, sample: int, value: int) -> None:
-    """A copy of the data set with one sample's first id of one feature replaced."""
+    """A copy of the data set with one sample's first id of one feature replaced, and without checksums."""
     shutil.copytree(data, copy)
+    manifest = read_manifest(copy)
+    assert manifest is not None
+    replace(manifest, files={}).write(copy)
     path = multi_hot_file(copy, day)
     with zipfile.ZipFile(path) as archive:
         _, end = member_span(path, archive.getinfo(f"{feature}.npy"))

@@ -1,0 +1,217 @@
+"""Checks a directory of day files: python -m dlrm_bench.dlrm.data.check DIR
+
+Each line on stdout is one finding, which names a file and what to do; the exit status is 2 if there is any. Files that
+the manifest knows are compared with their checksums; of all others, such as MLPerf's own, every value is read: types,
+shapes, sizes, ids within their tables, labels 0 or 1, finite dense features. Where days have MLPerf's numbers of
+samples, all of them must. (The reference's own checksums are for md5sum -c: mlcommons/training,
+recommendation_v2/torchrec_dlrm/md5sums_*.txt.)
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, exit_status
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data import criteo
+from dlrm_bench.dlrm.data.checksums import changed_files
+from dlrm_bench.dlrm.data.expansion import ExpansionTables
+from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest
+from dlrm_bench.dlrm.data.npy import COPY_AGAIN
+from dlrm_bench.dlrm.data.steps import Advance, step
+
+READ_SAMPLES = 1 << 15
+DAY_FILE = re.compile(r"day_(\d+)_(dense\.npy|labels\.npy|sparse\.npy|sparse_multi_hot\.npz)")
+
+# Samples of Criteo's 24 days; the first 23 add up to MLPerf's 4,195,197,692 training samples.
+# fmt: off
+MLPERF_DAY_SAMPLES = (
+    195841983, 199563535, 196792019, 181115208, 152115810, 172548507, 204846845, 200801003,
+    193772492, 198424372, 185778055, 153588700, 169003364, 194216520, 194081279, 187154596,
+    177984934, 163382602, 142061091, 156534237, 193627464, 192215183, 189747893, 178274637,
+)
+# fmt: on
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CheckConfig:
+    """A directory of day files, checked."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Directory of the day files."""
+    preset: str = "mlperf-dcnv2"
+    """The preset whose tables and features the files should fit, where there is no manifest."""
+    table_scale: float | None = None
+    """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
+    fast: bool = False
+    """Look at sizes, types and a sample of each known file only: seconds instead of hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check found."""
+
+    findings: list[str]
+    """One line each; empty if all is well."""
+    days: int
+    """Days that have any file."""
+    samples: int
+    """Samples of all days that could be opened."""
+
+
+def check(config: CheckConfig) -> Checked:
+    """Check a directory; ValueError if it is none, or the preset is unknown."""
+    directory = config.directory
+    run = preset(config.preset)
+    model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory: name that of the day files")
+    findings: list[str] = []
+    if (directory / MARKER).exists():
+        findings.append(f"{directory / MARKER}: the data set is unfinished: start the program that makes it again")
+    manifest = None
+    try:
+        manifest = read_manifest(directory)
+    except ValueError as error:
+        findings.append(str(error))
+    if manifest:
+        model = replace(
+            model,
+            num_embeddings=tuple(manifest.rows),
+            multi_hot_sizes=tuple(manifest.multi_hot_sizes),
+            table_scale=1.0,
+            dense_in_features=manifest.dense_in_features,
+        )
+    found = {path.name for path in directory.iterdir() if DAY_FILE.fullmatch(path.name)}
+    known = manifest.files if manifest else {}
+    names = sorted(found | known.keys(), key=_order)
+    size = sum((directory / name).stat().st_size for name in found)
+    with step("check", max(size, 1), "MB") as advance:
+        changed_days = set[int]()
+        for name in names:
+            lines = list(changed_files(directory, known, [name], whole=not config.fast))
+            findings += lines
+            if lines:
+                changed_days.add(_order(name)[0])
+            if name in known:
+                advance(known[name].bytes)
+        samples = []
+        for day in range(_days(found | known.keys())):
+            count, of_day = 0, list[str]()
+            if day not in changed_days:
+                unknown = not known.keys() >= {name for name in found if _order(name)[0] == day}
+                count, of_day = _check_day(directory, day, model, found, unknown and not config.fast, advance)
+            samples.append(count)
+            findings += of_day
+    findings += _check_samples(directory, samples, manifest)
+    if not names:
+        findings.append(f"{directory} holds no day files: name the directory of day_0_dense.npy and the others")
+    return Checked(findings, len(samples), sum(samples))
+
+
+def _order(name: str) -> tuple[int, str]:
+    match = re.match(r"day_(\d+)", name)
+    return (int(match[1]) if match else -1, name)
+
+
+def _days(names: set[str]) -> int:
+    return max((_order(name)[0] for name in names), default=-1) + 1
+
+
+def _check_day(
+    directory: Path, day: int, model: ModelConfig, found: set[str], values: bool, advance: Advance
+) -> tuple[int, list[str]]:
+    """Samples (0 if unknown) and findings of a day in both formats, or in the one it has."""
+    formats: list[type[criteo.Day]] = []
+    if criteo.multi_hot_file(directory, day).name in found:
+        formats.append(criteo.MultiHotDay)
+    if criteo.one_hot_file(directory, day).name in found:
+        formats.append(criteo.OneHotDay)
+    if not formats:
+        one_hot, multi_hot = criteo.one_hot_file(directory, day), criteo.multi_hot_file(directory, day)
+        return 0, [f"{multi_hot} does not exist, nor does {one_hot.name}: copy the missing day"]
+    samples, findings = 0, list[str]()
+    for kind in formats:
+        try:
+            opened = kind(directory, day, model)
+            samples = opened.num_samples
+            if isinstance(opened, criteo.OneHotDay):
+                opened.tables = ExpansionTables(tuple(np.empty((rows, 0), dtype=np.int32) for rows in model.rows))
+            if values:
+                findings += _check_values(opened, model)
+                advance(_bytes_of(directory, day, found) / len(formats))
+        except ValueError as error:
+            findings.append(str(error))
+    return samples, list(dict.fromkeys(findings))  # Both formats share dense features and labels.
+
+
+def _check_values(day: criteo.Day, model: ModelConfig) -> Iterator[str]:
+    """The first value that cannot be, if there is one."""
+    sizes = [1] * model.num_features if isinstance(day, criteo.OneHotDay) else model.multi_hot_sizes
+    for start in range(0, day.num_samples, READ_SAMPLES):
+        stop = min(start + READ_SAMPLES, day.num_samples)
+        dense = np.empty((stop - start, model.dense_in_features), dtype=np.float32)
+        ids = [np.empty((stop - start, size), dtype=np.int32) for size in sizes]
+        try:
+            day.read(start, stop, dense, np.empty(stop - start, dtype=np.float32), ids)
+        except ValueError as error:
+            yield str(error)
+            return
+
+
+def _bytes_of(directory: Path, day: int, found: set[str]) -> int:
+    return sum((directory / name).stat().st_size for name in found if _order(name)[0] == day)
+
+
+def _check_samples(directory: Path, samples: Sequence[int], manifest: Manifest | None) -> Iterator[str]:
+    """Days whose samples are not as many as the manifest, or MLPerf, has of them."""
+    if manifest:
+        expected, whose = tuple(manifest.samples_per_day), "the manifest"
+    elif any(count == of_mlperf for count, of_mlperf in zip(samples, MLPERF_DAY_SAMPLES, strict=False)):
+        expected, whose = MLPERF_DAY_SAMPLES, "MLPerf's set"
+    else:
+        return
+    for day in range(max(len(expected), len(samples))):
+        count = samples[day] if day < len(samples) else 0
+        name = criteo.dense_file(directory, day)
+        if day >= len(expected):
+            yield f"{name} is one day more than the {len(expected)} of {whose}: remove the day"
+        elif count == 0 and whose == "MLPerf's set" and day >= len(samples):
+            yield f"{name} does not exist, and {whose} has {len(expected)} days: copy the missing day"
+        elif count and count != expected[day]:
+            other = expected.index(count) if count in expected else None
+            fix = COPY_AGAIN if other is None else f"that is day {other}'s number: give the days their names back"
+            yield f"{name} has {count} samples, in {whose} it has {expected[day]}: {fix}"
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status, 2 if there are findings."""
+    return exit_status(lambda: _run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    config = tyro.cli(
+        CheckConfig,
+        args=args,
+        prog="python -m dlrm_bench.dlrm.data.check",
+        description=__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    checked = check(config)
+    for finding in checked.findings:
+        print(finding)
+    if checked.findings:
+        return EXIT_BAD_INPUT
+    print(f"{config.directory}: {checked.days} days, {checked.samples} samples, all well")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
