@@ -9,12 +9,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels import cross, loss, mlp
+from dlrm_bench.kernels import cross, fused_cross, loss, mlp
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -199,6 +199,38 @@ def cross_cases() -> Iterator[Case]:
                 )
 
 
+def fused_cross_cases() -> Iterator[Case]:
+    """Each kernel, and before it the GEMM and the kernel that do the same, where two do."""
+
+    def in_two_forward(x0: Tensor, x: Tensor, u: Tensor, w: Tensor, bias: Tensor, y: Tensor, out: Tensor) -> None:
+        torch.mm(u, w.t(), out=y)
+        cross.cross_forward(x0, x, y, bias, out)
+
+    def in_two_backward(g: Tensor, du: Tensor, v: Tensor, *of_cross_backward: Any) -> None:
+        cross.cross_backward(g.addmm_(du, v), *of_cross_backward)
+
+    width, depth, layers = 3456, 512, 3
+    for batch in (6912, 3456, 512):
+        x0, x, y, dx, dy, dx0 = torch.randn(6, batch, width, device="cuda").to(BF16).unbind()
+        matrices = list(torch.randn(2 * layers, batch, width, device="cuda").to(BF16).unbind())
+        inputs = matrices[:layers], matrices[layers:]
+        shapes = (batch, depth), (width, depth), (depth, width)
+        u, w, v = ((torch.randn(*shape, device="cuda") / 32).to(BF16) for shape in shapes)
+        bias = torch.zeros(width, device="cuda", dtype=BF16)
+        fused_sums = torch.zeros(fused_cross.partial_rows(batch, width, x.device), width, device="cuda")
+        sums = torch.zeros(cross.partial_rows(batch), width, device="cuda")
+        of_forward = x0, x, u, w, bias, y, dx
+        for kernel, passes, run in (
+            ("GEMM, cross_forward", 4, partial(in_two_forward, *of_forward)),
+            ("fused_cross_forward", 4, partial(fused_cross.fused_cross_forward, *of_forward)),
+            ("GEMM, cross_backward", 7, partial(in_two_backward, dx, u, v, x0, y, bias, dy, dx0, sums, True)),
+            ("fused_cross_backward", 4, partial(fused_cross.fused_cross_backward, x, u, v, x0, dx, dy, fused_sums)),
+            ("  _input_backward", 2 * layers + 1, partial(fused_cross.fused_cross_input_backward, *inputs, u, v, dx0)),
+            ("output_backward", 3, partial(cross.output_backward, x, x0, dy, sums)),
+        ):
+            yield Case(kernel, f"[{batch}, {width}], depth {depth}, bf16", passes * x.nbytes, run)
+
+
 def mlp_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         for width in (1024, 256):
@@ -283,6 +315,7 @@ CASES = {
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,
+    "fused_cross": fused_cross_cases,
     "mlp": mlp_cases,
     "loss": loss_cases,
     "flat_adagrad": flat_adagrad_cases,

@@ -51,6 +51,14 @@ def cross_backward(
     backward(g, x0, y, bias, dy, dx0, partials, accumulate, first_layer)
 
 
+def output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+    """What `cross_backward` does of it: dy = g * x0, and `partials`. All as there."""
+    _check(g, x0, dy, bias=g[0])
+    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
+    backward = triton_output_backward if g.is_cuda else plain_output_backward
+    backward(g, x0, dy, partials)
+
+
 def _check(*matrices: Tensor, bias: Tensor) -> None:
     assert all(matrix.is_contiguous() and matrix.shape == matrices[0].shape for matrix in matrices), "[batch, width]"
     assert bias.shape == matrices[0].shape[1:] and bias.numel() % 8 == 0, "bias: [width], a multiple of 8"
@@ -80,6 +88,13 @@ def plain_cross_backward(
     dy.copy_(product)
 
 
+def plain_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+    """What `output_backward` does, in PyTorch."""
+    product = g.float() * x0.float()
+    partials.zero_()[0] = product.sum(0)
+    dy.copy_(product)
+
+
 def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
     """What `cross_forward` does, in one kernel."""
     batch, width = x0.shape
@@ -102,6 +117,15 @@ def triton_cross_backward(
     batch, width = g.shape
     sizes = (batch, width, accumulate, first_layer, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
     _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
+
+
+def triton_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+    """What `output_backward` does, in one kernel."""
+    batch, width = g.shape
+    grid = (cdiv(width, _BACKWARD_COLUMNS), len(partials))
+    sizes = (batch, width, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
+    # 16 bytes of four rows a thread: a seventh faster than of two.
+    _output_backward[grid](g, x0, dy, partials, *sizes, num_warps=2)
 
 
 @jit
@@ -145,4 +169,15 @@ def _backward(
         through_y += tl.load(dx0 + at, mask, other=0.0).to(tl.float32)
     tl.store(dy + at, product, mask)
     tl.store(dx0 + at, through_y, mask)
+    tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(product, 0), column < width)
+
+
+@jit
+def _output_backward(g, x0, dy, partials, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    mask = (row < batch)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    product = tl.load(g + at, mask, other=0.0).to(tl.float32) * tl.load(x0 + at, mask, other=0.0).to(tl.float32)
+    tl.store(dy + at, product, mask)
     tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(product, 0), column < width)

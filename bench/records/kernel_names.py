@@ -15,7 +15,7 @@ OTHER = "other"
 
 _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 
-# Function of a Triton kernel: (file in kernels/, stage). Triton names a kernel after its function.
+# Function of a kernel: (file in kernels/, stage). Triton names a kernel after its function.
 OWN_KERNELS = {
     "_fetch": ("fetch", _INPUT),
     "_copy_pieces": ("gather_segments", _INPUT),
@@ -23,6 +23,8 @@ OWN_KERNELS = {
     "_copy_runs": ("regroup", None),
     "_forward": ("cross", _DENSE),
     "_backward": ("cross or mlp", _DENSE),
+    "_output_backward": ("cross", _DENSE),
+    "fused_cross": ("fused_cross", _DENSE),
     "_sum_rows": ("column_sums", _DENSE),
     "_bce": ("loss", _DENSE),  # older traces: the loss alone; now the last layer too
     "_sum_partials": ("loss", _DENSE),

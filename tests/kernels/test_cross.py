@@ -6,11 +6,13 @@ import torch
 from dlrm_bench.kernels.cross import (
     cross_backward,
     cross_forward,
+    output_backward,
     partial_rows,
     plain_cross_backward,
     plain_cross_forward,
     triton_cross_backward,
     triton_cross_forward,
+    triton_output_backward,
 )
 from tests.kernels.devices import DEVICE, needs_triton
 
@@ -52,3 +54,23 @@ def test_triton_equals_plain(shape: tuple[int, int], dtype: torch.dtype, accumul
         results.append((dy, dx0, partials.sum(0)))
     torch.testing.assert_close(results[0][:2], results[1][:2])
     torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-4, atol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 8), (37, 264), (2051, 16)])
+def test_output_backward_is_cross_backwards(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    g, x0, y, dx0 = torch.randn(4, *shape, device=DEVICE).to(dtype).unbind()
+    bias = torch.randn(shape[1], device=DEVICE)
+    results = []
+    for backward in (triton_output_backward, output_backward, plain_cross_backward):
+        dy = torch.full_like(g, torch.nan)
+        partials = torch.full((partial_rows(shape[0]), shape[1]), torch.nan, device=DEVICE)
+        if backward is plain_cross_backward:
+            plain_cross_backward(g, x0, y, bias, dy, dx0, partials, False)
+        else:
+            backward(g, x0, dy, partials)
+        results.append((dy, partials.sum(0)))
+    for got in results[:2]:
+        torch.testing.assert_close(got[0], results[2][0])
+        torch.testing.assert_close(got[1], results[2][1], rtol=1e-4, atol=1e-4)

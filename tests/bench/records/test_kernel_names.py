@@ -1,6 +1,7 @@
 """Names of kernels: shortened, and told apart by stage where a CUDA graph hides who launched them."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_names(name: str, short: str, stage: str) -> None:
 
 
 def test_every_kernel_of_ours_is_known() -> None:
-    """Functions under @jit that are launched, with the file that they stand in."""
+    """Functions under @jit that are launched, and CUDA's, with the file that they stand in."""
     launched = set()
     for path in KERNELS.glob("*.py"):
         tree = ast.parse(path.read_text())
@@ -80,6 +81,8 @@ def test_every_kernel_of_ours_is_known() -> None:
                 kernel = node.func.value
                 if isinstance(kernel, ast.Name) and kernel.id.startswith("_"):
                     launched.add((kernel.id, path.stem))
+    for path in KERNELS.glob("*.cu"):
+        launched |= {(name, path.stem) for name in re.findall(r"__global__.* (\w+)\(const", path.read_text())}
     assert {name for name, _ in launched} == set(OWN_KERNELS)
     assert all(file in OWN_KERNELS[name][0] for name, file in launched)
 

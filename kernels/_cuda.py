@@ -1,0 +1,127 @@
+"""CUDA C++ kernels, compiled by NVRTC where they run: it and cuda-bindings come with torch's CUDA builds."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_MAP_BYTES = 128  # of a CUtensorMap, which cuTensorMapEncodeTiled wants at a multiple of 64
+# Values of cuda.h's CUtensorMap* enumerations.
+_BFLOAT16, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS = 9, 0, 3, 3, 0
+
+
+@functools.cache
+def available() -> bool:
+    """Whether kernels for Hopper's own instructions (sm_90a) can be compiled and run on the current GPU."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    try:
+        importlib.import_module("cuda.bindings.driver")
+        importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        logger.warning("no kernels in CUDA C++, slower ones instead: %s (pip install cuda-bindings)", error)
+        return False
+    return True
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Kernel:
+    """A `__global__` function with one argument, a struct, on the current GPU; launches can be captured in graphs."""
+
+    def __init__(self, source: Path, name: str, defines: dict[str, int], threads: int, shared_bytes: int) -> None:
+        """Compiles `source`. defines: preprocessor macros. shared_bytes: dynamic shared memory of a block.
+
+        RuntimeError with the compiler's messages where it does not compile.
+        """
+        self._threads, self._shared_bytes = threads, shared_bytes
+        self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        cubin = _compile(source, defines)
+        self._library = self._checked(self._driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
+        kernel = self._checked(self._driver.cuLibraryGetKernel(self._library, name.encode()))
+        self._function = self._checked(self._driver.cuKernelGetFunction(kernel))
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+
+    def launch(self, blocks: int, argument: ctypes.Structure) -> None:
+        """On the current stream."""
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        stream = torch.cuda.current_stream().cuda_stream
+        grid = (blocks, 1, 1, self._threads, 1, 1)
+        shared_bytes, argument_pointers = self._shared_bytes, ctypes.addressof(pointers)
+        self._checked(self._driver.cuLaunchKernel(self._function, *grid, shared_bytes, stream, argument_pointers, 0))
+
+    def _checked(self, result: tuple[Any, ...]) -> Any:
+        error, *values = result
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA driver: {error}")
+        return values[0] if values else None
+
+
+def _compile(source: Path, defines: dict[str, int]) -> bytes:
+    nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
+    options = [b"-arch=sm_90a", b"-std=c++17", *(f"-D{name}={value}".encode() for name, value in defines.items())]
+    _, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, None, None)
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC: {error} in {source}:\n{log.decode()}")
+    cubin = bytes(nvrtc.nvrtcGetCUBINSize(program)[1])
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap: how the bulk tensor copy engine finds boxes of a matrix."""
+
+    _fields_ = (("words", ctypes.c_uint64 * (_MAP_BYTES // 8)),)
+
+
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
+    """For boxes of so many rows and columns, 128 bytes wide and in shared memory with the 128-byte swizzle.
+
+    matrix: bf16, its rows at multiples of 16 bytes, contiguous but for its rows, which may lie apart. What a box has
+    outside of it is read as 0, and not written.
+    """
+    assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2 and matrix.stride(1) == 1, "a bf16 matrix"
+    assert box_columns * matrix.itemsize == 128 and matrix.stride(0) * matrix.itemsize % 16 == 0, "aligned rows"
+    memory = ctypes.create_string_buffer(_MAP_BYTES + 64)
+    at = -(-ctypes.addressof(memory) // 64) * 64
+    rows, columns = matrix.shape
+    error = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _BFLOAT16,
+        2,
+        ctypes.c_void_p(matrix.data_ptr()),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.itemsize),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        _NO_INTERLEAVE,
+        _SWIZZLE_128B,
+        _L2_256B,
+        _ZEROS,
+    )
+    assert error == 0, f"cuTensorMapEncodeTiled: {error}"
+    return TensorMap.from_buffer_copy(ctypes.string_at(at, _MAP_BYTES))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    # cuda-bindings' own cuTensorMapEncodeTiled writes to where its object happens to lie, rarely a multiple of 64.
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,406 @@
+// The cross network's products with its element-wise parts as their epilogue, for Hopper (sm_90a); see fused_cross.py.
+//
+// acc = a @ b, a: [batch, depth], bf16; by MODE, with 2 * PAIRS inputs and 1 or 2 outputs, all bf16 [batch, width]:
+//   FORWARD    in: x0, x          y = acc + bias;  x' = x0 * y + x                           b: [width, depth]
+//   BACKWARD   in: g, x0          g' = g + acc;  dy = g' * x0, and its column sums           b: [depth, width]
+//   INPUT      in: g_l, y_l ...   dx0 = acc + g_0 + sum over l of g_l * y_l                  b: [depth, width]
+//
+// One block a multiprocessor goes through a range of tiles of 64 rows and 128 columns, row by row first, so that its
+// 128 columns of b stay in shared memory for nearly all of the range. Two warpgroups take turns: one multiplies while
+// the other is in its epilogue. Two more warps bring tiles by the bulk tensor copy engine, one those of a and b, the
+// other the epilogue's inputs, long before they are needed. Outputs take their inputs' place in shared memory, from
+// where each warp stores its rows in pieces of 128 bytes: the copy engine would do that, too, but the next inputs would
+// wait for it.
+//
+// No headers: NVRTC comes with none. Given on the command line: MODE, PAIRS, STEPS = ceil(depth / 64), at most 8.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int FORWARD = 0, BACKWARD = 1, INPUT = 2;
+constexpr int ROWS = 64, COLUMNS = 128, CHUNK = 64;  // of a tile; what one copy brings is at most 64 wide
+constexpr int A_BYTES = ROWS * CHUNK * 2, B_BYTES = COLUMNS * CHUNK * 2, PIECE = ROWS * CHUNK * 2;
+// Of a; and of the epilogue's inputs, each for a pair of them. Together with b they fill shared memory. On an H200, at
+// 3456 rows, FORWARD and INPUT of three layers: 36 and 48 us; 40 and 46 with 4 and 4, 38 and 54 with 8 and 2.
+constexpr int STAGES = STEPS < 6 ? STEPS : 6, SLOTS = 3;
+constexpr int STEPS_OF_EPILOGUE = 2 * PAIRS;  // each for 64 columns and a pair of inputs
+constexpr int OUTPUTS = MODE == INPUT ? 1 : 2;
+constexpr bool B_ROWS_ARE_DEPTH = MODE != FORWARD;
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+struct Arguments {
+  TensorMap a, b, inputs[2 * PAIRS];
+  u16* outputs[2];
+  const u16* bias;  // of FORWARD
+  float* partials;
+  int batch, width, row_tiles, column_tiles, blocks_of_columns;
+};
+
+struct Memory {  // addresses in shared memory: of tiles, then of barriers
+  u32 a, b, pieces, full, empty, turn, epilogue_turn, inputs_full, inputs_empty;
+
+  __device__ explicit Memory(u32 base) {
+    a = (base + 1023) & ~1023u;
+    b = a + STAGES * A_BYTES;
+    pieces = b + STEPS * B_BYTES;
+    full = pieces + SLOTS * 2 * PIECE;
+    empty = full + 8 * STAGES;
+    turn = empty + 8 * STAGES;
+    epilogue_turn = turn + 8 * 2;
+    inputs_full = epilogue_turn + 8 * 2;
+    inputs_empty = inputs_full + 8 * SLOTS;
+  }
+  __device__ u32 piece(int slot, int of_pair) const { return pieces + (slot * 2 + of_pair) * PIECE; }
+};
+
+// A block's tiles: those from `begin` to `end` of all, counted row by row in one range of columns after the other.
+// Blocks start in their first range of columns where the others do, so that at any time all of them are at nearly the
+// same rows, or those plus a multiple of what one block does: rows read and written as a whole take 4 % less time.
+struct Tiles {
+  int row_tiles, begin, end, first_columns, first_row, in_first, shift;
+
+  __device__ explicit Tiles(const Arguments& p) {
+    const u64 all = u64(p.row_tiles) * p.column_tiles, blocks = gridDim.x;
+    row_tiles = p.row_tiles;
+    begin = blockIdx.x * all / blocks, end = (blockIdx.x + 1) * all / blocks;
+    first_columns = begin / row_tiles, first_row = begin % row_tiles;
+    in_first = min(end - begin, row_tiles - first_row);
+    const u64 rounds = (first_row * blocks + all - 1) / all;  // of all blocks, so far as these columns go
+    shift = int((rounds * all + blocks - 1) / blocks) - first_row;
+    if (shift >= in_first) shift = 0;
+  }
+  __device__ int count() const { return end - begin; }
+  __device__ int columns(int i) const { return (begin + i) / row_tiles; }
+  __device__ int rows(int i) const {
+    if (i >= in_first) return (begin + i) % row_tiles;
+    const int shifted = i + shift;
+    return first_row + (shifted < in_first ? shifted : shifted - in_first);
+  }
+};
+
+__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra end;\n"
+      "bra again;\n"
+      "end:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void load(u32 to, const TensorMap* from, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      :
+      : "r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) {  // 128-byte swizzle
+  return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | address >> 4;
+}
+
+// acc (or 0) + 64 rows of a times 128 columns of b over a depth of 16.
+__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
+#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, accumulate, 1, 1, 0, %67;\n"
+      "}\n"
+      : R16(0), R16(16), R16(32), R16(48)
+      : "l"(a), "l"(b), "r"(accumulate), "n"(B_ROWS_ARE_DEPTH ? 1 : 0));
+#undef R16
+#undef R4
+}
+
+// 16 rows of two blocks of 8 columns: each lane's pairs of columns, as in an accumulator's fragment.
+__device__ __forceinline__ void read(u32 address, u32* pairs) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ void write(u32 address, const u32* pairs) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(pairs[0]),
+               "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// One thread's: the tiles of a, and with the first one of other columns those of b. A stage that is free again says
+// that all products of STAGES steps ago are through: as STAGES is at most STEPS, those of the tile before that read the
+// chunk of b that is overwritten here are among them.
+__device__ void bring_factors(const Arguments& p, const Memory& memory, const Tiles& tiles) {
+  int step = 0, columns = -1;
+  for (int tile = 0; tile < tiles.count(); ++tile) {
+    const int n = tiles.columns(tile), m = tiles.rows(tile);
+    for (int k = 0; k < STEPS; ++k, ++step) {
+      const int stage = step % STAGES, round = step / STAGES;
+      const u32 full = memory.full + 8 * stage;
+      if (round > 0) wait(memory.empty + 8 * stage, (round - 1) & 1);
+      expect(full, n != columns ? A_BYTES + B_BYTES : A_BYTES);
+      load(memory.a + stage * A_BYTES, &p.a, k * CHUNK, m * ROWS, full);
+      if (n != columns) {
+        const u32 b = memory.b + k * B_BYTES;
+        if (B_ROWS_ARE_DEPTH) {
+          load(b, &p.b, n * COLUMNS, k * CHUNK, full);
+          load(b + B_BYTES / 2, &p.b, n * COLUMNS + CHUNK, k * CHUNK, full);
+        } else {
+          load(b, &p.b, k * CHUNK, n * COLUMNS, full);
+        }
+      }
+    }
+    columns = n;
+  }
+}
+
+// One thread's: the epilogue's inputs.
+__device__ void bring_inputs(const Arguments& p, const Memory& memory, const Tiles& tiles) {
+  int step = 0;
+  for (int tile = 0; tile < tiles.count(); ++tile) {
+    const int column = tiles.columns(tile) * COLUMNS, row = tiles.rows(tile) * ROWS;
+    for (int i = 0; i < STEPS_OF_EPILOGUE; ++i, ++step) {
+      const int slot = step % SLOTS, round = step / SLOTS;
+      const u32 full = memory.inputs_full + 8 * slot;
+      if (round > 0) wait(memory.inputs_empty + 8 * slot, (round - 1) & 1);
+      expect(full, 2 * PIECE);
+      for (int j = 0; j < 2; ++j)
+        load(memory.piece(slot, j), &p.inputs[i % PAIRS * 2 + j], column + i / PAIRS * CHUNK, row, full);
+    }
+  }
+}
+
+// The warp's 16 rows of a piece of 64 columns.
+__device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    const int row = warp_row + i + lane / 8;
+    u32 values[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(piece + row * 128 + ((lane ^ row) % 8 << 4))
+                 : "memory");
+    if (first_row + row < p.batch && column < p.width)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + u64(first_row + row) * p.width + column),
+                   "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
+                   : "memory");
+  }
+}
+
+// Half of the sums of 2 * COUNT blocks of 8 columns, those of the lanes at `distance` added to them.
+template <int COUNT>
+__device__ __forceinline__ void halve(float (&sums)[16], int lane, int distance) {
+  const bool upper = lane & distance;
+#pragma unroll
+  for (int i = 0; i < 2 * COUNT; ++i) {
+    const float mine = upper ? sums[i + 2 * COUNT] : sums[i], others = upper ? sums[i] : sums[i + 2 * COUNT];
+    sums[i] = mine + __shfl_xor_sync(0xffffffffu, others, distance);
+  }
+}
+
+// Adds sums over the 16 rows of the warp to `first` and `second`: those of block lane / 4 of 8 columns, and there of
+// the lane's two columns.
+__device__ __forceinline__ void add_rows(float (&sums)[16], int lane, float& first, float& second) {
+  halve<4>(sums, lane, 16);
+  halve<2>(sums, lane, 8);
+  halve<1>(sums, lane, 4);
+  first += sums[0];
+  second += sums[1];
+}
+
+// Column sums of the tiles of one range of columns, each warp's in a row of its own; the last block at these columns
+// zeroes the rows that other columns have more blocks for.
+__device__ void store_sums(const Arguments& p, float (&sums)[4], int n, int consumer, int warp, int lane) {
+  const int tiles = p.row_tiles * p.column_tiles, blocks = gridDim.x;
+  // Of tile t: the last block that begins, at block * tiles / blocks, not after it.
+  const int first = ((u64(n) * p.row_tiles + 1) * blocks - 1) / tiles;
+  const int last = (u64(n + 1) * p.row_tiles * blocks - 1) / tiles;
+  for (int block = blockIdx.x - first; block < p.blocks_of_columns; ++block) {
+    float* row = p.partials + u64(block * 8 + consumer * 4 + warp) * p.width;
+    for (int j = 0; j < 2; ++j) {
+      const int column = n * COLUMNS + j * CHUNK + lane / 4 * 8 + lane % 4 * 2;
+      if (column < p.width) row[column] = sums[2 * j], row[column + 1] = sums[2 * j + 1];
+    }
+    for (float& sum : sums) sum = 0;
+    if (int(blockIdx.x) < last) break;
+  }
+  for (float& sum : sums) sum = 0;
+}
+
+__host__ __device__ constexpr int greatest_common_divisor(int a, int b) {
+  return b == 0 ? a : greatest_common_divisor(b, a % b);
+}
+
+// acc = the block's tile i. FIRST: the stage of its first step, which instructions then have built in.
+template <int FIRST>
+__device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& memory, int i, int consumer, int lane) {
+  constexpr int APART = greatest_common_divisor(STEPS, STAGES);
+  if constexpr (FIRST + APART < STAGES) {
+    if (i * STEPS % STAGES != FIRST) return multiply_tile<FIRST + APART>(acc, memory, i, consumer, lane);
+  }
+  const u64 a = descriptor(memory.a, 16, 1024), b = descriptor(memory.b, B_ROWS_ARE_DEPTH ? B_BYTES / 2 : 16, 1024);
+#pragma unroll
+  for (int k = 0; k < STEPS; ++k) {
+    const int stage = (FIRST + k) % STAGES;
+    wait(memory.full + 8 * stage, (i * STEPS + k) / STAGES & 1);
+    if (k == STEPS - 1 && lane == 0) arrive(memory.turn + 8 * (1 - consumer));
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int kk = 0; kk < CHUNK / 16; ++kk) {
+      const u64 of_a = a + (stage * A_BYTES + kk * 32 >> 4);
+      const u64 of_b = b + (k * B_BYTES + kk * (B_ROWS_ARE_DEPTH ? 2048 : 32) >> 4);
+      multiply(acc, of_a, of_b, k + kk > 0);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    if (k > 0) {
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (lane == 0) arrive(memory.empty + 8 * ((FIRST + k - 1) % STAGES));
+    }
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (lane == 0) arrive(memory.empty + 8 * ((FIRST + STEPS - 1) % STAGES));
+}
+
+__device__ void consume(const Arguments& p, const Memory& memory, const Tiles& tiles, int consumer) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // Of the lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two blocks of columns.
+  const u32 at = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
+  float acc[64];
+  float sums[4] = {0, 0, 0, 0};
+  int columns = tiles.columns(0);  // that `sums` are of
+  for (int i = consumer, round = 0; i < tiles.count(); i += 2, ++round) {
+    const int n = tiles.columns(i), first_row = tiles.rows(i) * ROWS;
+    if (MODE == BACKWARD)
+      for (; columns < n; ++columns) store_sums(p, sums, columns, consumer, warp, lane);
+    if (i > 0) wait(memory.turn + 8 * consumer, (round - (consumer == 0)) & 1);
+    multiply_tile<0>(acc, memory, i, consumer, lane);
+    if (i > 0) wait(memory.epilogue_turn + 8 * consumer, (round - (consumer == 0)) & 1);
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float(&d)[32] = *reinterpret_cast<float(*)[32]>(acc + 32 * half);
+      u32 bias[8];
+#pragma unroll
+      for (int block = 0; block < 8 && MODE == FORWARD; ++block) {
+        const int column = n * COLUMNS + half * CHUNK + block * 8 + lane % 4 * 2;
+        bias[block] = column < p.width ? __ldg(reinterpret_cast<const u32*>(p.bias + column)) : 0;
+      }
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const int step = i * STEPS_OF_EPILOGUE + half * PAIRS + pair, slot = step % SLOTS;
+        const u32 first = memory.piece(slot, 0), second = first + PIECE;
+        wait(memory.inputs_full + 8 * slot, step / SLOTS & 1);
+        const bool last = half * PAIRS + pair == STEPS_OF_EPILOGUE - 1;
+        if (last && lane == 0) arrive(memory.epilogue_turn + 8 * (1 - consumer));
+        u32 one[16], other[16];  // pairs of columns: [block][row, row 8 below]
+#pragma unroll
+        for (int block = 0; block < 8; block += 2) {
+          read(first + (at ^ block << 4), one + 2 * block);
+          read(second + (at ^ block << 4), other + 2 * block);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          float &d0 = d[2 * i], &d1 = d[2 * i + 1];
+          const float one0 = low(one[i]), one1 = high(one[i]), other0 = low(other[i]), other1 = high(other[i]);
+          if (MODE == FORWARD) {
+            d0 += low(bias[i / 2]), d1 += high(bias[i / 2]);
+            one[i] = pack(d0, d1);
+            other[i] = pack(one0 * d0 + other0, one1 * d1 + other1);
+          } else if (MODE == BACKWARD) {
+            d0 += one0, d1 += one1;
+            one[i] = pack(d0, d1);
+            d0 *= other0, d1 *= other1;
+            other[i] = pack(d0, d1);
+          } else {
+            d0 += pair == 0 ? one0 * other0 + one0 : one0 * other0;
+            d1 += pair == 0 ? one1 * other1 + one1 : one1 * other1;
+            if (pair == PAIRS - 1) one[i] = pack(d0, d1);
+          }
+        }
+        if (pair == PAIRS - 1) {
+#pragma unroll
+          for (int block = 0; block < 8; block += 2) {
+            write(first + (at ^ block << 4), one + 2 * block);
+            if (MODE != INPUT) write(second + (at ^ block << 4), other + 2 * block);
+          }
+          __syncwarp();
+          for (int j = 0; j < OUTPUTS; ++j)
+            store(p, p.outputs[j], first + j * PIECE, first_row, n * COLUMNS + half * CHUNK);
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) arrive(memory.inputs_empty + 8 * slot);
+      }
+      if (MODE == BACKWARD) {
+        float of_rows[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) of_rows[i] = d[i / 2 * 4 + i % 2] + d[i / 2 * 4 + i % 2 + 2];
+        add_rows(of_rows, lane, sums[2 * half], sums[2 * half + 1]);
+      }
+    }
+  }
+  if (MODE == BACKWARD)
+    for (; columns <= tiles.columns(tiles.count() - 1); ++columns) store_sums(p, sums, columns, consumer, warp, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) fused_cross(const __grid_constant__ Arguments p) {
+  extern __shared__ unsigned char shared[];
+  const Memory memory(static_cast<u32>(__cvta_generic_to_shared(shared)));
+  const Tiles tiles(p);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) init_barrier(memory.full + 8 * i, 1), init_barrier(memory.empty + 8 * i, 4);
+    for (int i = 0; i < 2; ++i) init_barrier(memory.turn + 8 * i, 4), init_barrier(memory.epilogue_turn + 8 * i, 4);
+    for (int i = 0; i < SLOTS; ++i)
+      init_barrier(memory.inputs_full + 8 * i, 1), init_barrier(memory.inputs_empty + 8 * i, 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  if (warpgroup < 2) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    consume(p, memory, tiles, warpgroup);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 256) bring_factors(p, memory, tiles);
+    if (threadIdx.x == 288) bring_inputs(p, memory, tiles);
+  }
+}

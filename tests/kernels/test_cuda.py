@@ -1,0 +1,36 @@
+"""CUDA C++ kernels: where they run, what their compiler says, and the matrices that their copies take."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_bench.kernels._cuda import Kernel, available, tensor_map
+
+
+def test_is_for_hopper_only() -> None:
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    assert hopper or not available()
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        torch.zeros(4, 64),
+        torch.zeros(64, dtype=torch.bfloat16),
+        torch.zeros(64, 4, dtype=torch.bfloat16).t(),
+        torch.zeros(4, 63, dtype=torch.bfloat16),
+    ],
+)
+def test_tensor_map_refuses_what_the_copy_engine_cannot_read(matrix: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        tensor_map(matrix, 64, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
+def test_what_does_not_compile_comes_with_the_compilers_message(tmp_path: Path) -> None:
+    source = tmp_path / "broken.cu"
+    source.write_text("__global__ void broken() { no_such_name; }")
+    with pytest.raises(RuntimeError, match=r'broken\.cu(.|\n)*"no_such_name" is undefined'):
+        Kernel(source, "broken", {}, 32, 0)
