@@ -23,7 +23,7 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.model import DenseNetwork
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels import cross, loss, mlp
+from dlrm_bench.kernels import cross, fused_cross, loss, mlp
 from dlrm_bench.kernels.column_sums import column_sums
 
 # The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
@@ -99,13 +99,18 @@ class ExplicitDense:
         self.x0s = self._memory.zeros(samples, width, dtype=dtype) if self._memory else None
         """x0 of all ranks, in peer memory."""
         self.x0 = self.x0s.own if self.x0s else matrices(width)[0]
-        self.dx0, self._dx = matrices(width, width)
+        (self.dx0,) = matrices(width)
         self._x = [self.x0, *matrices(*[width] * layers)]
         self._u, self._du = (matrices(*[model.cross_rank] * layers) for _ in range(2))
         self._y = matrices(*[width] * layers)
+        # Gradients by the layers' outputs, and by y. The fused kernels keep all of them, as the first layer's adds x0's
+        # gradient up; else the first share a buffer, and the others take y's place.
+        self._fused = fused_cross.applies(self.shape.part_samples, width, model.cross_rank, dtype, device)
+        self._dx = matrices(*[width] * layers) if self._fused else matrices(width) * layers
+        self._dy = matrices(*[width] * layers) if self._fused else self._y
         # Inputs of the top MLP's layers; gradients by them, before their ReLU, and by the logits.
         self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
-        self._dz_top = [self._dx, *matrices(*model.top_mlp)]
+        self._dz_top = [self._dx[-1], *matrices(*model.top_mlp)]
         (self._dense,) = matrices(self._padded)
         self._make_partial_sums(device)
 
@@ -120,7 +125,11 @@ class ExplicitDense:
 
         width = self.x0.shape[1]
         # By layer: [part, rows, width].
-        self._partials = {f"cross.{i}": zeros(cross.partial_rows(rows), width) for i in range(model.cross_layers)}
+        self._partials = {}
+        for i in range(model.cross_layers):
+            fused = self._fused and i < model.cross_layers - 1
+            count = fused_cross.partial_rows(rows, width, device) if fused else cross.partial_rows(rows)
+            self._partials[f"cross.{i}"] = zeros(count, width)
         for i, width in enumerate(model.top_mlp[: max(last - 1, 0)]):
             self._partials[f"top_mlp.{i}"] = zeros(mlp.partial_rows(rows), width)
         for i, width in enumerate(model.bottom_mlp):
@@ -162,8 +171,11 @@ class ExplicitDense:
         rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
         x, u, y, out = (t[rows] for t in (self._x[layer], self._u[layer], self._y[layer], self._x[layer + 1]))
         torch.mm(x, v.t(), out=u)
-        torch.mm(u, w.t(), out=y)
-        cross.cross_forward(self.x0[rows], x, y, bias, out)
+        if self._fused:
+            fused_cross.fused_cross_forward(self.x0[rows], x, u, w, bias, y, out)
+        else:
+            torch.mm(u, w.t(), out=y)
+            cross.cross_forward(self.x0[rows], x, y, bias, out)
 
     def top_hidden_forward(self, part: int = 0) -> Tensor:
         """Input of the top MLP's last layer [rows of the part, its width]."""
@@ -210,12 +222,30 @@ class ExplicitDense:
         What reaches x0 directly is collected in dx0 on the way, which the first layer makes the whole gradient by x0.
         """
         rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
-        x0, dx0, dx, y, du = (t[rows] for t in (self.x0, self.dx0, self._dx, self._y[layer], self._du[layer]))
+        x0, dx0, dx, y, du = (t[rows] for t in (self.x0, self.dx0, self._dx[layer], self._y[layer], self._du[layer]))
         last, first = layer == self.model.cross_layers - 1, layer == 0
+        if self._fused:
+            self._fused_cross_backward(layer, part)
+            return
         # y is read, then overwritten by its own gradient.
         cross.cross_backward(dx, x0, y, bias, y, dx0, self._partials[f"cross.{layer}"][part], not last, first)
         torch.mm(y, w, out=du)
         (dx0 if first else dx).addmm_(du, v)
+
+    def _fused_cross_backward(self, layer: int, part: int) -> None:
+        """Each layer's leaves the gradient by the y of the layer before, the first one's the gradient by x0."""
+        rows, v, w = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w"))
+        x0, dx, dy, du = (t[rows] for t in (self.x0, self._dx[layer], self._dy[layer], self._du[layer]))
+        if layer == self.model.cross_layers - 1:
+            cross.output_backward(dx, x0, dy, self._partials[f"cross.{layer}"][part])
+        torch.mm(dy, w, out=du)
+        if layer > 0:
+            dx_before, dy_before = (t[layer - 1][rows] for t in (self._dx, self._dy))
+            partials = self._partials[f"cross.{layer - 1}"][part]
+            fused_cross.fused_cross_backward(dx, du, v, x0, dx_before, dy_before, partials)
+        else:
+            dxs, ys = ([t[rows] for t in tensors] for tensors in (self._dx, self._y))
+            fused_cross.fused_cross_input_backward(dxs, ys, du, v, self.dx0[rows])
 
     def top_weight_gradients(self, layers: tuple[int, ...]) -> None:
         """Into `grad`: everything of these layers of the top MLP, whose `top_backward` is through; layer 0 goes first.
@@ -232,7 +262,7 @@ class ExplicitDense:
 
     def cross_weight_gradients(self, layer: int) -> None:
         """Into `grad`: everything of a layer whose `cross_backward` is through."""
-        torch.mm(self._y[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
+        torch.mm(self._dy[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
         torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
         self._bias_gradient(f"cross.{layer}")
 

@@ -15,6 +15,7 @@ from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.model import DenseNetwork
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels import fused_cross
 from tests.cases import PLACES
 
 LEARNING_RATE, EPS, SEED, STEPS = 0.01, 1e-8, 5, 4
@@ -43,16 +44,25 @@ class Case:
     parts: int = 1
     peers: bool = False
     """In peer memory."""
+    fused: bool = False
+    """The cross network by kernels.fused_cross on CPUs too, where its plain functions run."""
 
     def explicit(self, ranks: Ranks, seed: int = SEED) -> ExplicitDense:
         memory = PeerMemory(ranks) if self.peers else None
         shape = BatchShape(samples=self.batch_size, dtype=self.dtype, parts=self.parts)
-        return ExplicitDense(self.model, seed, shape, ranks, memory)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.fused and ranks.device.type == "cpu":
+                patch.setattr(fused_cross, "applies", lambda *_: True)
+            return ExplicitDense(self.model, seed, shape, ranks, memory)
 
 
+FUSED = ((1, False), (2, True))
 CASES = [Case(model, batch_size, torch.float32) for model in MODELS.values() for batch_size in (1, 6, 37)]
 CASES += [Case(model, 6, torch.float32, parts) for model in MODELS.values() for parts in (2, 3)]
 CASES += [Case(model, 6, torch.float32, peers=True) for model in MODELS.values()]
+CASES += [
+    Case(model, 6, torch.float32, parts, peers, fused=True) for model in MODELS.values() for parts, peers in FUSED
+]
 BF16_CASES = [
     Case(MODELS[name], 128, torch.bfloat16, peers=peers)
     for name in ("as MLPerf's", "odd widths")
