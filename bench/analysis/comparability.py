@@ -37,6 +37,7 @@ SHOULD_BE_EQUAL = {
     "data": "config.data.source",
     "path of the data": "config.data.path",
     "skew of random ids": "config.data.random_skew",
+    "random ids after a feature's first": "config.data.random_ids",
     "number of random batches": "config.data.random_batches",
     "variable bag lengths": "config.data.variable_lengths",
     "warm-up iterations": "warmup_iterations",
@@ -45,9 +46,6 @@ SHOULD_BE_EQUAL = {
 """What a reader takes to be the same on both sides, and where a record says it."""
 SM_CLOCK = "SM clock during the run (MHz)"
 """A setting that is measured, not configured."""
-
-_BEFORE = {"config.optimizer.embedding": "adagrad", "config.data.variable_lengths": False}
-"""Values of fields that older records lack."""
 
 
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
@@ -99,7 +97,7 @@ def _lookup(record: Record, field: str) -> Any:
     value: Any = record.run
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    return _BEFORE.get(field) if value is None else value
+    return value
 
 
 def _clocks(records: Sequence[Record]) -> list[Any]:

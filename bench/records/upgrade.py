@@ -13,6 +13,11 @@ _FLAT = (
 )
 """What schema 1 has of the pipeline, beside fields of the run; `pipeline` there is a schedule's name, or None."""
 
+_BEFORE: dict[str, dict[str, Any]] = {
+    "optimizer": {"embedding": "adagrad"},
+    "data": {"variable_lengths": False, "random_ids": "uniform"},
+}
+"""What runs did whose records are older than the field."""
 _SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
 """What schema 1 called TorchRec's default schedule."""
 
@@ -21,6 +26,9 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     """The configuration of run.json as the current schema has it; options that it does not name have their defaults."""
     options = _options_of_schema_1(config) if schema == 1 else dict(config["pipeline"])
     rest = {name: value for name, value in config.items() if schema != 1 or name not in _FLAT}
+    for block, before in _BEFORE.items():
+        if block in rest:
+            rest[block] = before | rest[block]
     return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}
 
 
