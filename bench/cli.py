@@ -1,7 +1,7 @@
 """dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command.
 
-Exit status: 0; 1 where --fail-on found a regression or a run that the command started failed, whatever the reason; 2
-for bad input and what --strict refuses; 128 and its number after a signal.
+Exit status: 0; 1 if --fail-on finds a regression, or if a run that the command started fails for any reason; 2 for bad
+input and for what --strict refuses; 128 plus its number after a signal.
 """
 
 import json
@@ -9,41 +9,37 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from tyro.conf import Positional
 
-from dlrm_bench.bench.progress import StillBar, stderr_console
-from dlrm_bench.bench.records.record import create_run_folder, new_run_id, read_record
 from dlrm_bench.dlrm.command_line import EXIT_FAILED, exit_status
 
-# Each command imports what it needs when it runs: what only reads records starts without torch.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# A command imports what it needs when it runs, so that --help and what only reads records start at once.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Compare:
-    """Compares every side after the first with the first: latency, throughput, intervals, and what is proven.
+    """Compares each side after the first with the first: latency, throughput, intervals, and what is proven.
 
-    A side is a record, a folder of records of the same thing, an MLPerf result log, or a folder of result_*.txt.
+    A side is a record, a folder of records of the same program, an MLPerf result log, or a folder of result_*.txt.
     """
 
     sides: Positional[tuple[Path, ...]]
     """A B [...]."""
     strict: bool = False
-    """Refuse to compare sides that differ in what should be equal, or that there is reason to doubt."""
+    """Refuse to compare sides that differ in what should be equal, or that come with a warning."""
     fail_on: str | None = None
-    """Exit with status 1 if a side is proven slower than the first, and by this much or more, such as 2%."""
+    """Exit with status 1 if a side is proven slower than the first by at least this percentage, such as 2%."""
     json: bool = False
     """Print JSON instead of tables."""
 
-    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Prints the comparisons; returns the exit status."""
         from dlrm_bench.bench.analysis.compare import (
             compare_sides,
@@ -52,13 +48,13 @@ class Compare:
             result_table,
             verdict_in_words,
         )
-        from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, log_row
+        from dlrm_bench.bench.analysis.mlperf_logs import logs_table
 
-        _refuse(forwarded)
         if len(self.sides) < 2:
             raise ValueError("compare needs two sides: dlrm-bench compare A B")
         limit = _percentage(self.fail_on) if self.fail_on is not None else None
-        first, *others = [read_side(path) for path in self.sides]
+        read = {path: read_side(path) for path in dict.fromkeys(self.sides)}
+        first, *others = [read[path] for path in self.sides]
         results = [compare_sides(first, other) for other in others]
         if self.strict:
             for result in results:
@@ -70,10 +66,7 @@ class Compare:
             return EXIT_FAILED if regressed else 0
         runs = [run for side in (first, *others) for run in side.logs]
         if runs:
-            table = Table(*LOG_COLUMNS, title="MLPerf logs", title_justify="left", box=box.SIMPLE_HEAD)
-            for run in runs:
-                table.add_row(*log_row(run))
-            console.print(table)
+            console.print(logs_table(runs))
         for result in results:
             console.print(result_table(result))
             console.print(f"[bold]{verdict_in_words(result)}[/]", soft_wrap=True, highlight=False)
@@ -81,9 +74,8 @@ class Compare:
                 for text in texts:
                     console.print(f"{kind}: {text}", soft_wrap=True, markup=False, highlight=False)
         for label in regressed:
-            console.print(
-                f"failed: {label} is slower by --fail-on {self.fail_on} or more", soft_wrap=True, markup=False
-            )
+            text = f"failed: {label} is slower by at least --fail-on {self.fail_on}"
+            console.print(text, soft_wrap=True, markup=False)
         return EXIT_FAILED if regressed else 0
 
 
@@ -95,33 +87,35 @@ class LadderCommand:
     """
 
     rungs: str = "stock"
-    """Built-in ladder: stock (fp32, tf32, bf16); five-stage (one switch more on each rung); five-stage-trim-first (the
-    same switches in another order); full (every optimisation); ends (its first and its last rung); same (A/A); cpu
-    (runs without a GPU)."""
+    """Built-in ladder: stock (fp32, tf32, bf16); five-stage (each rung adds one switch); five-stage-trim-first (the
+    same switches in another order); full (every optimisation); ends (first and last rung of full); same (one rung
+    twice: A/A); cpu (runs without a GPU)."""
     rounds: int = 5
     """Runs of each rung; one round alone proves nothing."""
     host: bool = False
-    """After all rounds, run an instrumented twin of each rung: CPU time, launches, syncs, copies, GPU idle fraction."""
+    """After all rounds, profile each rung once: CPU time, launches, syncs, copies, GPU idle fraction."""
     nproc: int | None = None
     """Processes of a run; by default one for each GPU, or two without any."""
     seed: int = 0
     """Seed of the order within a round."""
     results_dir: Path = Path("results")
-    """Where the ladder's folder goes."""
+    """Folder in which the ladder's folder is made."""
 
-    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""
         from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table
         from dlrm_bench.bench.ladder.run_ladder import profiled_run_id, run_ladder
         from dlrm_bench.bench.ladder.rungs import built_in_ladder
+        from dlrm_bench.bench.progress import StillBar, stderr_console
         from dlrm_bench.bench.records.ladder import read_ladder_json
+        from dlrm_bench.bench.records.record import create_run_folder
+        from dlrm_bench.bench.started_runs import new_id, processes_of_run
 
         if self.rounds < 1:
             raise ValueError(f"--rounds is {self.rounds}: at least one is needed")
         rungs = built_in_ladder(self.rungs)
-        processes = _processes(self.nproc)
-        folder = create_run_folder(self.results_dir, _new_id(processes, forwarded, "ladder"))
-        command = shlex.join(["dlrm-bench", *sys.argv[1:]])
+        processes = processes_of_run(self.nproc)
+        folder = create_run_folder(self.results_dir, new_id(processes, forwarded, "ladder"))
         runs = run_ladder(
             rungs,
             folder=folder,
@@ -129,59 +123,61 @@ class LadderCommand:
             rounds=self.rounds,
             seed=self.seed,
             flags=forwarded,
-            command=command,
+            command=shlex.join(["dlrm-bench", *sys.argv[1:]]),
             host=self.host,
         )
-        # Drawn between runs only: it must take no time from a run that is timed.
+        # Drawn between runs only: drawing must take no time from a run that is timed.
         with StillBar((self.rounds + self.host) * len(rungs), "runs", stderr_console()) as bar:
             for done, run_id in enumerate(runs, start=1):
                 bar.show(done, run_id)
         ladder = read_ladder_json(folder)
-        console.print(ladder_table(ladder))
-        host_table = ladder_host_table(ladder)
-        if host_table is not None:
-            console.print(host_table)
+        for table in (ladder_table(ladder), ladder_host_table(ladder)):
+            if table is not None:
+                console.print(table)
         for rung in ladder["rungs"]:
             if rung["note"]:
                 console.print(f"{rung['name']}: {rung['note']}", soft_wrap=True, markup=False, highlight=False)
             if self.host and rung["host"] is None:
                 log = folder / f"{profiled_run_id(rung['name'])}.log"
-                console.print(f"warning: the twin of {rung['name']} failed: {log}", soft_wrap=True, markup=False)
+                text = f"warning: the profiled run of {rung['name']} failed: {log}"
+                console.print(text, soft_wrap=True, markup=False)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Host:
-    """Runs the instrumented twin of a run: where the host's time goes, and a trace of each rank for Perfetto.
+    """Profiles a run: where the host's time goes, and a trace of each rank for Perfetto.
 
-    Name a record to repeat its run, or give the flags of launch/dlrm.py from --preset on.
+    Name a record to profile its configuration, or give the flags of launch/dlrm.py from --preset on.
     """
 
     record: Positional[Path | None] = None
-    """Record of the run to repeat."""
+    """Record of the run to repeat with a profiler."""
     nproc: int | None = None
     """Processes; by default the record's, or one for each GPU, or two without any."""
     nvtx: bool = False
     """Count and trace nothing, but emit stages and operators as NVTX ranges, for `nsys profile --trace cuda,nvtx
-    dlrm-bench host --nvtx ...`; --capture-range cudaProfilerApi leaves all but the last iterations out. GPU only."""
+    dlrm-bench host --nvtx ...`; --capture-range cudaProfilerApi records the last iterations only. GPU only."""
     results_dir: Path = Path("results")
-    """Where the twin's record goes."""
+    """Folder in which the profiled run's record is made."""
 
-    def run(self, console: Console, forwarded: Sequence[str]) -> int:
-        """Runs the twin and prints what it found; returns the exit status."""
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Does the profiled run and prints what it found; returns the exit status."""
         from dlrm_bench.bench.analysis.profile_tables import host_table, kernel_table, timeline_table
         from dlrm_bench.bench.analysis.repeat import repeating_flags
+        from dlrm_bench.bench.records.record import read_record
+        from dlrm_bench.bench.started_runs import measure, processes_of_run
 
         if (self.record is None) == (not forwarded):
-            raise ValueError("name one: a record, or --preset and its flags")
+            raise ValueError("name either a record or --preset and its flags: dlrm-bench host RECORD")
         flags, processes = list(forwarded), self.nproc
         if self.record is not None:
             flags, recorded = repeating_flags(read_record(self.record))
             processes = recorded if processes is None else processes
-        folder = _measure("nvtx" if self.nvtx else "host", flags, _processes(processes), self.results_dir)
-        twin = read_record(folder).run
-        for table in (host_table(twin), timeline_table(twin), kernel_table(twin)):
+        folder = measure("nvtx" if self.nvtx else "host", flags, processes_of_run(processes), self.results_dir)
+        profiled = read_record(folder).run
+        for table in (host_table(profiled), timeline_table(profiled), kernel_table(profiled)):
             if table is not None:
                 console.print(table)
         console.print(f"record {folder}", soft_wrap=True)
@@ -190,37 +186,38 @@ class Host:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LimitsCommand:
-    """Measures this machine's ceilings and prints the floor of an iteration, and how far records stand above it.
+    """Measures this machine's ceilings and prints the floor of an iteration, and how far records are above it.
 
     Flags from --preset on are those of launch/dlrm.py and give the sizes.
     """
 
     above: tuple[Path, ...] = ()
-    """Records to compare with the floor; stages need those of `dlrm-bench host`."""
+    """Records to compare with the floor; for stages, records of `dlrm-bench host`."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """A limits record to print; nothing is measured then."""
+    """Limits record to print instead of measuring."""
     nproc: int | None = None
     """Processes; by default one for each GPU, or two without any."""
     results_dir: Path = Path("results")
-    """Where the limits record goes."""
+    """Folder in which the limits record is made."""
 
-    def run(self, console: Console, forwarded: Sequence[str]) -> int:
-        """Measures or reads, and prints; returns the exit status."""
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Measures or reads limits and prints them; returns the exit status."""
         from dlrm_bench.bench.analysis.floor import distance_table, limits_table, work_table
         from dlrm_bench.bench.records.limits import read_limits
+        from dlrm_bench.bench.records.record import read_record
 
         if (self.measured is None) == (not forwarded):
-            raise ValueError("name one: --from a limits record, or --preset and its flags")
+            raise ValueError("name either --from LIMITS or --preset and its flags: dlrm-bench limits --preset smoke")
         runs = [read_record(path).run for path in self.above]
         folder = self.measured
         if folder is None:
-            folder = _measure("limits", list(forwarded), _processes(self.nproc), self.results_dir)
+            from dlrm_bench.bench.started_runs import measure, processes_of_run
+
+            folder = measure("limits", forwarded, processes_of_run(self.nproc), self.results_dir)
         limits = read_limits(folder)
-        console.print(limits_table(limits))
-        console.print(distance_table(limits, runs))
-        for kernels in (work_table(limits, run) for run in runs):
-            if kernels is not None:
-                console.print(kernels)
+        for table in (limits_table(limits), distance_table(limits, runs), *(work_table(limits, run) for run in runs)):
+            if table is not None:
+                console.print(table)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 
@@ -234,11 +231,11 @@ class Report:
     out: Path = Path("report")
     """Folder of index.html and the pictures; only files that an earlier report wrote are replaced."""
 
-    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Writes the page; returns the exit status."""
+        from dlrm_bench.bench.progress import stderr_console
         from dlrm_bench.bench.report.page import write_report
 
-        _refuse(forwarded)
         report = write_report(self.paths, self.out, stderr_console())
         for note in report.notes:
             console.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
@@ -261,75 +258,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    own, forwarded = _split(arguments)
-    command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
+    starts = (i for i, word in enumerate(arguments) if word == "--" or word.partition("=")[0] == "--preset")
+    end = next(starts, len(arguments))
+    forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
+    command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
     _check_forwarded(command, forwarded)
-    # At least as wide as the tables, which are cut off otherwise.
-    return command.run(_Console(width=max(130, Console().width)), forwarded)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Ends as print() would: rich alone exits with status 1, which here means something."""
-        raise BrokenPipeError
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own flags, and those of launch/dlrm.py."""
-    for i, argument in enumerate(arguments):
-        if argument == "--":
-            return list(arguments[:i]), list(arguments[i + 1 :])
-        if argument.partition("=")[0] == "--preset":
-            return list(arguments[:i]), list(arguments[i:])
-    return list(arguments), []
+    return command.run(_console(), forwarded)
 
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
-    """ValueError for our own flags among those of launch/dlrm.py, before anything starts; both have a seed."""
+    """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
+    if forwarded and isinstance(command, Compare | Report):
+        raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):
         if flag in own:
             raise ValueError(f"{flag} is a flag of dlrm-bench and not of launch/dlrm.py: put it before --preset")
 
 
-def _processes(nproc: int | None) -> int:
-    """As asked for, or one for each GPU, or two."""
-    from dlrm_bench.bench.measure.machine import gpus_of_node
+def _console() -> "Console":
+    """A console at least as wide as the tables, which are cut off otherwise."""
+    from rich.console import Console
 
-    if nproc is not None and nproc < 1:
-        raise ValueError(f"--nproc is {nproc}: at least one process is needed")
-    return nproc or gpus_of_node() or 2
+    class EndingConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Ends as print() would: rich alone exits with status 1, which has a meaning here."""
+            raise BrokenPipeError
 
-
-def _measure(what: str, flags: list[str], processes: int, results_dir: Path) -> Path:
-    """Starts launch/measure.py; the folder that it made. What it says goes to a file beside that folder."""
-    from dlrm_bench.bench.ladder.launching import MEASURE, torchrun
-
-    run_id = _new_id(processes, flags, what)
-    results_dir.mkdir(parents=True, exist_ok=True)
-    output = results_dir / f"{run_id}.log"
-    place = ["--results-dir", str(results_dir), "--run-id", run_id]
-    with StillBar(1, f"{what}: output in {output}", stderr_console()) as bar:
-        torchrun([what, *flags, *place], processes, output, MEASURE)
-        bar.show(1, what)
-    output.rename(results_dir / run_id / "output.log")
-    return results_dir / run_id
-
-
-def _new_id(processes: int, forwarded: Sequence[str], kind: str) -> str:
-    from dlrm_bench.bench.measure.machine import short_name_of_node
-
-    preset = next((b for a, b in pairwise(" ".join(forwarded).replace("=", " ").split()) if a == "--preset"), "smoke")
-    return new_run_id(short_name_of_node(processes), f"{preset}-{kind}", datetime.now(UTC))
-
-
-def _refuse(forwarded: Sequence[str]) -> None:
-    if forwarded:
-        raise ValueError(f"this command starts no run and takes no {forwarded[0]}: leave it out")
+    return EndingConsole(width=max(130, Console().width))
 
 
 def _percentage(text: str) -> float:
-    """0.02 of '2%' or '2'."""
+    """The fraction that a percentage is: 0.02 for '2%' or '2'."""
     try:
         value = float(text.removesuffix("%")) / 100
     except ValueError:

@@ -6,10 +6,13 @@ and counted. A file of any size is read through a memory map, event by event.
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
+
+from rich import box
+from rich.table import Table
 
 _MARKER = b":::MLLOG"
 _LONGEST_EVENT = 1 << 20
@@ -101,6 +104,14 @@ LOG_COLUMNS = (
     "AUC",
     "status",
 )
+
+
+def logs_table(runs: Sequence[MLPerfRun]) -> Table:
+    """A row for each run."""
+    table = Table(*LOG_COLUMNS, title="MLPerf logs", title_justify="left", box=box.SIMPLE_HEAD)
+    for run in runs:
+        table.add_row(*log_row(run))
+    return table
 
 
 def log_row(run: MLPerfRun) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ Methods and their Application, 1997, sections 3.8 and 8.2.3). No value is left o
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -114,8 +115,6 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
     percentiles would be too narrow for so few runs (Hesterberg, The American Statistician 69(4), 2015, section 4).
     With one run on a side only blocks of iterations can be resampled, and between_runs is False.
     """
-    from scipy.special import stdtrit  # Student's t quantile; slow to import, and a run that is timed needs none
-
     if not a or not b or any(len(run) == 0 for run in (*a, *b)):
         raise ValueError("a comparison needs at least one run with one timed iteration on each side")
     if paired and len(a) != len(b):
@@ -137,7 +136,7 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
         error = np.hypot(*within)
         error[:] = np.nan if min(map(len, (*a, *b))) == 1 else error
         freedom = np.full(len(METRICS), np.inf)
-    half_width = stdtrit(np.nan_to_num(freedom, nan=1.0), (1 + CONFIDENCE) / 2) * error
+    half_width = _student_quantile(np.where(np.isnan(freedom), 1.0, freedom)) * error
     return Comparison(
         ratios={
             metric: Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
@@ -147,6 +146,16 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
         paired=paired and between_runs,
         between_runs=between_runs,
     )
+
+
+def _student_quantile(freedom: np.ndarray) -> np.ndarray:
+    """Half width, in standard errors, of the interval of Student's t, given degrees of freedom of any shape."""
+    probability = (1 + CONFIDENCE) / 2
+    if np.isinf(freedom).all():
+        return np.full(freedom.shape, NormalDist().inv_cdf(probability))
+    from scipy.special import stdtrit  # a quarter of a second, which a timed run and two records do without
+
+    return np.asarray(stdtrit(freedom, probability))
 
 
 def _metrics(rows: np.ndarray) -> np.ndarray:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_bench.bench import ROOT, cli
+from dlrm_bench.bench import ROOT, started_runs
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.ladder import launching, run_ladder
+from dlrm_bench.bench.ladder import run_ladder
 from dlrm_bench.bench.records import record
 from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.dlrm.command_line import FailedError
@@ -99,14 +99,17 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
     for arguments, message in (
         (["compare", str(tmp_path)], "compare needs two sides"),
         (["compare", str(tmp_path), str(tmp_path)], "holds neither run.json"),
-        (["compare", "a", "b", "--preset", "smoke"], "takes no --preset"),
+        (
+            ["compare", "a", "b", "--preset", "smoke"],
+            "--preset is a flag of launch/dlrm.py, and this",
+        ),
         (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
         (["ladder", "--rounds", "0"], "--rounds is 0"),
         (["ladder", "--nproc", "0"], "--nproc is 0"),
         (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
         (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
-        (["host"], "name one: a record, or --preset"),
-        (["limits"], "name one: --from a limits record, or --preset"),
+        (["host"], "name either a record or --preset"),
+        (["limits"], "name either --from LIMITS or --preset"),
         (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),
         (["report", str(tmp_path / "absent")], "absent does not exist"),
     ):
@@ -142,7 +145,7 @@ def test_a_run_that_fails_is_no_bad_input(
     def fail(*_: object) -> None:
         raise FailedError("rank 1 died")
 
-    monkeypatch.setattr(launching, "torchrun", fail)
+    monkeypatch.setattr(started_runs, "torchrun", fail)
     monkeypatch.setattr(run_ladder, "run_forked", fail)
     for command in ("host", "limits", "ladder"):
         assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 1
@@ -155,7 +158,7 @@ def test_an_interrupted_command_says_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launching, "torchrun", interrupt)
+    monkeypatch.setattr(started_runs, "torchrun", interrupt)
     monkeypatch.setattr(run_ladder, "run_forked", interrupt)
     for command in ("host", "ladder"):
         assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 130
@@ -171,7 +174,7 @@ def test_a_twin_has_the_processes_that_are_asked_for(
         started.append(processes)
         raise FailedError
 
-    monkeypatch.setattr(cli, "_measure", measure)
+    monkeypatch.setattr(started_runs, "measure", measure)
     record = f"{two[0]}/run0"
     assert [main(["host", record]), main(["host", record, "--nproc", "3"])] == [1, 1]
     assert started == [2, 3]
@@ -238,3 +241,19 @@ def test_ladder_host_limits_and_report_for_real(
     page = (tmp_path / "report" / "index.html").read_text()
     assert "Distance to the floor" in page
     assert "static-fp32" in page
+
+
+def test_what_reads_records_imports_little(tmp_path: Path) -> None:
+    """Each of these takes a tenth of a second or more to import, so that a command answers at once without them."""
+    sides = [str(write(tmp_path / name, RUNS[0])) for name in ("a", "b")]
+    for arguments, unneeded in (
+        (["--help"], {"numpy", "rich", "scipy", "matplotlib", "torch"}),
+        (["compare", *sides], {"scipy", "matplotlib", "torch"}),
+    ):
+        program = (
+            "import sys\nfrom dlrm_bench.bench.cli import main\n"
+            f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\nprint('imported', *sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        (imported,) = (line.split() for line in done.stdout.splitlines() if line.startswith("imported "))
+        assert unneeded & set(imported) == set()

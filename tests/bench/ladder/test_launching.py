@@ -127,9 +127,9 @@ def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name:
         "time.sleep(600)\n"
     )
     call = (
-        "import signal, sys; from pathlib import Path; from bench import cli;"
+        "import signal, sys; from pathlib import Path; from dlrm_bench.bench import cli, started_runs;"
         f"signal.signal(signal.{name}, signal.SIG_DFL);"  # a shell's background job ignores SIGINT
-        f"cli.MEASURE = Path({str(script)!r});"
+        f"started_runs.MEASURE = Path({str(script)!r});"
         f"sys.exit(cli.main(['host', '--nproc', '2', '--results-dir', {str(results)!r}, '--preset', 'smoke']))"
     )
     process = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -147,7 +147,7 @@ def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name:
 def test_ctrl_c_while_the_server_imports_says_nothing(tmp_path: Path) -> None:
     command = ["ladder", "--nproc", "2", "--results-dir", str(tmp_path), *LONG]
     call = (
-        "import signal, sys; from bench import cli;"
+        "import signal, sys; from dlrm_bench.bench import cli;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it
         f"sys.exit(cli.main({command}))"
     )
