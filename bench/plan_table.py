@@ -1,35 +1,39 @@
-"""What `--print-plan` shows: which rank of the static EBC would hold what, and how evenly the work would spread."""
+"""The table of `--print-plan`: which rank of the static EBC would hold what, and how evenly the work would spread."""
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
 from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
 from dlrm_bench.dlrm.embedding.torchrec_plan import make_torchrec_plan
+from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts, costs_of
 from dlrm_bench.pipeline.static.options import StaticOptions
 
-_H200_BYTES = 141_000_000_000
 
-
-def print_plan(config: RunConfig, world_size: int) -> None:
-    """Prints the plan of `world_size` ranks as a table; ValueError where there is none."""
+def print_plan(config: RunConfig, world_size: int, costs: GpuCosts = DEFAULT) -> None:
+    """Prints the plan of `world_size` ranks on GPUs of these costs as a table; ValueError where there is none."""
     if world_size < 1:
         raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
     model, global_batch_size = config.model, config.local_batch_size * world_size
     options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
     if options.plan == "torchrec":
-        plan = make_torchrec_plan(config, world_size, world_size, "cuda", _H200_BYTES)
+        plan = make_torchrec_plan(config, world_size, world_size, "cuda", costs.memory_bytes)
     else:
-        plan = plan_for(config, world_size, int(_H200_BYTES * HEADROOM), replicate=not options.peer_memory)
-    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes)
+        memory_bytes = int(costs.memory_bytes * HEADROOM)
+        plan = plan_for(config, world_size, memory_bytes, not options.peer_memory, costs)
+    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs)
     table = Table(
         title=f"{config.preset} with --pipeline static on {world_size} rank(s), global batch {global_batch_size}",
-        caption="us: predicted work of an iteration on an H200; tables: lookup, sort, update; all: and the all-to-alls",
+        caption="us: predicted work of an iteration; tables: lookup, sort, update; all: and the all-to-alls. "
+        f"By the costs of {costs.measured_on}",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -56,8 +60,45 @@ def print_plan(config: RunConfig, world_size: int) -> None:
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
-    iteration = iteration_us(plan.shards, model, world_size, global_batch_size, config.pooled_bytes)
+    iteration = iteration_us(plan.shards, model, world_size, global_batch_size, config.pooled_bytes, costs)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
+
+
+def measured_costs(limits: Limits) -> GpuCosts:
+    """Returns the costs of the GPU that `limits` were measured on: what they tell, and of that GPU or by default what
+    they do not.
+
+    An all-to-all's latency and rate are of the line through the measured exchanges, by what leaves a rank. Lookup and
+    update are bound by memory, so where the memory rate is another, they take more or less time in proportion.
+    ValueError where the measurement had less than two GPUs, or its exchanges lie on no rising line.
+    """
+    machine, world_size = limits["machine"], limits["config"]["world_size"]
+    name, memory_gb = machine["gpu"], machine["gpu_memory_gb"]
+    if name is None or memory_gb is None or world_size < 2:
+        raise ValueError(
+            f"limits {limits['id']} were measured on {world_size} rank(s) with {machine['gpus']} GPU(s): a plan's "
+            "costs need at least two GPUs, run `dlrm-bench limits` on them"
+        )
+    exchanges = [ceiling for ceiling in limits["ceilings"] if ceiling["name"] in ALL_TO_ALLS]
+    leaving = [ceiling["amount"] * (world_size - 1) / world_size for ceiling in exchanges]
+    us_per_byte, all_to_all_us = statistics.linear_regression(leaving, [ceiling["ms"] * 1e3 for ceiling in exchanges])
+    if us_per_byte <= 0 or all_to_all_us < 0:
+        raise ValueError(
+            f"limits {limits['id']}: the all-to-alls took no more time for more bytes: measure a "
+            "larger --local-batch-size"
+        )
+    memory = [c["amount"] / (c["ms"] * 1e3) for c in limits["ceilings"] if c["name"].startswith("memory: ")]
+    base, rate = costs_of(name), max(memory)
+    slower = base.memory_bytes_per_us / rate
+    return replace(
+        base,
+        measured_on=f"{name} (limits {limits['id']}; tables scaled from {base.measured_on}'s by the memory rate)",
+        memory_bytes=int(memory_gb * 1e9),
+        memory_bytes_per_us=rate,
+        us_per_million_ids={width: us * slower for width, us in base.us_per_million_ids.items()},
+        all_to_all_us=all_to_all_us,
+        all_to_all_bytes_per_us=1 / us_per_byte,
+    )
 
 
 def _names(shards: Sequence[Shard], model: ModelConfig) -> str:

@@ -7,7 +7,8 @@ Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of 
 --preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --pipeline takes
 torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
 would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the
-static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8.
+static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
+those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there.
 """
 
 import argparse
@@ -57,16 +58,22 @@ def parse(arguments: list[str]) -> RunConfig:
     first.add_argument("--pipeline", default=TorchRecOptions.name)
     first.add_argument("--print-config", action="store_true")
     first.add_argument("--print-plan", type=int, nargs="?", metavar="RANKS", const=os.environ.get("WORLD_SIZE", "8"))
+    first.add_argument("--limits", type=Path, metavar="FILE")
     chosen, rest = first.parse_known_args(arguments)
     config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__, os.environ.get("LOCAL_RANK", "0") == "0")
     if chosen.print_config:
         print(json.dumps(as_json(config), indent=2))
         sys.exit()
     if chosen.print_plan is not None:
-        from dlrm_bench.bench.plan_table import print_plan
+        from dlrm_bench.bench.plan_table import measured_costs, print_plan
+        from dlrm_bench.bench.records.limits import read_limits
+        from dlrm_bench.dlrm.gpu_costs import DEFAULT
 
-        print_plan(config, chosen.print_plan)
+        costs = DEFAULT if chosen.limits is None else measured_costs(read_limits(chosen.limits))
+        print_plan(config, chosen.print_plan, costs)
         sys.exit()
+    if chosen.limits is not None:
+        raise ValueError("--limits is for --print-plan: leave it out, or add --print-plan")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
     return config
 

@@ -11,23 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
+from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts
 
-# Measured on one H200 (fbgemm-gpu 1.6.0, exact Adagrad, bf16 output): microseconds of FBGEMM's forward and backward for
-# a million ids of distinct rows, by shard width, and for each call of a rank's tables. From a 40M-row table at 5.5
-# million uniform ids; single tables of 0.4 to 1.5 million ids are predicted within 10 %.
-US_PER_MILLION_IDS = {16: 196.0, 32: 228.0, 64: 376.0, 128: 674.0}
-US_PER_CALL = 180.0
-# What an id costs whose row another id of the batch names as well: rows come from the cache, one update serves both.
-# From ten one-hot tables of 3 to 17295 rows in one call, 396 us at 55296 samples.
-REPEATED_ID = 0.57
-# NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
-ALL_TO_ALL_US = 24.0
-ALL_TO_ALL_BYTES_PER_US = 303e3
 # Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
 # peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
 # 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the CPU time.
 REPLICATED_ROWS = 256
-# Narrower column shards cost as much (the costs above hardly fall any more), and the sorted update does not take them.
+# Narrower column shards cost as much (GpuCosts' hardly fall any more), and the sorted update does not take them.
 NARROWEST = 16
 
 
@@ -70,24 +60,26 @@ class Plan:
                 raise ValueError(f"plan: table {table} has {end} of {model.embedding_dim} columns")
 
 
-def tables_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int) -> float:
+def tables_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, costs: GpuCosts = DEFAULT) -> float:
     """Predicted microseconds of one rank's lookup, sort and update in an iteration, with uniform ids.
 
     Other optimizers than exact Adagrad take less, by much the same share on every rank.
     """
-    return US_PER_CALL + sum(_shard_us(shard, model, global_batch_size) for shard in shards)
+    return costs.us_per_call + sum(_shard_us(shard, model, global_batch_size, costs) for shard in shards)
 
 
-def _shard_us(shard: Shard, model: ModelConfig, global_batch_size: int) -> float:
-    widths = sorted(US_PER_MILLION_IDS)
+def _shard_us(shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+    widths = sorted(costs.us_per_million_ids)
     width = next((width for width in widths if shard.columns <= width), widths[-1])
     ids, rows = global_batch_size * model.multi_hot_sizes[shard.table], model.rows[shard.table]
     distinct = -rows * math.expm1(-ids / rows)
-    million = (distinct + REPEATED_ID * (ids - distinct)) / 1e6
-    return million * US_PER_MILLION_IDS[width] * max(1.0, shard.columns / widths[-1])
+    million = (distinct + costs.repeated_id * (ids - distinct)) / 1e6
+    return million * costs.us_per_million_ids[width] * max(1.0, shard.columns / widths[-1])
 
 
-def all_to_alls_us(columns: int, world_size: int, global_batch_size: int, pooled_bytes: int) -> float:
+def all_to_alls_us(
+    columns: int, world_size: int, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT
+) -> float:
     """Predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
 
     Vectors cross once and their gradients once; what a rank sends to itself does not travel. pooled_bytes: of one
@@ -96,7 +88,7 @@ def all_to_alls_us(columns: int, world_size: int, global_batch_size: int, pooled
     if world_size == 1:
         return 0.0
     travels = global_batch_size * columns * pooled_bytes * (world_size - 1) / world_size
-    return 2 * (ALL_TO_ALL_US + travels / ALL_TO_ALL_BYTES_PER_US)
+    return 2 * (costs.all_to_all_us + travels / costs.all_to_all_bytes_per_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,12 @@ class RankLoad:
 
 
 def rank_loads(
-    plan: Plan, model: ModelConfig, optimizer: OptimizerConfig, global_batch_size: int, pooled_bytes: int
+    plan: Plan,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    global_batch_size: int,
+    pooled_bytes: int,
+    costs: GpuCosts = DEFAULT,
 ) -> list[RankLoad]:
     """The load of each rank. pooled_bytes: as for `all_to_alls_us`."""
     loads = []
@@ -124,11 +121,12 @@ def rank_loads(
         shards = plan.of_rank(rank)
         table_bytes, state_bytes = _bytes_of_rank(shards, plan.replicated, model, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
-        own_us = tables_us(shards, model, global_batch_size)
+        own_us = tables_us(shards, model, global_batch_size, costs)
+        exchange_us = all_to_alls_us(columns, plan.world_size, global_batch_size, pooled_bytes, costs)
         loads.append(
             RankLoad(
                 tables_us=own_us,
-                embedding_us=own_us + all_to_alls_us(columns, plan.world_size, global_batch_size, pooled_bytes),
+                embedding_us=own_us + exchange_us,
                 table_bytes=table_bytes,
                 state_bytes=state_bytes,
                 columns=columns,
@@ -159,7 +157,12 @@ def imbalance(times: Sequence[float]) -> float:
 
 
 def iteration_us(
-    shards: Sequence[Shard], model: ModelConfig, world_size: int, global_batch_size: int, pooled_bytes: int
+    shards: Sequence[Shard],
+    model: ModelConfig,
+    world_size: int,
+    global_batch_size: int,
+    pooled_bytes: int,
+    costs: GpuCosts = DEFAULT,
 ) -> float:
     """Predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest all-to-alls.
 
@@ -169,12 +172,14 @@ def iteration_us(
     """
     by_rank = _by_rank(shards, world_size)
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
-    slowest = max(tables_us(own, model, global_batch_size) for own in by_rank)
-    return slowest + all_to_alls_us(columns, world_size, global_batch_size, pooled_bytes)
+    slowest = max(tables_us(own, model, global_batch_size, costs) for own in by_rank)
+    return slowest + all_to_alls_us(columns, world_size, global_batch_size, pooled_bytes, costs)
 
 
-def plan_for(config: TrainingConfig, world_size: int, memory_bytes: int, replicate: bool = True) -> Plan:
-    """The balanced plan of a run. memory_bytes, replicate, ValueError: see `make_plan`."""
+def plan_for(
+    config: TrainingConfig, world_size: int, memory_bytes: int, replicate: bool = True, costs: GpuCosts = DEFAULT
+) -> Plan:
+    """Returns the balanced plan of a run. memory_bytes, replicate, costs, ValueError: see `make_plan`."""
     return make_plan(
         config.model,
         world_size,
@@ -182,7 +187,8 @@ def plan_for(config: TrainingConfig, world_size: int, memory_bytes: int, replica
         config.pooled_bytes,
         config.optimizer.embedding,
         memory_bytes,
-        replicate=replicate,
+        replicate,
+        costs,
     )
 
 
@@ -194,6 +200,7 @@ def make_plan(
     optimizer: TableOptimizer = "adagrad",
     memory_bytes: int | None = None,
     replicate: bool = True,
+    costs: GpuCosts = DEFAULT,
 ) -> Plan:
     """The plan of least `iteration_us` among those of two kinds of ranks that fit.
 
@@ -201,8 +208,8 @@ def make_plan(
     whole. All numbers of split tables, widths and splits of the ranks are tried; within a kind, the most costly shard
     goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no table, and only exact
     Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of one
-    rank may take. replicate: whether any table may be. ValueError if there are fewer shards than ranks at every width,
-    or no plan fits.
+    rank may take. replicate: whether any table may be. costs: of the GPUs, the same on all ranks. ValueError if there
+    are fewer shards than ranks at every width, or no plan fits.
     """
     dim = model.embedding_dim
     tables = list(range(model.num_features))
@@ -210,7 +217,7 @@ def make_plan(
     replicated = tuple(t for t in tables if replicate and model.rows[t] <= REPLICATED_ROWS)
     if len(tables) - len(replicated) < world_size:
         replicated = ()
-    cost = {t: _shard_us(Shard(0, t, 0, dim), model, global_batch_size) for t in tables if t not in replicated}
+    cost = {t: _shard_us(Shard(0, t, 0, dim), model, global_batch_size, costs) for t in tables if t not in replicated}
     costliest = sorted(cost, key=lambda table: -cost[table])
     splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
@@ -224,7 +231,7 @@ def make_plan(
         wide = [Shard(0, table, 0, dim) for table in costliest[split:]]
         if len(narrow) < narrow_ranks or len(wide) < wide_ranks:
             continue
-        sizes = (model, world_size, global_batch_size, pooled_bytes)
+        sizes = (model, world_size, global_batch_size, pooled_bytes, costs)
         shards = _place(narrow, range(narrow_ranks), *sizes) + _place(wide, range(narrow_ranks, world_size), *sizes)
         ranks = _by_rank(shards, world_size)
         largest = max(sum(_bytes_of_rank(own, replicated, model, state_columns)) for own in ranks)
@@ -256,13 +263,19 @@ def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
 
 
 def _place(
-    parts: list[Shard], ranks: range, model: ModelConfig, world_size: int, global_batch_size: int, pooled_bytes: int
+    parts: list[Shard],
+    ranks: range,
+    model: ModelConfig,
+    world_size: int,
+    global_batch_size: int,
+    pooled_bytes: int,
+    costs: GpuCosts,
 ) -> list[Shard]:
     """Longest processing time first: each part, costliest first, goes to the least loaded rank."""
-    none = all_to_alls_us(0, world_size, global_batch_size, pooled_bytes)
+    none = all_to_alls_us(0, world_size, global_batch_size, pooled_bytes, costs)
     cost = {
-        part: _shard_us(part, model, global_batch_size)
-        + all_to_alls_us(part.columns, world_size, global_batch_size, pooled_bytes)
+        part: _shard_us(part, model, global_batch_size, costs)
+        + all_to_alls_us(part.columns, world_size, global_batch_size, pooled_bytes, costs)
         - none
         for part in parts
     }

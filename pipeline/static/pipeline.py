@@ -18,6 +18,7 @@ from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
 from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
 from dlrm_bench.dlrm.embedding.torchrec_plan import torchrec_plan
 from dlrm_bench.dlrm.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.gpu_costs import costs_of
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
@@ -55,11 +56,16 @@ class StaticPipeline:
             parts=schedule.parts,
             padded=config.data.variable_lengths,
         )
+        self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         if options.plan == "torchrec":
             self._plan = torchrec_plan(config, ranks)
         else:
             self._plan = plan_for(
-                config, ranks.world_size, table_memory_bytes(ranks), replicate=not options.peer_memory
+                config,
+                ranks.world_size,
+                table_memory_bytes(ranks),
+                replicate=not options.peer_memory,
+                costs=costs_of(self._gpu),
             )
         memory = PeerMemory(ranks) if options.peer_memory else None
         self._memory = memory
@@ -155,7 +161,7 @@ class StaticPipeline:
                 [{"table": names[s.table], "column": s.column, "columns": s.columns} for s in self._plan.of_rank(rank)]
                 for rank in range(self._ranks.world_size)
             ],
-            **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks),
+            **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
             "memory_gb": memory,
         }

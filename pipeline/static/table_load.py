@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.embedding.plan import imbalance, rank_loads
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.gpu_costs import costs_of, note
 from dlrm_bench.dlrm.ranks import Ranks
 
 _REPETITIONS = 10
@@ -19,21 +20,24 @@ _HEAD_START = 40_000_000
 
 
 def embedding_load(
-    config: TrainingConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks
+    config: TrainingConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks, gpu: str | None
 ) -> dict[str, Any]:
-    """For the record: microseconds of each rank in an iteration, and the largest by the mean. Collective.
+    """Returns, for the record, microseconds of each rank in an iteration, and the largest by the mean. Collective.
 
-    tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted on an H200, measured on
-    this machine, on the ids of `batches`.
+    tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted by the costs of `gpu`,
+    the name of these GPUs, or by default ones, as `predicted_by` says; measured on this machine, on the ids of
+    `batches`.
     """
+    costs = costs_of(gpu)
     global_batch_size = config.local_batch_size * ranks.world_size
-    loads = rank_loads(ebc.plan, config.model, config.optimizer, global_batch_size, config.pooled_bytes)
+    loads = rank_loads(ebc.plan, config.model, config.optimizer, global_batch_size, config.pooled_bytes, costs)
     times: dict[str, list[float]] = {
         "predicted_embedding_us": [round(load.embedding_us) for load in loads],
         "predicted_tables_us": [round(load.tables_us) for load in loads],
         "measured_tables_us": measure_tables_us(ebc, batches, ranks),
     }
-    return {**times, "imbalance": {name.removesuffix("_us"): round(imbalance(us), 3) for name, us in times.items()}}
+    ratios = {name.removesuffix("_us"): round(imbalance(us), 3) for name, us in times.items()}
+    return {**times, "imbalance": ratios, "predicted_by": note(costs, gpu)}
 
 
 def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks) -> list[float]:

@@ -1,13 +1,17 @@
 """The printed plan names every table once and adds up to what the model needs."""
 
+import copy
 import re
 from dataclasses import replace
 
 import pytest
 
-from dlrm_bench.bench.plan_table import print_plan
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.plan_table import measured_costs, print_plan
 from dlrm_bench.bench.presets import preset
+from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.dlrm.embedding.plan import make_plan
+from dlrm_bench.dlrm.gpu_costs import H200
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
 
 
@@ -48,3 +52,43 @@ def test_one_rank_holds_everything(capsys):
     text = printed(capsys, "smoke", 1)
     assert all(re.search(rf"cat_{feature}\b", text) for feature in range(26))
     assert re.search(r"tables 1\.000, all 1\.000", text)
+
+
+LIMITS = read_limits(ROOT / "results" / "20261121T133121Z-4xh200-launch-bound-limits")
+
+
+def test_costs_come_from_measured_limits():
+    """The committed limits of four H200: 3.4 MB exchanged in 25.6 us, 0.44 MB in 15.2 us, and memory at 4.2 TB/s."""
+    costs = measured_costs(LIMITS)
+    for amount, us in ((438272, 15.2), (3407872, 25.9)):
+        assert costs.all_to_all_us + amount * 3 / 4 / costs.all_to_all_bytes_per_us == pytest.approx(us, rel=0.01)
+    assert costs.memory_bytes_per_us == pytest.approx(2 * 2**30 / 507.5, rel=1e-3)
+    assert costs.memory_bytes == 150_100_000_000
+    assert costs.us_per_million_ids == pytest.approx(H200.us_per_million_ids, rel=0.01)
+    assert costs.measured_on.startswith(f"NVIDIA H200 (limits {LIMITS['id']}")
+
+
+def test_a_gpu_of_half_the_memory_rate_takes_twice_as_long_for_its_tables():
+    slow = copy.deepcopy(LIMITS)
+    slow["machine"]["gpu"] = "NVIDIA Unknown"
+    for ceiling in slow["ceilings"]:
+        ceiling["ms"] *= 2
+    assert measured_costs(slow).us_per_million_ids[128] == pytest.approx(2 * H200.us_per_million_ids[128], rel=0.01)
+    assert measured_costs(slow).all_to_all_us == pytest.approx(2 * measured_costs(LIMITS).all_to_all_us)
+
+
+def test_limits_that_tell_no_costs_are_refused():
+    alone, flat = copy.deepcopy(LIMITS), copy.deepcopy(LIMITS)
+    alone["config"]["world_size"] = alone["machine"]["gpus"] = 1
+    with pytest.raises(ValueError, match=r"measured on 1 rank\(s\) with 1 GPU\(s\): a plan's costs need at least two"):
+        measured_costs(alone)
+    for ceiling in flat["ceilings"]:
+        ceiling["ms"] = 1.0
+    with pytest.raises(ValueError, match="took no more time for more bytes"):
+        measured_costs(flat)
+
+
+def test_the_table_says_whose_costs_it_shows(capsys):
+    assert "By the costs of NVIDIA H200\n" in printed(capsys, "launch-bound", 4).replace(" \n", "\n")
+    print_plan(preset("launch-bound"), 4, measured_costs(LIMITS))
+    assert f"(limits{LIMITS['id']};" in "".join(capsys.readouterr().out.split())

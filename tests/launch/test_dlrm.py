@@ -133,6 +133,8 @@ def test_smoke_is_the_default(tmp_path):
         (["--print-plan", "0"], "--print-plan 0: a plan is for at least one rank"),
         (["--print-plan", "200"], "26 tables of 16 columns cannot give each of 200 ranks a shard: use fewer ranks"),
         (["--print-plan", "many"], "--print-plan"),
+        (["--limits", "limits.json"], "--limits is for --print-plan"),
+        (["--print-plan", "4", "--limits", "nowhere"], "nowhere cannot be read"),
     ],
 )
 def test_what_is_typed_wrong_is_named(tmp_path, arguments, error):

@@ -70,6 +70,7 @@ def test_every_rank_has_a_load(described: list[Any], case: str) -> None:
             assert min(times) > 0
             largest_by_mean = max(times) * len(times) / sum(times)
             assert description["imbalance"][kind] == pytest.approx(largest_by_mean, abs=1e-3)
+            assert description["predicted_by"].startswith("NVIDIA H200")
     assert len({str(rank[case][0]["measured_tables_us"]) for rank in described}) == 1
 
 
