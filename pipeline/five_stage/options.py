@@ -40,7 +40,7 @@ class FiveStageOptions:
     It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
     hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
     waits, and handing work over takes the host longer than doing it: 2.05 ms an iteration where one thread takes 1.74
-    (results/20261121T073247Z-4xh200-launch-bound-ladder).
+    (results/03-4xh200-512-a-gpu-full-ladder-faster-host).
 
     optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
     tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.

@@ -128,6 +128,6 @@ def test_committed_records() -> None:
         hosts = json.loads(path.read_text())["machine"].get("hosts")
         assert side.settings["host"] == ([hosts] if hosts else [])
         assert all(len(values) == 1 for name, values in side.settings.items() if name in SHOULD_BE_EQUAL and values)
-    ladder = RECORDS / "20261121T132549Z-4xh200-launch-bound-ladder"
+    ladder = RECORDS / "05-4xh200-512-a-gpu-full-ladder"
     (said,) = (text for text in read_side(ladder).warnings if "several programs" in text)
     assert "which differ in pipeline, row_wise" in said
