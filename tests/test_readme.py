@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
+from dlrm_bench.bench.flags import parse_run
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", ROOT / "results" / "README.md"]
-OURS = 'pipeline = FiveStagePipeline(model, optimizer, device, FiveStageOptions(cuda_graph="dense"))'
-STOCK = "pipeline = TrainPipelineSparseDist(model, optimizer, device)"
-CLOSE = "pipeline.close()"
+EXAMPLE = ROOT / "examples" / "torchrec_script.py"
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -25,21 +25,52 @@ def test_links_lead_somewhere(readme: Path) -> None:
     assert [link for link in links if "://" not in link and not (readme.parent / link).exists()] == []
 
 
-def test_switches_exist() -> None:
-    tables = [line for line in READMES[0].read_text(encoding="utf-8").splitlines() if line.startswith("| `--")]
-    flags = {flag for line in tables for flag in re.findall(r"`--([a-z][a-z0-9-]*)", line.split("|")[1])}
-    owners = (RunConfig, *PIPELINES.values())
-    fields = {field.name.replace("_", "-") for owner in owners for field in dataclasses.fields(owner)}
-    assert len(flags) > 10
-    assert {flag.removeprefix("no-") for flag in flags} <= fields
+def test_the_options_in_the_table_are_those_of_their_pipelines() -> None:
+    table = [
+        line.split("|") for line in READMES[0].read_text(encoding="utf-8").splitlines() if line.startswith("| `--")
+    ]
+    assert len(table) > 10
+    for _, options, pipelines, *_ in table:
+        flag = re.findall(r"`--([a-z][a-z0-9-]*)", options)[0].removeprefix("no-").replace("-", "_")
+        owners = (
+            [RunConfig] if pipelines.strip() == "all" else [PIPELINES[name.strip()] for name in pipelines.split(",")]
+        )
+        assert all(flag in {field.name for field in dataclasses.fields(owner)} for owner in owners), flag
 
 
-def losses(script: Path) -> list[str]:
-    """What the two ranks print."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+def test_all_options_of_the_pipelines_are_in_the_table() -> None:
+    text = READMES[0].read_text(encoding="utf-8")
+    fields = {field.name for options in PIPELINES.values() for field in dataclasses.fields(options)}
+    assert [name for name in sorted(fields) if not re.search(rf"`--(no-)?{name.replace('_', '-')}\b", text)] == []
+
+
+def taken(arguments: list[str], flag: str, default: str) -> str:
+    """The value of a flag, which is taken out of the arguments."""
+    if flag not in arguments:
+        return default
+    place = arguments.index(flag)
+    value = arguments[place + 1]
+    del arguments[place : place + 2]
+    return value
+
+
+def test_the_flags_of_the_commands_are_understood() -> None:
+    """Those of launch/dlrm.py, which the README gives for eight GPUs."""
+    text = READMES[0].read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = [shlex.split(line) for line in re.findall(r"launch/dlrm\.py (--preset .*)", text)]
+    assert len(commands) == 5
+    for arguments in commands:
+        preset, pipeline = taken(arguments, "--preset", "smoke"), taken(arguments, "--pipeline", "torchrec")
+        config = parse_run(preset, pipeline, arguments, None, False)
+        assert (config.preset, config.pipeline.name) == (preset, pipeline)
+
+
+def losses(*arguments: str) -> list[str]:
+    """What the two ranks of the example print."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(EXAMPLE)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(3):
-        output = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=300)
+        output = subprocess.run([*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=300)
         # Threads of torch's abort the end of a plain script now and then, stock TorchRec's too.
         if "terminate called without an active exception" not in output.stderr:
             break
@@ -47,21 +78,15 @@ def losses(script: Path) -> list[str]:
     return sorted(re.findall(r"rank \d: \d\.\d{6}", output.stdout))  # two ranks may write into one line
 
 
-def test_the_example_prints_what_stock_torchrec_prints(tmp_path: Path) -> None:
-    """With the two lines changed that the text says, and nothing else."""
-    readme = READMES[0].read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    text = " ".join(readme.split())
-    theirs, ours = STOCK.removeprefix("pipeline = "), OURS.removeprefix("pipeline = ")
-    assert f"Two lines are ours. With `{theirs}` in the place of `{ours}`, and without `{CLOSE}`" in text
-    lines = example.splitlines()
-    (called,), (closed,) = ([n for n, line in enumerate(lines) if line.startswith(start)] for start in (OURS, CLOSE))
-    assert lines[called] == OURS
-    lines[called], lines[closed] = STOCK, ""
-    printed = []
-    for name, text in {"ours": example, "stock": "\n".join(lines)}.items():
-        script = tmp_path / f"{name}.py"
-        script.write_text(text, encoding="utf-8")
-        printed.append(losses(script))
-    assert len(printed[0]) == 2
-    assert printed[0] == printed[1]
+def test_the_example_prints_what_stock_torchrec_prints() -> None:
+    ours = losses()
+    assert len(ours) == 2
+    assert losses("--stock") == ours
+
+
+def test_the_lines_in_the_readme_are_those_of_the_example() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", READMES[0].read_text(encoding="utf-8"), re.DOTALL)
+    lines = {line.strip() for line in EXAMPLE.read_text(encoding="utf-8").splitlines()}
+    said = [line.removeprefix("# in place of: ") for line in block.splitlines() if line not in ("", "...")]
+    assert [line for line in said if line not in lines] == []
+    assert len(said) == 4
