@@ -7,16 +7,17 @@ from dlrm_bench.bench.records.record import Record
 
 
 def record_key(record: Record) -> tuple[str, str, str]:
-    """The run's id, when it ended, and a digest of its latencies and losses: equal for copies and for them alone.
+    """Returns the run's id, when it ended, and a digest of its latencies and losses.
 
-    The id by itself does not tell runs apart: those of a ladder are named by round and rung.
+    They are equal for copies, and for them alone. The id by itself does not tell runs apart: those of a ladder are
+    named by round and rung.
     """
     digest = hashlib.sha256(record.iterations_ms.tobytes() + record.losses.tobytes()).hexdigest()
     return record.run["id"], record.run["created"], digest
 
 
 def distinct(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
-    """The records without copies, in order, and a sentence on each copy that names both folders."""
+    """Returns the records without copies, in order, and a sentence on each copy that names both folders."""
     kept: dict[tuple[str, str, str], Record] = {}
     copies = []
     for record in records:

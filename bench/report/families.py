@@ -29,17 +29,17 @@ class Family:
     profiled: dict[str, Record] = field(default_factory=dict)
 
     def records(self) -> Iterator[Record]:
-        """All runs, timed and profiled."""
+        """Yields all runs, timed and profiled."""
         for records in self.timed.values():
             yield from records
         yield from self.profiled.values()
 
     def first(self) -> Record:
-        """Any of its runs: a ladder's share machine and preset."""
+        """Returns one of its runs: those of a ladder share machine and preset."""
         return next(self.records())
 
     def title(self) -> str:
-        """Machine and preset, of a ladder with its size, in words."""
+        """Says machine and preset in words, and of a ladder its size."""
         if self.ladder is None:
             return "Runs in no ladder"
         run = self.first().run
@@ -49,7 +49,7 @@ class Family:
 
 
 def families(sources: Sources) -> list[Family]:
-    """The headline ladder, then the others, the newest first within each kind of machine, then runs in no ladder.
+    """Returns the headline ladder, the others, the newest first within each kind of machine, and runs in no ladder.
 
     The headline ladder is, of those on the most GPUs, the one with the most rungs, and of several such the newest.
     """
@@ -67,13 +67,13 @@ def families(sources: Sources) -> list[Family]:
 
 
 def machine_in_words(machine: Machine) -> str:
-    """'4 x H200', or 'CPU'; '2 nodes of 4 x H200' where there are several nodes."""
+    """Returns '4 x H200', or 'CPU'; '2 nodes of 4 x H200' where there are several nodes."""
     one = f"{machine['gpus']} x {str(machine['gpu']).removeprefix('NVIDIA ')}" if machine["gpus"] else "CPU"
     return f"{machine['nodes']} nodes of {one}" if machine["nodes"] > 1 else one
 
 
 def all_doubts(shown: Sequence[Family]) -> dict[str, list[str]]:
-    """Every reason to doubt a run, and the runs that it is about."""
+    """Returns every reason to doubt a run, with the runs that it is about."""
     found: dict[str, list[str]] = {}
     for family in shown:
         for record in family.records():
@@ -84,7 +84,7 @@ def all_doubts(shown: Sequence[Family]) -> dict[str, list[str]]:
 
 
 def machines(shown: Sequence[Family], sources: Sources) -> list[dict[str, Any]]:
-    """Each machine once, whatever its clock at the time."""
+    """Returns each machine once, whatever its clock at the time."""
     found: list[dict[str, Any]] = []
     every = [record.run["machine"] for family in shown for record in family.records()]
     for machine in (*every, *(limits["machine"] for limits in sources.limits)):
@@ -95,7 +95,7 @@ def machines(shown: Sequence[Family], sources: Sources) -> list[dict[str, Any]]:
 
 
 def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[Work]]]:
-    """The kernels of each profiled run that has any, and the name of the limits beside them if some are of its work.
+    """Returns the kernels of each profiled run, and the name of the limits beside them if some are of its work.
 
     What makes the limits doubtful follows their name.
     """
@@ -127,7 +127,7 @@ def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[
 
 
 def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
-    """Those whose work the limits were measured for."""
+    """Returns those whose work the limits were measured for."""
     same = []
     for record in records:
         try:
@@ -154,7 +154,7 @@ def _kind(family: Family) -> tuple[int, str]:
 
 
 def _in_no_ladder(sources: Sources) -> Family:
-    """Timed runs of one configuration, machine and commit stand under the name of the newest."""
+    """Groups timed runs of one configuration, machine and commit under the name of the newest."""
     by_program: dict[str, list[Record]] = {}
     for record in sources.timed:
         config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
@@ -170,7 +170,7 @@ def _in_no_ladder(sources: Sources) -> Family:
 
 
 def _by_name(runs: Sequence[tuple[Record, _T]]) -> dict[str, _T]:
-    """By the name of the first one's folder; a second one of that name has a number."""
+    """Names each value by the folder of its record; a second one of that name has a number."""
     found: dict[str, _T] = {}
     for record, value in runs:
         name = record.folder.resolve().name

@@ -40,7 +40,7 @@ class WrittenReport:
 
     page: Path
     notes: list[str]
-    """What was left out, and which files of the folder are not the report's, in sentences."""
+    """Sentences on what was left out, and on files of the folder that are not the report's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def _read(paths: Sequence[Path], console: Console) -> Sources:
 
 
 def _draw(drawn: Sequence[Picture], console: Console) -> dict[str, bytes]:
-    """PNG by name."""
+    """Returns a PNG by the name of each picture."""
     encoded = {}
     with StillBar(len(drawn), "drawing", console) as bar:
         for number, picture in enumerate(drawn):

@@ -22,7 +22,7 @@ from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
-"""Of families.works."""
+"""The type of what families.works returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,16 @@ class Picture:
     """A figure with its words, not yet drawn."""
 
     kind: str
-    """What it shows: 'ladder', 'distributions', 'kernels', ..."""
+    """Says what it shows: 'ladder', 'distributions', 'kernels', ..."""
     name: str
-    """The PNG file's, without extension."""
+    """Names the PNG file, without extension."""
     alt: str
     caption: str
     draw: Callable[[], Figure]
 
 
 def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: bool) -> list[Picture]:
-    """The pictures of a ladder, or of the runs in no ladder; those of the headline have fixed names.
+    """Returns the pictures of a ladder, or of the runs in no ladder; those of the headline have fixed names.
 
     A ladder that is not the headline has fewer: its tables say the rest.
     """
@@ -54,7 +54,7 @@ def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: 
 
 
 def file_name(text: str) -> str:
-    """`text` with a dash for what does not belong into the name of a file."""
+    """Returns `text` with a dash for what does not belong into the name of a file."""
     return re.sub(r"[^\w.-]+", "-", text)
 
 
@@ -86,7 +86,7 @@ def _distributions(family: Family, place: str) -> Iterator[Picture]:
 
 
 def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
-    """The last profiled run whose ceilings are known, or the last of all: a ceiling says more than another kernel."""
+    """Shows the last profiled run whose ceilings are known, or the last: a ceiling says more than another kernel."""
     shown = [label for label, (beside, _) in works.items() if beside is not None] or list(works)
     if shown:
         label = shown[-1]
@@ -132,7 +132,7 @@ def _timelines(family: Family, place: str) -> Iterator[Picture]:
 
 
 def _floors(family: Family, place: str, limits: Sequence[Limits]) -> Iterator[Picture]:
-    """The newest limits of the family's work."""
+    """Shows the newest limits of the family's work."""
     for each in sorted(limits, key=lambda one: one["created"], reverse=True):
         same = {name: fit for name, records in family.timed.items() if (fit := same_work(each, records))}
         stages = {name: p for name, p in family.profiled.items() if same_work(each, [p]) and p.run["stages_ms"]}
@@ -163,7 +163,7 @@ def _floors(family: Family, place: str, limits: Sequence[Limits]) -> Iterator[Pi
 
 
 def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
-    """Why the floor may not be that of these records, by label, in words; empty where there is no reason."""
+    """Says why the floor may not be that of these records, by label; empty where there is no reason."""
     found: dict[str, list[str]] = {}
     for label, records in beside.items():
         for doubt in dict.fromkeys(doubt for record in records for doubt in caveats_of_floor(limits, record.run)):
@@ -172,7 +172,7 @@ def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
 
 
 def _series(family: Family, place: str) -> Iterator[Picture]:
-    """Every iteration of the middle run of the first configuration and of the last."""
+    """Shows every iteration of the middle run of the first configuration and of the last."""
     for name in dict.fromkeys((*list(family.timed)[:1], *list(family.timed)[-1:])):
         records = family.timed[name]
         record = records[len(records) // 2]
@@ -208,7 +208,7 @@ def _conditions_in_words(record: Record) -> str:
 
 
 def series_marks(record: Record) -> plots.SeriesMarks:
-    """What happened in a run, in iterations. Evaluations stand in the MLPerf log, by their share of the epoch."""
+    """Returns what happened in a run, in iterations. The MLPerf log has evaluations by their share of the epoch."""
     conditions, training, n = record.run.get("conditions"), record.run["training"], record.iterations_ms.shape[1]
     evals: list[int] = []
     log = record.folder / "result_0.txt"
@@ -223,7 +223,7 @@ def series_marks(record: Record) -> plots.SeriesMarks:
 
 
 def published(shown: Sequence[Family], sources: Sources) -> Picture:
-    """Published results and, of each preset's newest ladder on each number of GPUs, the first rung and the fastest."""
+    """Shows published results, and first and fastest rung of each preset's newest ladder on each number of GPUs."""
     rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
     for log in sources.logs:
         rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))

@@ -24,7 +24,7 @@ _HATCHES = ("", "///", "", "\\\\\\", "", "...")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesMarks:
-    """What happened in a run, in iterations."""
+    """Marks of a run, in iterations."""
 
     evals: Sequence[int] = ()
     collections: Sequence[int] = ()
@@ -48,7 +48,7 @@ def distributions(series: dict[str, np.ndarray]) -> Figure:
 
 
 def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesMarks) -> Figure:
-    """Every iteration [n] of one run, ms; warm-up shaded, and the marks that it has."""
+    """Draws every iteration [n] of one run, ms, with the warm-up shaded and the marks that it has."""
     figure, axes = _figure(2.2)
     axes.plot(np.arange(len(latencies_ms)), latencies_ms, color=_DARK, linewidth=0.7, rasterized=True)
     axes.axvspan(0, warmup, facecolor=_LIGHT, hatch="//", edgecolor=_MID, linewidth=0, label="warm-up")

@@ -1,4 +1,4 @@
-"""What a report is made from: records, ladders, limits and MLPerf logs in folders; each is read and counted once."""
+"""Sources of a report: records, ladders, limits and MLPerf logs in folders; each is read and counted once."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ class LadderRuns:
     """A ladder and its runs, by rung."""
 
     name: str
-    """That of its folder, which may say more than its id."""
+    """The name of its folder, which may say more than its id."""
     ladder: Ladder
     sides: dict[str, Side]
     timed: dict[str, list[Record]]
     """One run of each round."""
     profiled: dict[str, Record]
-    """Only of rungs that have a profiled run."""
+    """Profiled runs; a rung may have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,12 @@ class Sources:
     """Sentences on what was found more than once."""
 
     def notes(self) -> list[str]:
-        """What was left out, and why, in sentences."""
+        """Returns sentences on what was left out, and why."""
         return [f"{folder} is an unfinished run, and left out" for folder in self.unfinished] + self.copies
 
 
 def find(paths: Sequence[Path]) -> list[tuple[Kind, Path]]:
-    """What lies in or under `paths`, with its kind. No folder is entered twice, whatever links lead to it.
+    """Returns what lies in or under `paths`, with its kind. No folder is entered twice, whatever links lead to it.
 
     ValueError names a path that does not exist.
     """
@@ -111,7 +111,7 @@ def _find(path: Path, entered: set[Path]) -> Iterator[tuple[Kind, Path]]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """The folders in it, links after what they may lead to."""
+    """Returns the folders in it, links after what they may lead to."""
     return sorted((folder for folder in path.iterdir() if folder.is_dir()), key=lambda p: (p.is_symlink(), p.name))
 
 
@@ -152,7 +152,7 @@ def _add_limits(limits: Limits, path: Path, sources: Sources) -> None:
 
 
 def _without_copies(sources: Sources) -> Sources:
-    """Members of ladders that lie elsewhere too, and records that lie in several folders, count once."""
+    """Leaves out members of ladders that lie elsewhere too, and records that lie in several folders."""
     of_ladders = [
         record
         for runs in sources.ladders
