@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 BLOCK_ROWS = 1 << 23
 """Positions of a block. The lowest block gets the most steps, 1 + log(rows / BLOCK_ROWS) of them a position, and each
-takes about 50 bytes of memory."""
+takes about 60 bytes of memory."""
 MOST_ROWS = (1 << 32) - 1
 
 Rows = NDArray[np.uint32]

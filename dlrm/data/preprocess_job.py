@@ -144,22 +144,23 @@ class PreprocessJob:
         else:
             partial = _fresh(folder.with_suffix(".partial"))
             numbering, threshold = Numbering(), self._threshold
-            counts = np.zeros(1, dtype=np.int64)
+            counts = np.zeros(2, dtype=np.int64)
             for day in self._days:
                 with (partial / str(day)).open("wb") as file:
                     for hashes in _pieces(self._parsed(day, f"cat_{feature}"), np.uint32):
                         numbers = numbering.number(hashes)
                         if threshold > 1:
-                            counts = np.concatenate(
-                                [counts, np.zeros(numbering.distinct + 1 - len(counts), dtype=np.int64)]
-                            )
+                            if numbering.distinct >= len(counts):
+                                grown = np.zeros(2 * numbering.distinct, dtype=np.int64)
+                                grown[: len(counts)] = counts
+                                counts = grown
                             np.add.at(counts, numbers, 1)
                         else:
                             numbers += np.uint32(FIRST_ID - 1)
                         file.write(numbers.data)
                         advance(len(hashes))
             if threshold > 1:
-                ids = ids_of_numbers(counts, threshold)
+                ids = ids_of_numbers(counts[: numbering.distinct + 1], threshold)
                 for day in self._days:
                     with (partial / "mapped").open("wb") as file:
                         for numbers in _pieces(partial / str(day), np.uint32):

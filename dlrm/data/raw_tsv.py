@@ -23,7 +23,7 @@ from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 DENSE_FIELDS = 13
 HASH_FIELDS = 26
 BLOCK_BYTES = 1 << 26
-"""Bytes of text parsed at a time; they and what polars makes of them take about twelve times as much memory."""
+"""Bytes of text parsed at a time; they and what polars makes of them take about eight times as much memory."""
 
 DENSE_NAMES = [f"int_{field}" for field in range(DENSE_FIELDS)]
 HASH_NAMES = [f"cat_{field}" for field in range(HASH_FIELDS)]
