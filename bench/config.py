@@ -1,4 +1,4 @@
-"""What one run is: what it trains, with which pipeline, for how long, and what it leaves behind.
+"""The configuration of one run: what it trains, with which pipeline, for how long, and what it writes.
 
 A field's docstring is its help text. Errors name the flag to change. Complete configurations live in presets.py.
 """
@@ -23,14 +23,17 @@ PIPELINES: Mapping[str, type[PipelineOptions]] = {
 """The options of each pipeline, by the name that --pipeline takes."""
 
 
+Division = Literal["closed", "open"]
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MLPerfConfig:
     """What the MLPerf log says about the submission."""
 
     org: str = "unaffiliated"
     """Submitting organisation."""
-    division: Literal["closed", "open"] = "open"
-    """MLPerf division; closed fixes the model, the data and the target."""
+    division: Division = "open"
+    """MLPerf division; closed fixes the model, the data and the target, so that random batches are logged as open."""
     status: Literal["onprem", "cloud", "research", "preview"] = "onprem"
     """Availability category."""
     platform: str | None = None
@@ -91,6 +94,11 @@ class RunConfig(TrainingConfig):
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",
         )
+
+    @property
+    def division(self) -> Division:
+        """The MLPerf division that the log names: only data from files can be the closed division's."""
+        return "open" if self.data.source == "random" else self.mlperf.division
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.bench.presets import preset
 
 
-def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str | None, says: bool) -> RunConfig:
+def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str | None, prints: bool) -> RunConfig:
     """The configuration that a preset, a pipeline and further flags give; exits after --help.
 
-    text: opens the help. says: whether this process prints help and errors. ValueError names a bad flag.
+    text: begins the help. prints: whether this process prints help and errors. ValueError names a bad flag.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
     default = replace(preset(preset_name), pipeline=PIPELINES[pipeline]())
     _refuse_flags_of_other_pipelines(pipeline, arguments)
     run_of_one_pipeline = tyro.conf.AvoidSubcommands[RunConfig]
-    return tyro.cli(run_of_one_pipeline, default=default, args=arguments, description=text, console_outputs=says)
+    return tyro.cli(run_of_one_pipeline, default=default, args=arguments, description=text, console_outputs=prints)
 
 
 def _refuse_flags_of_other_pipelines(pipeline: str, arguments: Sequence[str]) -> None:

@@ -35,11 +35,11 @@ class MLPerfRun:
     stop_ms: float | None = None
     """Unix time of run_stop."""
     status: str = "unfinished"
-    """Of run_stop: 'success' or 'aborted'; 'unfinished' where there is no run_stop."""
+    """Status of run_stop, 'success' or 'aborted'; 'unfinished' where there is no run_stop."""
     epoch_num: float | None = None
     """Largest fraction of the epoch that any event names."""
     auc: float | None = None
-    """Of the last evaluation."""
+    """AUC of the last evaluation."""
     evals_ms: list[float] = field(default_factory=list)
     """Duration of every evaluation that began and ended."""
     eval_epochs: list[float] = field(default_factory=list)
@@ -63,8 +63,8 @@ class MLPerfRun:
 
     @property
     def time_to_train_minutes(self) -> float | None:
-        """run_stop - run_start, which is what MLPerf scores, where the run succeeded."""
-        if self.start_ms is None or self.stop_ms is None or self.status != "success":
+        """run_stop - run_start, which is what MLPerf scores, where the run succeeded and was evaluated."""
+        if self.start_ms is None or self.stop_ms is None or self.status != "success" or self.auc is None:
             return None
         return (self.stop_ms - self.start_ms) / 60_000
 

@@ -49,9 +49,9 @@ _PRELOADED = [
     "dlrm_bench.bench.measure.profiled_run",
 ]
 _PATIENCE_S = 5
-"""For a rank whose parent is gone to close its log, before it is killed."""
+"""Time that a rank whose parent is gone has to close its log, before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""That torch elastic, and torchrun with it, ends its ranks upon."""
+"""Signals upon which torch elastic, and so torchrun, ends its ranks."""
 
 
 def start_server() -> None:
@@ -142,7 +142,7 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
 
 
 def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
-    """A forked rank, from its start to its end, as `python launcher flags` would be."""
+    """Runs one forked rank as `python launcher flags` would."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch takes a KeyboardInterrupt for a success
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sink = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -154,13 +154,13 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     sys.argv = [str(launcher), *flags]
     try:
         runpy.run_path(str(launcher), run_name="__main__")
-    except SystemExit as leave:
-        if leave.code:
+    except SystemExit as end:
+        if end.code:
             raise  # and not otherwise: torch elastic would wait for what this function returns
 
 
 def _end_with_parent() -> None:
-    """Ends this rank once the process that asked for it is gone: the server lives on while its forks do."""
+    """Ends this rank once the process that started it is gone: the server lives on as long as its forks do."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -171,7 +171,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _elastic_logs_to(output: Path) -> Iterator[None]:
-    """What torch elastic logs goes to the file too, as torchrun's does, and not to the terminal."""
+    """Sends what torch elastic logs to the file, as torchrun does, instead of to the terminal."""
     handler = logging.FileHandler(output, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"))
     logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
@@ -189,7 +189,7 @@ def _elastic_logs_to(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """As they were before; torch elastic sets some, and leaves them."""
+    """Restores the signal handlers at its end; torch elastic sets some and never resets them."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -199,14 +199,14 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _end_by(number: int) -> BaseException:
-    """What ends this process as the signal would."""
+    """The exception that ends this process as the signal would."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str:
-    """What the ranks said: first what they know to be wrong, which a long traceback of another rank may follow.
+    """A message made of the ranks' output: first the errors that they report, then the tracebacks of other ranks.
 
-    torch elastic's own account of a failure comes after it and says less.
+    torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"rank \d+: error: ", line)]

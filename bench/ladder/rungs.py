@@ -143,7 +143,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("static-fp32", (*_STATIC, *_FP32), "TorchRec's modules: fixed shapes straight on FBGEMM."),
     ),
 }
-"""By name, first rung first. A rung changes one thing of the rung before it where the ladder's order allows; in `same`,
+"""Ladders by name, first rung first. A rung changes one thing of the rung before it where the order allows; in `same`,
 nothing (A/A)."""
 
 

@@ -25,9 +25,9 @@ from dlrm_bench.dlrm.ranks import Ranks
 # A restarted worker group must not read the reason that ended the one before it.
 _KEY = f"dlrm/abort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _FOREVER = timedelta(days=3650)
-# An error that strikes all ranks alike, as bad input does, gets this long to reach each of them by itself: then every
-# rank says what is wrong, and ends with the status that belongs to it. As long does a rank whose collective broke wait
-# for a peer to say why: a peer's end closes its connections, and what it announced before is the reason.
+# An error that every rank runs into, as bad input is, has this long to reach each of them by itself: then every rank
+# says what is wrong and ends with the right status. A rank whose collective broke waits as long for a peer to say why:
+# the end of a peer closes its connections, and what the peer announced before is the reason.
 _GRACE_S = 0.5
 
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 MAX_LIVE_MARKS = 4096
-"""Marks kept unread in a stretch. The GPU runs far fewer iterations than this behind the host, so the oldest mark has
-long been reached when it is read."""
+"""Marks kept unread in a stretch. The GPU lags the host by far fewer iterations than this, so the GPU has passed the
+oldest mark long before it is read."""
 
 
 class _Mark(Protocol):

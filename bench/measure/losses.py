@@ -8,8 +8,8 @@ from torch import Tensor
 class LossHistory:
     """Global mean losses, collected on the device and averaged over the ranks every `interval` iterations.
 
-    The averages are copied to pinned memory behind the work that is queued already and are looked at one interval
-    later, so that the launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
+    The averages are copied to pinned memory after the work that is queued already and are read one interval later, so
+    that the launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
     """
 
     def __init__(self, device: torch.device, interval: int) -> None:

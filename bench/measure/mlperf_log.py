@@ -126,7 +126,8 @@ class MLPerfLog:
     def close(self, status: RunStatus, epoch_num: float) -> None:
         """Ends an evaluation left open, the run (with its status) and the epoch; of several calls the first one counts.
 
-        Where the run has not started, the file is closed without a run_stop: there is no run to end.
+        status: 'aborted' after a missed target, an interrupt, a divergence or an error; 'success' otherwise, also where
+        the run had no target. Where the run has not started, the file is closed without a run_stop.
         """
         with self._lock:
             if self._closed:

@@ -144,7 +144,7 @@ class _Host:
     stages_us: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*STAGES, OTHER), 0.0))
     calls: Counter[str] = field(default_factory=Counter)
     calls_by_id: dict[int, _Call] = field(default_factory=dict)
-    """By correlation id: every CUDA call in the window."""
+    """Every CUDA call in the window, by its correlation id."""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """(stage, start, end) of every range with a stage of its own."""
 

@@ -36,7 +36,7 @@ class Ceiling(TypedDict):
     stage: str | None
     """The stage that it is part of; None for rates that belong to no stage."""
     ms: float
-    """Once an iteration, on the slowest rank."""
+    """Time in one iteration, on the slowest rank."""
     amount: float
     """What is moved or computed in that time on one rank."""
     unit: str
@@ -73,10 +73,11 @@ def read_limits(path: Path) -> Limits:
 def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:
     """The least time of each stage, and of an iteration: {stage: ms, ..., 'iteration': ms}.
 
-    A stage takes at least the sum of its pieces, of which the dense gradients' all-reduce can hide behind the GEMMs:
-    the longer one counts. Of an iteration, input dist and dense update can hide behind other stages as a whole; the
-    embedding forward, the dense stage and the embedding backward follow from each other. But what hides still uses the
-    links: an iteration takes no less than all its collectives together, nor than all its memory traffic.
+    A stage takes at least the sum of its pieces, except that the all-reduce of the dense gradients can overlap the
+    GEMMs: the longer of the two counts. In an iteration, input dist and dense update can overlap other stages entirely;
+    embedding forward, dense stage and embedding backward depend on each other. But overlapped work still uses the
+    links and the memory: an iteration takes at least as long as all its collectives together, as all its memory
+    traffic, and as its copy of a batch.
     """
     ms = dict.fromkeys(STAGES, 0.0)
     for ceiling in ceilings:

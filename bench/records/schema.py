@@ -28,7 +28,7 @@ class RunRecord(TypedDict):
     """Global batch size over mean latency; evaluations do not count."""
     memory_gb: "Memory | None"
     host: dict[str, float] | None
-    """From here to kernels: the fields of Profile, which are None in the record of a timed run."""
+    """This field and the following ones down to kernels are those of Profile; None in the record of a timed run."""
     host_threads_ms: NotRequired[dict[str, float] | None]
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
@@ -167,7 +167,7 @@ class Throttling(TypedDict):
 
 
 TrainingStatus = Literal["success", "aborted", "no_target"]
-"""aborted: the target was missed. no_target: the run only measured latency."""
+"""aborted: the target was missed. no_target: the run only measured latency, and its MLPerf log says success."""
 
 
 class Training(TypedDict):

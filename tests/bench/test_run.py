@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from dlrm_bench.bench.analysis.compare import read_side
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
@@ -144,6 +145,22 @@ def test_a_missed_target(data, tmp_path):
         assert [event["epoch_num"] for event in metadata(tmp_path, key)] == pytest.approx(
             [iteration * GBS / TRAIN_SAMPLES for iteration in evaluated]
         )
+
+
+def test_a_run_without_a_target_does_not_look_failed(data, tmp_path):
+    """Its log closes with success, and passes for no submission all the same."""
+    ended = launch(data, tmp_path, "--target-auc", "None", "--iterations", "12", "--preset", "smoke")
+    assert ended.statuses == [0, 0], ended
+    log = tmp_path / "results" / "x" / LOG_NAME
+    assert [end["status"] for end in metadata(tmp_path, "run_stop")] == ["success"]
+    assert values(tmp_path, "submission_division") == ["open"]
+    training = read_record(log.parent).run["training"]
+    assert training is not None
+    assert training["status"] == "no_target"
+    assert read_side(log).warnings == []
+    verdict = check_compliance(log)
+    assert not verdict.passed
+    assert "eval_accuracy" in verdict.output
 
 
 def test_one_seed_one_result(data, tmp_path):

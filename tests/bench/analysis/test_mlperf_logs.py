@@ -42,6 +42,15 @@ def small_log(start: int = 0) -> str:
     )
 
 
+def test_a_run_that_was_never_evaluated_has_no_time_to_train(tmp_path: Path) -> None:
+    log = tmp_path / "result_0.txt"
+    log.write_text("".join(line for line in small_log().splitlines(keepends=True) if "eval_" not in line))
+    (run,) = read_mlperf_log(log)
+    assert (run.status, run.time_to_train_minutes) == ("success", None)
+    log.write_text(small_log())
+    assert read_mlperf_log(log)[0].time_to_train_minutes == pytest.approx(5 / 60)
+
+
 def test_the_published_8xh200_logs_give_3_25_ms() -> None:
     runs = [run for path in sorted(LOGS.glob("result_*.txt")) for run in read_mlperf_log(path)]
     assert len(runs) == 3
