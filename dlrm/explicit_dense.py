@@ -237,7 +237,7 @@ class ExplicitDense:
         rows, v, w = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w"))
         x0, dx, dy, du = (t[rows] for t in (self.x0, self._dx[layer], self._dy[layer], self._du[layer]))
         if layer == self.model.cross_layers - 1:
-            cross.output_backward(dx, x0, dy, self._partials[f"cross.{layer}"][part])
+            cross.cross_output_backward(dx, x0, dy, self._partials[f"cross.{layer}"][part])
         torch.mm(dy, w, out=du)
         if layer > 0:
             dx_before, dy_before = (t[layer - 1][rows] for t in (self._dx, self._dy))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels import cross, fused_cross, loss, mlp
+from dlrm_bench.kernels.column_sums import column_sums
+from dlrm_bench.kernels.fetch import fetch_next
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -22,8 +24,9 @@ from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lo
 from dlrm_bench.kernels.push_columns import PushTable, push_columns
 from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.kernels.row_sums import row_starts, row_sums
 from dlrm_bench.kernels.sharded_adagrad import sharded_adagrad
-from dlrm_bench.kernels.sorted_adagrad import adagrad_update, sort_ids
+from dlrm_bench.kernels.sorted_adagrad import sort_ids, sorted_adagrad
 
 COPY_BYTES_PER_SECOND = 4.3e12  # of an H200, read plus write
 HOT_ROWS = 40_000_000
@@ -34,6 +37,7 @@ BF16 = torch.bfloat16
 
 class Case(NamedTuple):
     kernel: str
+    """The function's name."""
     shape: str
     bytes: float
     run: Callable[[], object]
@@ -94,7 +98,7 @@ def sorted_adagrad_cases() -> Iterator[Case]:
                         "sorted_adagrad",
                         f"{name}, C {columns}, {grad.dtype}",
                         len(ids) * (8 + columns * grad.itemsize) + distinct * columns * 16,
-                        partial(adagrad_update, weights, state, grad, *ordered, rate, 1e-8),
+                        partial(sorted_adagrad, weights, state, grad, *ordered, rate, 1e-8),
                     )
 
 
@@ -197,6 +201,8 @@ def cross_cases() -> Iterator[Case]:
                     (6 if accumulate else 5) * x.nbytes,
                     partial(cross.cross_backward, x, x0, y, bias, dy, dx0, partials, accumulate),
                 )
+            output = partial(cross.cross_output_backward, x, x0, dy, partials)
+            yield Case("cross_output_backward", name, 3 * x.nbytes, output)
 
 
 def fused_cross_cases() -> Iterator[Case]:
@@ -219,16 +225,24 @@ def fused_cross_cases() -> Iterator[Case]:
         bias = torch.zeros(width, device="cuda", dtype=BF16)
         fused_sums = torch.zeros(fused_cross.partial_rows(batch, width, x.device), width, device="cuda")
         sums = torch.zeros(cross.partial_rows(batch), width, device="cuda")
-        of_forward = x0, x, u, w, bias, y, dx
-        for kernel, passes, run in (
-            ("GEMM, cross_forward", 4, partial(in_two_forward, *of_forward)),
-            ("fused_cross_forward", 4, partial(fused_cross.fused_cross_forward, *of_forward)),
-            ("GEMM, cross_backward", 7, partial(in_two_backward, dx, u, v, x0, y, bias, dy, dx0, sums, True)),
-            ("fused_cross_backward", 4, partial(fused_cross.fused_cross_backward, x, u, v, x0, dx, dy, fused_sums)),
-            ("  _input_backward", 2 * layers + 1, partial(fused_cross.fused_cross_input_backward, *inputs, u, v, dx0)),
-            ("output_backward", 3, partial(cross.output_backward, x, x0, dy, sums)),
-        ):
-            yield Case(kernel, f"[{batch}, {width}], depth {depth}, bf16", passes * x.nbytes, run)
+        name = f"[{batch}, {width}], depth {depth}, bf16"
+        forward, backward = (x0, x, u, w, bias, y, dx), (x, u, v, x0, dx, dy, fused_sums)
+        two_backward = partial(in_two_backward, dx, u, v, x0, y, bias, dy, dx0, sums, True)
+        yield in_two("cross_forward", name, 4 * x.nbytes, partial(in_two_forward, *forward))
+        yield Case("fused_cross_forward", name, 4 * x.nbytes, partial(fused_cross.fused_cross_forward, *forward))
+        yield in_two("cross_backward", name, 7 * x.nbytes, two_backward)
+        yield Case("fused_cross_backward", name, 4 * x.nbytes, partial(fused_cross.fused_cross_backward, *backward))
+        yield Case(
+            "fused_cross_input_backward",
+            name,
+            (2 * layers + 1) * x.nbytes,
+            partial(fused_cross.fused_cross_input_backward, *inputs, u, v, dx0),
+        )
+
+
+def in_two(kernel: str, shape: str, moved: float, run: Callable[[], object]) -> Case:
+    """What a fused kernel replaces: a GEMM and `kernel`."""
+    return Case(f"GEMM, {kernel}", shape, moved, run)
 
 
 def mlp_cases() -> Iterator[Case]:
@@ -256,6 +270,46 @@ def loss_cases() -> Iterator[Case]:
             f"[{batch}, {width}], bf16",
             2 * h.nbytes,
             partial(loss.logit_loss_backward, h, weight, bias, labels, dlogits, dz, partials, 8 * batch, relu=True),
+        )
+        mean, dbias, dbias_hidden = (torch.zeros(n, device="cuda") for n in (1, 1, width))
+        yield Case(
+            "add_up",
+            f"{list(partials.shape)}, fp32",
+            partials.nbytes,
+            partial(loss.add_up, partials, mean, dbias, dbias_hidden, batch),
+        )
+
+
+def column_sums_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
+        out = torch.empty(3456, dtype=BF16, device="cuda")
+        yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
+
+
+def row_sums_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        ids, bags = sorted_ids_case([3, 63, 10, 4, 14, 108], batch, 1)
+        ordered = torch.empty_like(ids), torch.empty_like(bags)
+        sort_ids(ids, bags, *ordered)
+        starts = row_starts(ordered[0], 202)
+        grad, out = torch.randn(len(ids), 128, device="cuda").to(BF16), torch.empty(202, 128, device="cuda")
+        yield Case(
+            "row_sums",
+            f"B {batch}, 6 tables, C 128, bf16",
+            grad.nbytes + out.nbytes,
+            partial(row_sums, grad, ordered[1], starts, out),
+        )
+
+
+def fetch_cases() -> Iterator[Case]:
+    """Reads pinned memory of the host: PCIe's limit, not the GPU's memory's."""
+    for batch in (6912, 512):
+        out = torch.empty(batch * 228, dtype=torch.int32, device="cuda")  # a batch of MLPerf's: 912 bytes a sample
+        source = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        addresses, taken = torch.tensor([source.data_ptr()]).pin_memory(), torch.zeros((), dtype=torch.int64).cuda()
+        yield Case(
+            "fetch_next", f"B {batch}, 912 bytes a sample", out.nbytes, partial(fetch_next, addresses, taken, out)
         )
 
 
@@ -309,6 +363,9 @@ def push_columns_cases() -> Iterator[Case]:
 
 
 CASES = {
+    "column_sums": column_sums_cases,
+    "row_sums": row_sums_cases,
+    "fetch": fetch_cases,
     "sorted_adagrad": sorted_adagrad_cases,
     "gather_segments": gather_segments_cases,
     "push_segments": push_segments_cases,

@@ -22,7 +22,7 @@ def plain_column_sums(partials: Tensor, out: Tensor) -> None:
 def triton_column_sums(partials: Tensor, out: Tensor) -> None:
     """What `column_sums` does, in one kernel."""
     rows, columns = partials.shape
-    _sum_rows[(cdiv(columns, 32),)](partials, out, rows, columns, 64, 32)
+    _column_sums_kernel[(cdiv(columns, 32),)](partials, out, rows, columns, 64, 32)
 
 
 @jit
@@ -37,7 +37,7 @@ def sum_columns(partials, column, rows: tl.constexpr, columns, block_rows: tl.co
 
 
 @jit
-def _sum_rows(
+def _column_sums_kernel(
     partials, out, rows: tl.constexpr, columns, block_rows: tl.constexpr, block_columns: tl.constexpr
 ) -> None:
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)

@@ -51,11 +51,11 @@ def cross_backward(
     backward(g, x0, y, bias, dy, dx0, partials, accumulate, first_layer)
 
 
-def output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+def cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
     """What `cross_backward` does of it: dy = g * x0, and `partials`. All as there."""
     _check(g, x0, dy, bias=g[0])
     assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
-    backward = triton_output_backward if g.is_cuda else plain_output_backward
+    backward = triton_cross_output_backward if g.is_cuda else plain_cross_output_backward
     backward(g, x0, dy, partials)
 
 
@@ -88,8 +88,8 @@ def plain_cross_backward(
     dy.copy_(product)
 
 
-def plain_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
-    """What `output_backward` does, in PyTorch."""
+def plain_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+    """What `cross_output_backward` does, in PyTorch."""
     product = g.float() * x0.float()
     partials.zero_()[0] = product.sum(0)
     dy.copy_(product)
@@ -99,7 +99,7 @@ def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Te
     """What `cross_forward` does, in one kernel."""
     batch, width = x0.shape
     grid = (cdiv(width, _COLUMNS), cdiv(batch, _ROWS))
-    _forward[grid](x0, x, y, bias, out, batch, width, _ROWS, _COLUMNS)
+    _cross_forward_kernel[grid](x0, x, y, bias, out, batch, width, _ROWS, _COLUMNS)
 
 
 def triton_cross_backward(
@@ -116,20 +116,20 @@ def triton_cross_backward(
     """What `cross_backward` does, in one kernel."""
     batch, width = g.shape
     sizes = (batch, width, accumulate, first_layer, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
-    _backward[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
+    _cross_backward_kernel[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
 
 
-def triton_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
-    """What `output_backward` does, in one kernel."""
+def triton_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+    """What `cross_output_backward` does, in one kernel."""
     batch, width = g.shape
     grid = (cdiv(width, _BACKWARD_COLUMNS), len(partials))
     sizes = (batch, width, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
     # 16 bytes of four rows a thread: a seventh faster than of two.
-    _output_backward[grid](g, x0, dy, partials, *sizes, num_warps=2)
+    _cross_output_backward_kernel[grid](g, x0, dy, partials, *sizes, num_warps=2)
 
 
 @jit
-def _forward(x0, x, y, bias, out, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
+def _cross_forward_kernel(x0, x, y, bias, out, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     mask = (row < batch)[:, None] & (column < width)[None, :]
@@ -140,7 +140,7 @@ def _forward(x0, x, y, bias, out, batch, width, rows: tl.constexpr, columns: tl.
 
 
 @jit
-def _backward(
+def _cross_backward_kernel(
     g,
     x0,
     y,
@@ -173,7 +173,7 @@ def _backward(
 
 
 @jit
-def _output_backward(g, x0, dy, partials, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
+def _cross_output_backward_kernel(g, x0, dy, partials, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     mask = (row < batch)[:, None] & (column < width)[None, :]

@@ -41,14 +41,14 @@ def plain_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
 
 def triton_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
     """What `fetch_next` does, in a kernel that copies and one that counts."""
-    _fetch[(_PROGRAMS,)](
+    _fetch_next_kernel[(_PROGRAMS,)](
         addresses, taken, out, len(addresses), out.numel(), _PROGRAMS * _BLOCK, _BLOCK, num_warps=_WARPS
     )
     taken += 1
 
 
 @jit
-def _fetch(addresses, taken, out, size, count, stride: tl.constexpr, block: tl.constexpr) -> None:
+def _fetch_next_kernel(addresses, taken, out, size, count, stride: tl.constexpr, block: tl.constexpr) -> None:
     # Past the caches (.cv), which may hold what was at these host addresses before.
     address = tl.load(addresses + tl.load(taken) % size, cache_modifier=".cv")
     source = tl.multiple_of(address.to(out.dtype), 16)

@@ -42,13 +42,13 @@ def triton_flat_adagrad(
 ) -> None:
     """What `flat_adagrad` does, in one kernel."""
     if master.numel():
-        _update[(cdiv(master.numel(), _BLOCK),)](
+        _flat_adagrad_kernel[(cdiv(master.numel(), _BLOCK),)](
             master, state, grad, working, learning_rate, eps, master.numel(), _BLOCK, num_warps=8
         )
 
 
 @jit
-def _update(master, state, grad, working, learning_rate, eps, count, block: tl.constexpr) -> None:
+def _flat_adagrad_kernel(master, state, grad, working, learning_rate, eps, count, block: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < count
     g = tl.load(grad + at, mask).to(tl.float32)

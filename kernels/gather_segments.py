@@ -74,11 +74,11 @@ def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> 
     if len(table.pieces):
         aligned = all(t.data_ptr() % 16 == 0 for t in (source, out))
         alignment = table.alignment if aligned else 1
-        _copy_pieces[(len(table.pieces),)](source, table.pieces, out, alignment, PIECE, num_warps=4)
+        _gather_segments_kernel[(len(table.pieces),)](source, table.pieces, out, alignment, PIECE, num_warps=4)
 
 
 @jit
-def _copy_pieces(source, pieces, out, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
+def _gather_segments_kernel(source, pieces, out, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
     piece = pieces + 3 * tl.program_id(0)
     source_offset = tl.multiple_of(tl.load(piece), alignment)
     out_offset = tl.multiple_of(tl.load(piece + 1), alignment)

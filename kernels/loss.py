@@ -99,7 +99,7 @@ def triton_logit_loss_backward(
     batch, width = h.shape
     tensors = (h, weight, bias, labels, dlogits, dz, partials)
     columns = min(next_power_of_2(width), _COLUMNS)
-    _bce[(len(partials),)](*tensors, batch, 1 / global_batch, width, relu, _ROWS, columns)
+    _logit_loss_backward_kernel[(len(partials),)](*tensors, batch, 1 / global_batch, width, relu, _ROWS, columns)
 
 
 def add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
@@ -129,11 +129,11 @@ def triton_add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: T
     """What `add_up` does, in one kernel."""
     rows, columns = partials.shape
     grid = (cdiv(columns, _SUM_COLUMNS),)
-    _sum_partials[grid](partials, loss, dbias, dbias_hidden, batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
+    _add_up_kernel[grid](partials, loss, dbias, dbias_hidden, batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
 
 
 @jit
-def _bce(
+def _logit_loss_backward_kernel(
     h,
     weight,
     bias,
@@ -187,7 +187,7 @@ def _bce(
 
 
 @jit
-def _sum_partials(
+def _add_up_kernel(
     partials,
     loss,
     dbias,

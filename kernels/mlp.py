@@ -39,7 +39,7 @@ def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tens
     """What `bias_relu_backward` does, in one kernel."""
     batch, width = g.shape
     grid = (cdiv(width, _COLUMNS), len(partials))
-    _backward[grid](g, out, dz, partials, batch, width, g.stride(0), _steps(batch), _ROWS, _COLUMNS)
+    _bias_relu_backward_kernel[grid](g, out, dz, partials, batch, width, g.stride(0), _steps(batch), _ROWS, _COLUMNS)
 
 
 def _steps(batch: int) -> int:
@@ -48,7 +48,7 @@ def _steps(batch: int) -> int:
 
 
 @jit
-def _backward(
+def _bias_relu_backward_kernel(
     g,
     out,
     dz,

@@ -113,7 +113,7 @@ def triton_pooled_lookup(
     programs = sum(cdiv(table.global_batch, tile // step) for step in steps)
     if programs == 0:
         return
-    _lookup[(programs,)](
+    _pooled_lookup_kernel[(programs,)](
         weights,
         ids,
         outs.addresses,
@@ -134,7 +134,7 @@ def triton_pooled_lookup(
 
 
 @jit
-def _lookup(
+def _pooled_lookup_kernel(
     weights,
     ids,
     addresses,

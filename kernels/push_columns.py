@@ -73,7 +73,7 @@ def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> 
     assert all(t.data_ptr() % 16 == 0 for t in outs.tensors), "buffers: 16-byte aligned"
     grid = (len(table.pieces), cdiv(table.batch, ROWS))
     if all(grid):
-        _push_runs[grid](
+        _push_columns_kernel[grid](
             matrix,
             outs.own,
             outs.addresses,
@@ -87,7 +87,7 @@ def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> 
 
 
 @jit
-def _push_runs(
+def _push_columns_kernel(
     matrix,
     own_out,
     outs,

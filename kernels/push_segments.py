@@ -57,13 +57,13 @@ def triton_push_segments(source: Tensor, table: SegmentPushTable, outs: PeerTens
     if len(table.pieces):
         aligned = all(t.data_ptr() % 16 == 0 for t in (source, *outs.tensors))
         alignment = table.alignment if aligned else 1
-        _push_pieces[(len(table.pieces),)](
+        _push_segments_kernel[(len(table.pieces),)](
             source, outs.own, outs.addresses, table.pieces, alignment, PIECE, num_warps=4
         )
 
 
 @jit
-def _push_pieces(source, own_out, outs, pieces, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
+def _push_segments_kernel(source, own_out, outs, pieces, alignment: tl.constexpr, piece_size: tl.constexpr) -> None:
     piece = pieces + 4 * tl.program_id(0)
     # The own tensor gives the address its pointer type; alignment, in bytes, is a hint on the pointer, as the cast
     # loses the integer's.

@@ -122,13 +122,13 @@ def _launch(flat: Tensor, table: RegroupTable, matrix: Tensor, to_matrix: bool) 
     assert matrix.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
     grid = (len(table.pieces), cdiv(table.batch, ROWS))
     if all(grid):
-        _copy_runs[grid](
+        _regroup_kernel[grid](
             flat, matrix, table.pieces, table.batch, matrix.stride(0), table.alignment, to_matrix, RUN, ROWS
         )
 
 
 @jit
-def _copy_runs(
+def _regroup_kernel(
     flat,
     matrix,
     pieces,

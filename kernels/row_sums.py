@@ -47,12 +47,12 @@ def triton_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tens
     """What `row_sums` does, in two kernels: sums of every eighth tile of a row, then their sum."""
     rows, columns = out.shape
     partials = torch.empty(_PARTS, rows * columns, dtype=torch.float32, device=out.device)
-    _sum_tiles[(rows, _PARTS)](grad, sorted_bags, starts, partials, columns, _TILE, _PARTS)
+    _row_sums_kernel[(rows, _PARTS)](grad, sorted_bags, starts, partials, columns, _TILE, _PARTS)
     column_sums(partials, out.view(-1))
 
 
 @jit
-def _sum_tiles(grad, bags, starts, partials, columns: tl.constexpr, tile: tl.constexpr, parts: tl.constexpr):
+def _row_sums_kernel(grad, bags, starts, partials, columns: tl.constexpr, tile: tl.constexpr, parts: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
     first = tl.load(starts + row) + part * tile
     end = tl.load(starts + row + 1)

@@ -78,7 +78,7 @@ def triton_sharded_adagrad(
     assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
     if master.numel():
         programs = min(_PROGRAMS, cdiv(master.numel(), _BLOCK))
-        _update_slice[(programs,)](
+        _sharded_adagrad_kernel[(programs,)](
             master,
             state,
             grads.own,
@@ -97,7 +97,7 @@ def triton_sharded_adagrad(
 
 
 @jit
-def _update_slice(
+def _sharded_adagrad_kernel(
     master,
     state,
     own_grad,

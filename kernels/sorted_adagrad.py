@@ -1,7 +1,7 @@
 """Embedding backward and exact element-wise Adagrad in one pass, over ids that were sorted ahead of time.
 
 The ids of a batch are known long before its gradients, so `sort_ids` runs with the input dist, off the critical path.
-`adagrad_update` then reads each gradient row once and each touched weight and state row once. It uses no float
+`sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float
 atomics: equal inputs give equal bits.
 
 Sorted ids form runs of equal ids. One warp walks over a chunk of consecutive positions, tile by tile, and adds up runs
@@ -34,7 +34,7 @@ def sort_ids(linear_ids: Tensor, bags: Tensor, sorted_ids: Tensor, sorted_bags: 
     torch.index_select(bags, 0, order, out=sorted_bags)
 
 
-def adagrad_update(
+def sorted_adagrad(
     weights: Tensor,
     state: Tensor,
     grad: Tensor,
@@ -58,11 +58,11 @@ def adagrad_update(
     assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
     assert sorted_ids.dtype == sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
     assert learning_rate.numel() == 1 and learning_rate.device == weights.device, "learning rate: a device scalar"
-    update = triton_adagrad_update if weights.is_cuda else plain_adagrad_update
+    update = triton_sorted_adagrad if weights.is_cuda else plain_sorted_adagrad
     update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps)
 
 
-def plain_adagrad_update(
+def plain_sorted_adagrad(
     weights: Tensor,
     state: Tensor,
     grad: Tensor,
@@ -71,7 +71,7 @@ def plain_adagrad_update(
     learning_rate: Tensor,
     eps: float,
 ) -> None:
-    """What `adagrad_update` does, in PyTorch."""
+    """What `sorted_adagrad` does, in PyTorch."""
     valid = sorted_ids >= 0
     ids, run = torch.unique_consecutive(sorted_ids[valid], return_inverse=True)
     rows = grad.view(-1, weights.shape[1])[sorted_bags[valid]].to(weights.dtype)
@@ -80,7 +80,7 @@ def plain_adagrad_update(
     weights[ids] -= learning_rate * g / (state[ids].sqrt() + eps)
 
 
-def triton_adagrad_update(
+def triton_sorted_adagrad(
     weights: Tensor,
     state: Tensor,
     grad: Tensor,
@@ -91,7 +91,7 @@ def triton_adagrad_update(
     tile: int = 0,
     chunk: int = 0,
 ) -> None:
-    """What `adagrad_update` does, in two kernels."""
+    """What `sorted_adagrad` does, in two kernels."""
     count, columns = sorted_ids.numel(), weights.shape[1]
     if count == 0:
         return
@@ -103,9 +103,9 @@ def triton_adagrad_update(
     partials = torch.empty(chunks, 2, columns, dtype=torch.float32, device=weights.device)
     tensors = (weights, state, partials, sorted_ids, learning_rate)
     sizes = (eps, count, weights.stride(0), columns, chunk)
-    _update_chunks[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
+    _sorted_adagrad_kernel[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
     if chunks > 1:
-        _merge_runs[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
+        _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
 
 
 @jit
@@ -115,7 +115,7 @@ def _add_run(sum_a, opened_a, sum_b, opened_b):
 
 
 @jit
-def _update_chunks(
+def _sorted_adagrad_kernel(
     weights,
     state,
     partials,
@@ -171,7 +171,7 @@ def _update_chunks(
 
 
 @jit
-def _merge_runs(
+def _sorted_adagrad_merge_kernel(
     weights,
     state,
     partials,

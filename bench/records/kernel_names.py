@@ -9,43 +9,49 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-STAGES = ("input_dist", "embedding_forward", "dense_forward_backward", "embedding_backward", "dense_update")
+from dlrm_bench.kernels import stages
+from dlrm_bench.kernels.stages import KERNELS
+
+STAGES = stages.STAGES
+
 OTHER = "other"
 """Work outside of any stage, such as the loop itself and the harness, and what cannot be told."""
 
 _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 
-# Function of a kernel: (file in kernels/, stage). Triton names a kernel after its function.
-OWN_KERNELS = {
-    "_fetch": ("fetch", _INPUT),
-    "_copy_pieces": ("gather_segments", _INPUT),
-    "_push_pieces": ("push_segments", _INPUT),
-    "_copy_runs": ("regroup", None),
-    "_forward": ("cross", _DENSE),
-    "_backward": ("cross or mlp", _DENSE),
-    "_output_backward": ("cross", _DENSE),
-    "fused_cross": ("fused_cross", _DENSE),
-    "_sum_rows": ("column_sums", _DENSE),
-    "_bce": ("loss", _DENSE),  # older traces: the loss alone; now the last layer too
-    "_sum_partials": ("loss", _DENSE),
-    "_sum_tiles": ("row_sums", _BACKWARD),
-    "_update_chunks": ("sorted_adagrad", _BACKWARD),
-    "_merge_runs": ("sorted_adagrad", _BACKWARD),
-    "_update": ("flat_adagrad", _UPDATE),
-    "_update_slice": ("sharded_adagrad", _UPDATE),
-    "_lookup": ("pooled_lookup", _LOOKUP),
-    "_push_runs": ("push_columns", _BACKWARD),
+# Names in traces of earlier versions, whose functions have another name today.
+_FORMER_NAMES = {
+    "_fetch": "_fetch_next_kernel",
+    "_copy_pieces": "_gather_segments_kernel",
+    "_push_pieces": "_push_segments_kernel",
+    "_copy_runs": "_regroup_kernel",
+    "_forward": "_cross_forward_kernel",
+    "_backward": "_cross_backward_kernel",
+    "_sum_rows": "_column_sums_kernel",
+    "_bce": "_logit_loss_backward_kernel",
+    "_sum_partials": "_add_up_kernel",
+    "_sum_tiles": "_row_sums_kernel",
+    "_update_chunks": "_sorted_adagrad_kernel",
+    "_merge_runs": "_sorted_adagrad_merge_kernel",
+    "_update": "_flat_adagrad_kernel",
+    "_update_slice": "_sharded_adagrad_kernel",
+    "_lookup": "_pooled_lookup_kernel",
+    "_push_runs": "_push_columns_kernel",
 }
+# A former name of two kernels, of one stage.
+_SHARED_NAMES = {"_backward": "cross or mlp"}
 
 GEMM = "GEMM"
 """First word of the names of all matrix products."""
-_LOSS = re.compile(r"^_bce$|cross_entropy")
+_LOSS = re.compile(r"^_logit_loss_backward_kernel$|cross_entropy")
 _SORT = re.compile(r"RadixSort|linearize_index|DeviceRle|RunLength|DeviceCompactInit|DeviceScan|DeviceReduceByKey")
 _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
-_TABLE_UPDATE = re.compile(r"^_update_chunks$|embedding\w*_(backward|grad)")
-_TABLE_LOOKUP = re.compile(r"^_lookup$|embedding\w*_forward")
+_TABLE_UPDATE = re.compile(r"^_sorted_adagrad_kernel$|embedding\w*_(backward|grad)")
+_TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
 _BARRIER = re.compile(r"symmetric_memory::.*barrier_kernel")
 """Of peer memory."""
+_BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel")
+"""Kernels that write to other ranks' memory, after which a barrier makes it known."""
 
 
 # What _functor and the families below make; a demangled C++ name has no blank before its parameters.
@@ -115,12 +121,17 @@ def short_kernel_name(name: str) -> str:
     """
     if _SHORT.fullmatch(name):
         return name
-    if name in OWN_KERNELS:
-        return f"{OWN_KERNELS[name][0]}: {name}"
+    own = KERNELS.get(_current(name))
+    if own is not None:
+        return f"{_SHARED_NAMES.get(name, own[0])}: {name}"
     family = _family(name)
     if family is None:
         return _functor(name)
     return family.name if isinstance(family.name, str) else family.name(name)
+
+
+def _current(name: str) -> str:
+    return _FORMER_NAMES.get(name, name)
 
 
 def is_collective(name: str) -> bool:
@@ -130,8 +141,9 @@ def is_collective(name: str) -> bool:
 
 def stage_of_name(name: str) -> str:
     """The stage that all kernels of this name belong to; OTHER if there is none."""
-    if name in OWN_KERNELS:
-        return OWN_KERNELS[name][1] or OTHER
+    own = KERNELS.get(_current(name))
+    if own is not None:
+        return own[1] or OTHER
     family = _family(name)
     return (family.stage if family else None) or OTHER
 
@@ -142,6 +154,7 @@ def stages_of_replay(events: Sequence[dict[str, Any]]) -> list[str]:
     Facts used: what comes before the loss is forward and what comes after it is backward, but for the next batch's
     input dist, which may be anywhere; an all-to-all runs behind what it sends and before what it receives is read.
     """
+    events = [{**event, "name": _current(event["name"])} for event in events]
     order = _Order(events)
     return [order.stage(event) for event in events]
 
@@ -155,7 +168,7 @@ class _Order:
         self._loss = (loss[0][0], max(end for _, end in loss)) if loss else None
         lookups, updates = self._times(_TABLE_LOOKUP), self._times(_TABLE_UPDATE)
         names = {event["name"] for event in events}
-        self._presorts, self._replicates = "_update_chunks" in names, "_sum_tiles" in names
+        self._presorts, self._replicates = "_sorted_adagrad_kernel" in names, "_row_sums_kernel" in names
         self._updates = bool(updates)
         # What must lie within these is the pooled vectors' all-to-all, and that of their gradients.
         self._within = {}
@@ -166,7 +179,7 @@ class _Order:
 
     def stage(self, event: dict[str, Any]) -> str:
         name = event["name"]
-        if name == "_copy_runs" and self._loss:
+        if name == "_regroup_kernel" and self._loss:
             return _LOOKUP if event["ts"] < self._loss[0] else _BACKWARD
         if _SORT.search(name):
             return self._stage_of_sort(event)
@@ -180,9 +193,9 @@ class _Order:
         """Before and behind each dense update, behind ids, behind pooled vectors, and behind their gradients."""
         stream = [other for other in self._events if other["tid"] == event["tid"]]
         at = stream.index(event)
-        if "_update_slice" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):
+        if "_sharded_adagrad_kernel" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):
             return _UPDATE
-        if at > 0 and stream[at - 1]["name"] in ("_push_pieces", "_lookup", "_push_runs"):
+        if at > 0 and stream[at - 1]["name"] in _BEFORE_BARRIERS:
             return stage_of_name(stream[at - 1]["name"])
         if self._loss is None:
             return OTHER
@@ -203,9 +216,9 @@ class _Order:
             return _INPUT if len(self._within) == 2 else OTHER
         before = [other for other in self._events if other["tid"] == event["tid"] and _end(other) <= event["ts"]]
         sender = before[-1]["name"] if before else ""
-        if sender == "_copy_pieces":
+        if sender == "_gather_segments_kernel":
             return _INPUT
-        sends = {_LOOKUP: bool(_TABLE_LOOKUP.search(sender)), _BACKWARD: sender == "_copy_runs"}
+        sends = {_LOOKUP: bool(_TABLE_LOOKUP.search(sender)), _BACKWARD: sender == "_regroup_kernel"}
         return next((stage for stage in possible if sends[stage]), OTHER)
 
     def _all_to_alls(self) -> list[dict[str, Any]]:

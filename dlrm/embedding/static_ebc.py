@@ -34,7 +34,7 @@ from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerEx
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.sorted_adagrad import adagrad_update
+from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class StaticEBC:
         if self.presort:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None
-            adagrad_update(
+            sorted_adagrad(
                 self._tbe.weights,
                 self._tbe.state,
                 self.gradients.view(-1, self.columns),

@@ -6,13 +6,13 @@ import torch
 from dlrm_bench.kernels.cross import (
     cross_backward,
     cross_forward,
-    output_backward,
+    cross_output_backward,
     partial_rows,
     plain_cross_backward,
     plain_cross_forward,
     triton_cross_backward,
     triton_cross_forward,
-    triton_output_backward,
+    triton_cross_output_backward,
 )
 from tests.kernels.devices import DEVICE, needs_triton
 
@@ -63,7 +63,7 @@ def test_output_backward_is_cross_backwards(shape: tuple[int, int], dtype: torch
     g, x0, y, dx0 = torch.randn(4, *shape, device=DEVICE).to(dtype).unbind()
     bias = torch.randn(shape[1], device=DEVICE)
     results = []
-    for backward in (triton_output_backward, output_backward, plain_cross_backward):
+    for backward in (triton_cross_output_backward, cross_output_backward, plain_cross_backward):
         dy = torch.full_like(g, torch.nan)
         partials = torch.full((partial_rows(shape[0]), shape[1]), torch.nan, device=DEVICE)
         if backward is plain_cross_backward:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dlrm_bench.kernels.sorted_adagrad import adagrad_update, plain_adagrad_update, sort_ids
+from dlrm_bench.kernels.sorted_adagrad import plain_sorted_adagrad, sort_ids, sorted_adagrad
 from tests.kernels.devices import DEVICE, needs_triton
 
 EPS = 1e-8
@@ -49,7 +49,7 @@ def test_plain_twin_equals_autograd_and_torch_adagrad() -> None:
         optimizer.zero_grad()
         torch.cat(pooled, dim=1).backward(grad)
         optimizer.step()
-        adagrad_update(weights, state, grad, *in_order(ids, bags), torch.tensor([0.1]), EPS)
+        sorted_adagrad(weights, state, grad, *in_order(ids, bags), torch.tensor([0.1]), EPS)
         torch.testing.assert_close(weights, torch.cat(list(parameters)).detach())
 
 
@@ -78,17 +78,17 @@ def test_sort_is_stable_and_keeps_padding_first(num_rows: int) -> None:
     ],
 )
 def test_triton_equals_plain(tables: list[int], batch: int, hot: int, columns: int, dtype: torch.dtype) -> None:
-    from dlrm_bench.kernels.sorted_adagrad import triton_adagrad_update
+    from dlrm_bench.kernels.sorted_adagrad import triton_sorted_adagrad
 
     weights, state, grad, ids, bags = make_case(tables, batch, hot, columns, dtype)
     ids[::17] = -1  # padding
     ordered = in_order(ids, bags)
     rate = torch.tensor([0.05], device=DEVICE)
     expected, expected_state = weights.double(), state.double()  # long runs show what fp32 sums round off
-    plain_adagrad_update(expected, expected_state, grad, *ordered, rate, EPS)
+    plain_sorted_adagrad(expected, expected_state, grad, *ordered, rate, EPS)
     again, again_state = torch.stack([weights, state], dim=1).unbind(1)  # each row's state behind its weights
-    triton_adagrad_update(weights, state, grad, *ordered, rate, EPS)
-    triton_adagrad_update(again, again_state, grad, *ordered, rate, EPS)
+    triton_sorted_adagrad(weights, state, grad, *ordered, rate, EPS)
+    triton_sorted_adagrad(again, again_state, grad, *ordered, rate, EPS)
     torch.testing.assert_close(state.double(), expected_state, rtol=2e-5, atol=5e-4)
     torch.testing.assert_close(weights.double(), expected, rtol=2e-5, atol=2e-5)
     assert torch.equal(weights, again)
@@ -99,4 +99,4 @@ def test_one_over_capacity_of_what_is_supported_is_refused() -> None:
     weights = torch.zeros(4, 12)
     ids = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(AssertionError, match="columns"):
-        adagrad_update(weights, weights.clone(), torch.zeros(2, 12), ids, ids, torch.ones(1), EPS)
+        sorted_adagrad(weights, weights.clone(), torch.zeros(2, 12), ids, ids, torch.ones(1), EPS)

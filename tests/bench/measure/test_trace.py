@@ -78,7 +78,7 @@ def test_a_graph_of_a_whole_iteration() -> None:
     assert names[:3] == [
         ("GEMM (nvjet)", "dense_forward_backward", 4, 170),
         ("NCCL ReduceScatter_Sum_bf16_RING_LL", "dense_forward_backward", 1, 100),
-        ("sorted_adagrad: _update_chunks", "embedding_backward", 1, 90),
+        ("sorted_adagrad: _sorted_adagrad_kernel", "embedding_backward", 1, 90),
     ]
 
 

@@ -10,7 +10,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from dlrm_bench.dlrm.config import OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
-from dlrm_bench.kernels.sorted_adagrad import adagrad_update
+from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 ROWS, HOT, COLUMNS, SAMPLES = [5, 1000, 1], [2, 7, 3], 16, 33
@@ -59,7 +59,7 @@ def test_padding_means_nothing(device: torch.device, embedding: TableOptimizer, 
             sorted_ids, sorted_bags = torch.empty(2, tbe.num_ids, dtype=torch.int32, device=device)
             tbe.sort(flat, sorted_ids, sorted_bags)
             rate = torch.tensor([LEARNING_RATE], device=device)
-            adagrad_update(tbe.weights, tbe.state, grad.to(device), sorted_ids, sorted_bags, rate, EPS)
+            sorted_adagrad(tbe.weights, tbe.state, grad.to(device), sorted_ids, sorted_bags, rate, EPS)
         else:
             pooled.backward(grad.to(device))
         plain.zero_grad()

@@ -1,0 +1,33 @@
+"""The stage of each kernel: a table without imports, for what reads traces where there is no GPU library."""
+
+INPUT_DIST = "input_dist"
+EMBEDDING_FORWARD = "embedding_forward"
+DENSE = "dense_forward_backward"
+EMBEDDING_BACKWARD = "embedding_backward"
+DENSE_UPDATE = "dense_update"
+STAGES = (INPUT_DIST, EMBEDDING_FORWARD, DENSE, EMBEDDING_BACKWARD, DENSE_UPDATE)
+"""The five stages of an iteration, in order."""
+
+KERNELS: dict[str, tuple[str, str | None]] = {
+    "_fetch_next_kernel": ("fetch", INPUT_DIST),
+    "_gather_segments_kernel": ("gather_segments", INPUT_DIST),
+    "_push_segments_kernel": ("push_segments", INPUT_DIST),
+    "_regroup_kernel": ("regroup", None),
+    "_cross_forward_kernel": ("cross", DENSE),
+    "_cross_backward_kernel": ("cross", DENSE),
+    "_cross_output_backward_kernel": ("cross", DENSE),
+    "fused_cross": ("fused_cross", DENSE),
+    "_bias_relu_backward_kernel": ("mlp", DENSE),
+    "_column_sums_kernel": ("column_sums", DENSE),
+    "_logit_loss_backward_kernel": ("loss", DENSE),
+    "_add_up_kernel": ("loss", DENSE),
+    "_row_sums_kernel": ("row_sums", EMBEDDING_BACKWARD),
+    "_sorted_adagrad_kernel": ("sorted_adagrad", EMBEDDING_BACKWARD),
+    "_sorted_adagrad_merge_kernel": ("sorted_adagrad", EMBEDDING_BACKWARD),
+    "_flat_adagrad_kernel": ("flat_adagrad", DENSE_UPDATE),
+    "_sharded_adagrad_kernel": ("sharded_adagrad", DENSE_UPDATE),
+    "_pooled_lookup_kernel": ("pooled_lookup", EMBEDDING_FORWARD),
+    "_push_columns_kernel": ("push_columns", EMBEDDING_BACKWARD),
+}
+"""Function of a kernel, by which traces name it: (module in kernels/, stage). The stage is
+None where several stages launch the kernel."""
