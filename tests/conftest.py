@@ -19,9 +19,16 @@ if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-
 # As in launch/dlrm.py, before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def pytest_configure() -> None:
+    from hypothesis import HealthCheck, settings  # not in every rank, which imports this file
+
+    # Hypothesis' own limits on time say only how busy the machine is.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

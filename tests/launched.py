@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import start_server
 
 LAUNCHER = str(launching.LAUNCHER)
-PATIENCE_S = 60
+PATIENCE_S = 180
+"""For what takes seconds on an idle machine: only what hangs takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,20 @@ def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PAT
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {patience_s} s"
         time.sleep(0.05)
+
+
+def wait_until_training(log: Path, pids: Callable[[], Iterable[int]]) -> None:
+    """Until the run with this MLPerf log trains: it says so, and then each of its ranks computes for a while."""
+    wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has begun")
+    begun = {pid: _cpu_ticks(pid) for pid in pids()}
+    assert begun
+    wait_until(lambda: all(_cpu_ticks(pid) - ticks >= 20 for pid, ticks in begun.items()), "the ranks train")
+
+
+def _cpu_ticks(pid: int) -> int:
+    """CPU time of a process, in hundredths of a second: utime and stime in proc_pid_stat(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def end(processes: Sequence[Any], text: str) -> None:

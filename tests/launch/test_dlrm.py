@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,19 @@ from dlrm_bench.bench.presets import PRESETS, preset
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.run import LOG_NAME
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
-from tests.launched import LAUNCHER, Ended, end, forked_launch, free_port, ranks_naming, torchrun, wait_until
+from tests.launched import (
+    LAUNCHER,
+    PATIENCE_S,
+    Ended,
+    end,
+    forked_launch,
+    free_port,
+    ranks_naming,
+    torchrun,
+    wait_until,
+    wait_until_training,
+)
 from tests.pipelines import changed
-
-ENDS_WITHIN_S = 15
 
 
 def without_torchrun() -> None:
@@ -215,7 +223,7 @@ def only_record(folder: Path) -> Record:
 
 def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
     one = started(tmp_path / "one", *smoke)
-    assert one.wait(60) == 0, (tmp_path / "one" / "output").read_text()
+    assert one.wait(PATIENCE_S) == 0, (tmp_path / "one" / "output").read_text()
     port = str(free_port())
     node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     both = [
@@ -223,7 +231,7 @@ def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
         for rank in range(2)
     ]
     outputs = [tmp_path / "two" / f"output_{rank}" for rank in range(2)]
-    assert [agent.wait(60) for agent in both] == [0, 0], [output.read_text() for output in outputs]
+    assert [agent.wait(PATIENCE_S) for agent in both] == [0, 0], [output.read_text() for output in outputs]
 
     one_node, two_nodes = only_record(tmp_path / "one"), only_record(tmp_path / "two")
     np.testing.assert_allclose(two_nodes.losses, one_node.losses, rtol=1e-5)
@@ -266,12 +274,11 @@ def test_a_signal_ends_the_run(started, tmp_path, number, whom):
     arguments = ["--data.source=random", "--target-auc=None", "--iterations=1000000", "--local-batch-size=64"]
     process = started(tmp_path, *arguments, "--run-id=x")
     log = tmp_path / "results" / "x" / LOG_NAME
-    wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has started")
-    time.sleep(0.5)  # into the training loop
+    wait_until_training(log, lambda: ranks_naming(str(tmp_path)))
     assert len(list(ranks_naming(str(tmp_path)))) == 2
     os.kill(whom(process, tmp_path), number)
-    assert process.wait(ENDS_WITHIN_S) != 0
-    wait_until(lambda: not list(ranks_naming(str(tmp_path))), "all ranks have ended", 2)
+    assert process.wait(PATIENCE_S) != 0
+    wait_until(lambda: not list(ranks_naming(str(tmp_path))), "all ranks have ended")
     events = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
     assert [event["key"] for event in events[-2:]] == ["run_stop", "epoch_stop"]
     assert events[-2]["metadata"]["status"] == "aborted"

@@ -1,11 +1,11 @@
 """Runs on forked ranks: that they are what torchrun would start, and how they fail and are stopped."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE, _failed, run_fo
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.run import LOG_NAME
 from dlrm_bench.dlrm.command_line import FailedError
-from tests.launched import end, ranks_naming, wait_until
+from tests.launched import PATIENCE_S, end, ranks_naming, wait_until, wait_until_training
 
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
 UNTIL = ["--target-auc", "None", "--iterations"]
@@ -40,9 +40,7 @@ def while_training(folder: Path, what: Callable[[], None]) -> threading.Thread:
     """Calls `what` from a thread once the run x in `folder` has begun to train."""
 
     def wait() -> None:
-        log = folder / "x" / LOG_NAME
-        wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has started")
-        time.sleep(0.2)
+        wait_until_training(folder / "x" / LOG_NAME, lambda: ranks_of("x"))
         what()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -111,7 +109,7 @@ def start_ladder(folder: Path) -> "subprocess.Popen[bytes]":
 def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
     process = start_ladder(tmp_path)
     while_training(tmp_path, lambda: process.send_signal(number)).join()
-    assert process.wait(15) == status
+    assert process.wait(PATIENCE_S) == status
     assert not ranks_of("x")
     log = (tmp_path / "x" / LOG_NAME).read_text()
     assert '"status": "aborted"' in log
@@ -122,9 +120,9 @@ def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.S
 def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name: str, status: int) -> None:
     script, results = tmp_path / "script.py", tmp_path / "results"
     script.write_text(
-        "import os, pathlib, time\n"
+        "import os, pathlib, threading\n"
         f"pathlib.Path({str(tmp_path)!r}, 'rank_' + os.environ['RANK']).touch()\n"
-        "time.sleep(600)\n"
+        "threading.Event().wait()\n"
     )
     call = (
         "import signal, sys; from pathlib import Path; from dlrm_bench.bench import cli, started_runs;"
@@ -136,7 +134,7 @@ def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name:
     try:
         wait_until(lambda: len(list(tmp_path.glob("rank_*"))) == 2, "the ranks have started")
         process.send_signal(signal.Signals[name])
-        _, said = process.communicate(timeout=15)
+        _, said = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == status
         assert said == ""
         assert not list(ranks_naming(str(script)))
@@ -145,22 +143,40 @@ def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name:
 
 
 def test_ctrl_c_while_the_server_imports_says_nothing(tmp_path: Path) -> None:
-    command = ["ladder", "--nproc", "2", "--results-dir", str(tmp_path), *LONG]
+    results, gate = tmp_path / "results", tmp_path / "gate"
+    (tmp_path / "slow_to_import.py").write_text(f"open({str(gate)!r}).read()\n")
+    os.mkfifo(gate)
+    command = ["ladder", "--nproc", "2", "--results-dir", str(results), *LONG]
     call = (
-        "import signal, sys; from dlrm_bench.bench import cli;"
+        "import signal, sys; from dlrm_bench.bench import cli; from dlrm_bench.bench.ladder import launching;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it
+        "launching._PRELOADED = ['slow_to_import'];"
         f"sys.exit(cli.main({command}))"
     )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     process = subprocess.Popen(
-        [sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", call],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+    writers: list[int] = []
+
+    def importing() -> bool:
+        with contextlib.suppress(OSError):  # nobody reads it yet
+            writers.append(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
     try:
-        wait_until(lambda: any(tmp_path.iterdir()), "the ladder has begun")
-        time.sleep(0.3)
+        wait_until(importing, "the server imports")
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=30)  # the server's too, to its end
-        assert (process.returncode, said) == (130, "")
-        (ladder,) = tmp_path.iterdir()
+        assert process.wait(PATIENCE_S) == 130
+        os.close(writers.pop())  # the import goes on
+        _, said = process.communicate(timeout=PATIENCE_S)  # the server's too, to its end
+        assert said == ""
+        (ladder,) = results.iterdir()
         assert not any(ladder.iterdir())
     finally:
         end([process], str(tmp_path))
@@ -182,8 +198,8 @@ def test_what_a_rank_knows_comes_before_another_ones_traceback(tmp_path: Path) -
 def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:
     process = start_ladder(tmp_path)
     while_training(tmp_path, process.kill).join()
-    assert process.wait(15) == -signal.SIGKILL
-    wait_until(lambda: not ranks_of("x"), "the ranks have ended", 15)
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    wait_until(lambda: not ranks_of("x"), "the ranks have ended")
 
 
 @pytest.mark.gpu

@@ -3,16 +3,16 @@
 import contextlib
 import gc
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-import dlrm_bench.bench.measure.clock
+from dlrm_bench.bench.measure import clock as clock_module
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
+from dlrm_bench.dlrm.ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -62,23 +62,36 @@ def run_stretches(clock: IterationClock, *stretches: int) -> None:
         clock.pause()
 
 
-def test_cpu_latencies_are_those_of_the_iterations_and_leave_out_pauses() -> None:
+class FakeTime:
+    """The host's clock, in the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def perf_counter_ns(self) -> int:
+        return self._ns
+
+    def pass_ms(self, ms: int) -> None:
+        self._ns += ms * 1_000_000
+
+
+def test_cpu_latencies_are_those_of_the_iterations_and_leave_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime()
+    monkeypatch.setattr(clock_module, "time", fake)
     clock = IterationClock(CPU)
     clock.start()
-    for seconds in (0.02, 0.06):
-        time.sleep(seconds)
+    for ms in (20, 60):
+        fake.pass_ms(ms)
         clock.lap()
     clock.pause()
-    time.sleep(0.2)
+    fake.pass_ms(200)
     clock.start()
-    time.sleep(0.03)
+    fake.pass_ms(30)
     clock.lap()
     clock.pause()
     times = clock.local_ms()
     assert times.dtype == np.float32
-    assert times.shape == (3,)
-    assert (times >= [20, 60, 30]).all()
-    assert (times < [120, 160, 130]).all()
+    assert times.tolist() == [20, 60, 30]
     assert clock.iterations == 3
 
 
@@ -131,26 +144,24 @@ def test_misuse_is_caught() -> None:
         clock.local_ms()
 
 
-def _gather_on_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def gather_on_rank(ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
+    fake = FakeTime()
+    clock_module.time = fake  # type: ignore[assignment]  # of this rank's process
     clock = IterationClock(CPU)
     clock.start()
-    for _ in range(3):
-        time.sleep(0.01 + 0.03 * rank)
+    for lap in range(3):
+        fake.pass_ms(10 + 30 * ranks.rank + lap)
         clock.lap()
     clock.pause()
-    np.savez(f"{folder}/rank{rank}.npz", local=clock.local_ms(), gathered=clock.gather_ms())
-    dist.destroy_process_group()
+    return clock.local_ms(), clock.gather_ms()
 
 
-def test_gather_gives_every_rank_all_rows(tmp_path: Path) -> None:
-    mp.spawn(_gather_on_rank, args=(str(tmp_path),), nprocs=2)
-    ranks = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
-    expected = np.stack([rank["local"] for rank in ranks])
-    for rank in ranks:
-        assert rank["gathered"].dtype == np.float32
-        np.testing.assert_array_equal(rank["gathered"], expected)
-    assert (expected[1] >= 40).all()
+def test_gather_gives_every_rank_all_rows(run_ranks: Callable[..., list[Any]]) -> None:
+    expected = [[10, 11, 12], [40, 41, 42]]
+    for rank, (local, gathered) in enumerate(run_ranks(2, gather_on_rank)):
+        assert gathered.dtype == np.float32
+        assert local.tolist() == expected[rank]
+        assert gathered.tolist() == expected
 
 
 def test_frozen_gc_restores_the_collector() -> None:

@@ -19,12 +19,13 @@ def spin(ms: float) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel keeps no scheduler statistics")
 def test_each_thread_has_its_time() -> None:
-    go, spun, leave = (threading.Event() for _ in range(3))
+    go, leave = threading.Event(), threading.Event()
+    spun = threading.Barrier(3)
 
     def work() -> None:
         go.wait()
         spin(SPUN_MS)
-        spun.set()
+        spun.wait()
         leave.wait()
 
     busy = [threading.Thread(target=work, name="busy") for _ in range(2)]
@@ -35,7 +36,6 @@ def test_each_thread_has_its_time() -> None:
     go.set()
     spin(SPUN_MS)
     spun.wait()
-    time.sleep(0.2)
     after = thread_times_ms()
     leave.set()
     assert threading.get_native_id() not in after

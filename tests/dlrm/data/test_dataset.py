@@ -32,7 +32,9 @@ def numbers(batches: list[Batch]) -> list[int]:
 
 
 @given(world_size=st.integers(1, 5), batch_size=st.integers(1, 12), source=st.sampled_from(["multi_hot", "one_hot"]))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=40
+)
 def test_every_sample_exactly_once(
     tmp_path: Path,
     model: ModelConfig,

@@ -2,13 +2,15 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data import loader
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 
@@ -33,6 +35,21 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "batch-reader"]
 
 
+@pytest.fixture
+def reader_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released each time that the reader finds no ticket, and so waits for the consumer."""
+    waits = threading.Semaphore(0)
+
+    class Watched(SimpleQueue):
+        def get(self) -> Any:
+            if threading.current_thread().name == "batch-reader" and self.empty():
+                waits.release()
+            return super().get()
+
+    monkeypatch.setattr(loader, "SimpleQueue", Watched)
+    return waits
+
+
 @pytest.mark.parametrize("depth", [1, 3, 100])
 def test_order_and_end(model: ModelConfig, depth: int) -> None:
     with Prefetcher(numbered(model, 50), number_of, depth) as results:
@@ -46,14 +63,11 @@ def test_transform_runs_on_the_reader(model: ModelConfig) -> None:
         assert {thread.name for thread in results} == {"batch-reader"}
 
 
-def test_reads_no_further_ahead_than_depth(model: ModelConfig) -> None:
+def test_reads_no_further_ahead_than_depth(model: ModelConfig, reader_waits: threading.Semaphore) -> None:
     read: list[int] = []
     with Prefetcher(numbered(model, None, read), number_of, 4) as results:
         for taken in range(3):
-            deadline = time.monotonic() + 10
-            while len(read) < 4 + taken and time.monotonic() < deadline:
-                time.sleep(0.001)
-            time.sleep(0.02)
+            assert reader_waits.acquire(timeout=60)
             assert len(read) == 4 + taken
             assert next(results) == taken
 
@@ -84,14 +98,18 @@ def test_the_sources_exception_arrives_too(model: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 5])
-def test_close_is_prompt_however_full_the_queue(model: ModelConfig, taken: int) -> None:
-    results = Prefetcher(numbered(model, None), number_of, 3)
+def test_close_is_prompt_however_full_the_queue(
+    model: ModelConfig, taken: int, reader_waits: threading.Semaphore
+) -> None:
+    read: list[int] = []
+    results = Prefetcher(numbered(model, None, read), number_of, 3)
     for _ in range(taken):
+        assert reader_waits.acquire(timeout=60)
         next(results)
-    started = time.monotonic()
+    assert reader_waits.acquire(timeout=60)
     results.close()
     results.close()
-    assert time.monotonic() - started < 1
+    assert len(read) == 3 + taken  # none more
     assert not readers()
     assert list(results) == []
 
@@ -111,5 +129,5 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 results = Prefetcher(itertools.repeat(None), lambda batch: sum(range(1000)), 8)
 next(results)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -198,7 +198,7 @@ def test_command_line(tmp_path: Path) -> None:
             "2",
             *flags,
         ]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
     first = start("--samples-per-day", "500")
     assert first.returncode == 0, first.stderr

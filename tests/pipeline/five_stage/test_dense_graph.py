@@ -22,7 +22,7 @@ from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.five_stage.torchrec_models import BATCH, Kind, Trained, batches, build, drain, state
 
-TIMEOUT = 120  # seconds, after which a rank that hangs is killed
+TIMEOUT = 600  # seconds, after which a rank that hangs is killed
 DENSE = FiveStageOptions(cuda_graph="dense")
 
 

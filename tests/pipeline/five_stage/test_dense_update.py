@@ -273,7 +273,7 @@ def train(ranks: Ranks, options: FiveStageOptions | None, steps: int = 12) -> tu
 
 
 def pipelined(ranks: Ranks) -> None:
-    signal.alarm(120)
+    signal.alarm(600)
     with pytest.MonkeyPatch.context() as patch:
         if ranks.device.type == "cpu":
             graphs_on_cpu(patch)

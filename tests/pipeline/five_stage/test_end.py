@@ -22,7 +22,7 @@ from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 from tests.pipeline.five_stage.torchrec_models import batches, build, drain
 
-TIMEOUT = 120  # seconds, after which a rank that hangs is killed
+TIMEOUT = 600  # seconds, after which a rank that hangs is killed
 ALL_ON = FiveStageOptions(cuda_graph="dense", launch_threads=2)
 
 

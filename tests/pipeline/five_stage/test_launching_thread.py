@@ -230,7 +230,7 @@ def leak(ranks: Ranks) -> None:
     (own,) = set(threading.enumerate()) - before
     del forgotten
     gc.collect()
-    own.join(timeout=10)
+    own.join(timeout=60)
     assert set(threading.enumerate()) == before
 
 
@@ -277,5 +277,5 @@ def fail(ranks: Ranks, threads: int, where: str) -> None:
         pipeline.progress(data)
     pipeline.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert set(threading.enumerate()) == before

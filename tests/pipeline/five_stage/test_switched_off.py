@@ -22,7 +22,7 @@ from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 from tests.pipeline.five_stage.test_dense_update import graphs_on_cpu
 from tests.pipeline.five_stage.torchrec_models import BATCH, batches, build
 
-TIMEOUT = 120  # seconds, after which a rank that hangs is killed
+TIMEOUT = 600  # seconds, after which a rank that hangs is killed
 PLACES = [(2, False), *GPU_PLACES]
 OPTIONS = FiveStageOptions(avoid_record_streams=False, pinned_d2h=False, cuda_graph="dense")
 

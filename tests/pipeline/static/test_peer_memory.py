@@ -1,14 +1,17 @@
 """Ranks that write into each other's memory train the same whoever is late: delays at every place change no bit."""
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
@@ -27,8 +30,9 @@ PLACES = [
     *[pytest.param(name, True, marks=pytest.mark.multi_gpu) for name in CONFIGS],
 ]
 """Of CONFIGS, and whether on GPUs."""
-DELAY, CPU_DELAY = 1_000_000, 2e-3
-"""GPU clock cycles, half a millisecond, and seconds: on a GPU longer than an iteration of such models."""
+DELAY = 1_000_000
+"""GPU clock cycles, half a millisecond: longer than an iteration of such models."""
+LIMIT = timedelta(minutes=5)
 # Last readers, and writers, of what other ranks write.
 LATE = [
     (ExplicitDense, "cross_forward"),
@@ -42,17 +46,48 @@ LATE = [
 ]
 WITHOUT = ("pooled 0", "ids")
 """Barriers behind what other ranks write."""
+COLLECTIVES = (
+    "barrier",
+    "all_reduce",
+    "all_to_all_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather_object",
+)
+_trials = count()
 
 
-def delay() -> None:
-    """On the current stream, on a rank with a GPU."""
-    if torch.cuda.is_initialized():
-        torch.cuda._sleep(DELAY)
-    else:
-        time.sleep(CPU_DELAY)
+class Lateness:
+    """Delays of one rank, on the CPU: until each other rank has done all it can without this one, and waits for it.
+
+    On every rank: they count the collectives that they come to, and say so in the process group's store.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._store = dist.PrefixStore(f"lateness {next(_trials)}", _get_default_store())
+        self._ranks = ranks
+        self._begun = 0
+
+    def delay(self) -> None:
+        others = [rank for rank in range(self._ranks.world_size) if rank != self._ranks.rank]
+        self._store.wait([f"{rank} {self._begun + 1}" for rank in others], LIMIT)
+
+    def counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self._begun += 1
+            self._store.set(f"{self._ranks.rank} {self._begun}", "")
+            return collective(*args, **kwargs)
+
+        return begin
 
 
-def late(function: Callable[..., Any], behind: bool) -> Callable[..., Any]:
+def delay_of_gpu() -> None:
+    torch.cuda._sleep(DELAY)
+
+
+def late(function: Callable[..., Any], delay: Callable[[], None], behind: bool) -> Callable[..., Any]:
     """The function behind a delay, and another one behind it."""
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
@@ -66,17 +101,21 @@ def late(function: Callable[..., Any], behind: bool) -> Callable[..., Any]:
 
 
 @contextmanager
-def delays(on: bool) -> Iterator[None]:
-    """On this rank, if so."""
-    patches = [patch.object(PeerMemory, "barrier", late(PeerMemory.barrier, behind=True))]
-    patches += [patch.object(kind, name, late(getattr(kind, name), behind=False)) for kind, name in LATE]
-    for each in patches if on else ():
-        each.start()
-    try:
+def delays(ranks: Ranks, on: bool) -> Iterator[None]:
+    """On this rank, if so: on the current stream of a GPU, else by Lateness."""
+    with ExitStack() as stack:
+        delay = delay_of_gpu
+        if ranks.device.type != "cuda":
+            lateness = Lateness(ranks)
+            delay = lateness.delay
+            for name in COLLECTIVES:
+                stack.enter_context(patch.object(dist, name, lateness.counted(getattr(dist, name))))
+        if on:
+            stack.enter_context(patch.object(PeerMemory, "barrier", late(PeerMemory.barrier, delay, behind=True)))
+            for kind, name in LATE:
+                stack.enter_context(patch.object(kind, name, late(getattr(kind, name), delay, behind=False)))
         yield
-    finally:
-        for each in patches if on else ():
-            each.stop()
+        dist.barrier()  # which a late rank may wait for
 
 
 def without(name: str) -> Any:
@@ -101,11 +140,11 @@ def train_with_delays(ranks: Ranks, config: RunConfig) -> list[bool]:
     of each barrier in WITHOUT whether that shows on this rank."""
     undisturbed = train(ranks, config, STEPS, evaluates=True)
     for slow in range(ranks.world_size):
-        with delays(ranks.rank == slow):
+        with delays(ranks, ranks.rank == slow):
             assert_equal(train(ranks, config, STEPS, evaluates=True), undisturbed)
     shows = []
     for name in WITHOUT:
-        with delays(ranks.rank == 1), without(name):
+        with delays(ranks, ranks.rank == 1), without(name):
             shows.append(train(ranks, config, STEPS).losses != undisturbed.losses)
     return shows
 

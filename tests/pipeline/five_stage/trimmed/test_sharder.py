@@ -183,7 +183,7 @@ def launch_beside_another_collective(ranks: Ranks) -> float:
     first_wait = what.ebc.input_dist(what.ebc.create_context(), made[1].sparse_features)
     second_wait = first_wait.wait() if ranks.rank == 0 else None
     try:
-        dist.all_reduce(number, async_op=True).wait(timedelta(seconds=20))
+        dist.all_reduce(number, async_op=True).wait(timedelta(seconds=120))
     except RuntimeError:
         os._exit(1)  # at once: gloo's own threads would wait for the other collective half an hour
     (second_wait or first_wait.wait()).wait()
