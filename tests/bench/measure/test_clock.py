@@ -49,8 +49,8 @@ class FakeMark:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> type[FakeMark]:
     for counter in ("recorded", "reached", "created", "waited"):
         setattr(FakeMark, counter, 0)
-    monkeypatch.setattr(dlrm_bench.bench.measure.clock, "_HostMark", FakeMark)
-    monkeypatch.setattr(dlrm_bench.bench.measure.clock, "MAX_LIVE_MARKS", 8)
+    monkeypatch.setattr(clock_module, "_HostMark", FakeMark)
+    monkeypatch.setattr(clock_module, "MAX_LIVE_MARKS", 8)
     return FakeMark
 
 
@@ -184,7 +184,7 @@ def test_frozen_gc_restores_the_collector() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_latency_is_the_gpus_not_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlrm_bench.bench.measure.clock, "MAX_LIVE_MARKS", 16)
+    monkeypatch.setattr(clock_module, "MAX_LIVE_MARKS", 16)
     clock = IterationClock(torch.device("cuda"))
     torch.cuda.synchronize()
     begin = time.perf_counter()
