@@ -3,13 +3,14 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits
+from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
 from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
@@ -62,6 +63,11 @@ def print_plan(config: RunConfig, world_size: int, costs: GpuCosts = DEFAULT) ->
     )
     iteration = iteration_us(plan.shards, model, world_size, global_batch_size, config.pooled_bytes, costs)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
+
+
+def costs_at(limits: Path | None) -> GpuCosts:
+    """Returns the costs of the GPU that a limits.json was measured on, or default ones; ValueError names a bad file."""
+    return DEFAULT if limits is None else measured_costs(read_limits(limits))
 
 
 def measured_costs(limits: Limits) -> GpuCosts:

@@ -65,12 +65,9 @@ def parse(arguments: list[str]) -> RunConfig:
         print(json.dumps(as_json(config), indent=2))
         sys.exit()
     if chosen.print_plan is not None:
-        from dlrm_bench.bench.plan_table import measured_costs, print_plan
-        from dlrm_bench.bench.records.limits import read_limits
-        from dlrm_bench.dlrm.gpu_costs import DEFAULT
+        from dlrm_bench.bench.plan_table import costs_at, print_plan
 
-        costs = DEFAULT if chosen.limits is None else measured_costs(read_limits(chosen.limits))
-        print_plan(config, chosen.print_plan, costs)
+        print_plan(config, chosen.print_plan, costs_at(chosen.limits))
         sys.exit()
     if chosen.limits is not None:
         raise ValueError("--limits is for --print-plan: leave it out, or add --print-plan")
