@@ -30,7 +30,7 @@ class Bucket(ABC):
     """
 
     def __init__(self, weights: dict[str, Tensor], ranks: Ranks, sharded: bool, zeros: Callable[[int], Tensor]) -> None:
-        """zeros: memory for so many working weights or gradients."""
+        """zeros: returns memory for so many working weights or gradients."""
         rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
         self.starts, end = {}, 0
         for name, value in weights.items():
@@ -88,7 +88,7 @@ class Bucket(ABC):
 
 
 class CollectiveBucket(Bucket):
-    """By NCCL's or gloo's collectives."""
+    """A bucket that is exchanged by NCCL's or gloo's collectives."""
 
     def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, sharded: bool) -> None:
         """Collective: makes a process group."""
@@ -97,11 +97,11 @@ class CollectiveBucket(Bucket):
         self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
 
     def tensors(self) -> list[Tensor]:
-        """As Bucket's, and the sums of gradients."""
+        """All memory of Bucket's, and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
     def update(self, learning_rate: Tensor, eps: float) -> None:
-        """By a reduce-scatter, or an all-reduce where it is not sharded."""
+        """Sums the gradient by a reduce-scatter, or an all-reduce where it is not sharded, and updates. Collective."""
         if self._sharded:
             dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
         else:
@@ -112,14 +112,14 @@ class CollectiveBucket(Bucket):
         )
 
     def all_gather(self) -> None:
-        """Nothing where it is not sharded."""
+        """Gathers all shares; does nothing where the bucket is not sharded. Collective."""
         if self._sharded:
             dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
 
 
 class PeerBucket(Bucket):
-    """Sharded, in peer memory: one kernel sums the slice's gradients from where the ranks have them, updates, and
-    writes the new weights to where the ranks read them."""
+    """A sharded bucket in peer memory: one kernel sums the slice's gradients from where the ranks have them, updates,
+    and writes the new weights to where the ranks read them."""
 
     def __init__(
         self, name: str, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
@@ -137,12 +137,12 @@ class PeerBucket(Bucket):
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
     def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Writes to all ranks' working weights, too: a rank calls it when it is through with its own,
-        and reads them again behind it. Collective."""
+        """Updates this rank's slice, and writes it to all ranks' working weights: a rank calls it when it has read its
+        own for the last time, and reads them again after it. Collective."""
         self._memory.barrier(f"{self._name} gradients")
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
         sharded_adagrad(*share, learning_rate, eps)
         self._memory.barrier(f"{self._name} weights")
 
     def all_gather(self) -> None:
-        """Nothing: `update` has done it."""
+        """Does nothing: `update` has done it."""

@@ -12,11 +12,11 @@ EXIT_BAD_INPUT = 2
 
 
 class FailedError(ValueError):
-    """What a command started has failed; that the command itself was given wrongly is a plain ValueError."""
+    """Raised where something that a command started has failed; a command that was given wrongly raises ValueError."""
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """The exit status of `work`, which may raise what users bring about; stderr says what and, then, the error's notes.
+    """Returns the exit status of `work`, which may raise what users bring about; stderr gets the error and its notes.
 
     1 for FailedError, 2 for other ValueErrors and OSError. A signal's number and 128 where one ended it: of SIGINT that
     is KeyboardInterrupt, of SIGPIPE a stdout that nobody reads any more; of neither anything is said. SystemExit and

@@ -35,10 +35,10 @@ class ExplicitDense:
     """Forward, backward and update of the dense network at one fixed local batch size.
 
     `x0` [batch, (features + 1) * dim] is the interaction's input: `bottom_forward` fills its first dim columns, the
-    caller the pooled vectors behind them. `dx0`, of its shape, is the gradient by it.
+    caller the pooled vectors after them. `dx0`, of its shape, is the gradient by it.
 
     The chain from x0 to dx0 can go in `parts`, equal ranges of rows, each in the order of the methods below, beside or
-    behind one another; weight gradients come once all parts are through, for the whole batch.
+    after one another; weight gradients come once all parts are through, for the whole batch.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class ExplicitDense:
             apart = groups if memory else [range(groups[-1].stop)]
             return {tuple(layers): bucket(part, tuple(layers)) for layers in apart if layers}
 
-        # Each with a group of its own: collectives of one group queue behind one another.
+        # Each with a group of its own: collectives of one group queue after one another.
         layers, top = range(model.cross_layers), len(model.top_mlp)
         # Whole batches, not parts, are small: 0.483 ms, not 0.501, at 512 samples a GPU; 2.918, not 2.903, at 6912.
         first = 1 if shape.parts == 1 else top
         self.top = buckets("top_mlp", range(first), range(first, top))
         self.cross = buckets("cross", *(range(layer, layer + 1) for layer in layers))
-        """By the layers whose weights it has."""
+        """Buckets by the layers whose weights they have."""
         self.bottom = bucket("bottom_mlp", tuple(range(len(model.bottom_mlp))), sharded=False)
         self.buckets = (*self.top.values(), *self.cross.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
@@ -115,8 +115,8 @@ class ExplicitDense:
         self._make_partial_sums(device)
 
     def _make_partial_sums(self, device: torch.device) -> None:
-        """Of the biases' gradients, and of the loss: adding them up goes with the weight gradients, so that the chain
-        to dx0 does not wait for it."""
+        """Partial sums of the biases' gradients and of the loss: adding them up goes with the weight gradients, so that
+        the chain to dx0 does not wait for it."""
         model, parts, last = self.model, self.shape.parts, len(self.model.top_mlp) - 1
         rows = self.shape.part_samples
 
@@ -203,7 +203,7 @@ class ExplicitDense:
         weight, bias = self.working[f"top_mlp.{last}.weight"], self.working[f"top_mlp.{last}.bias"]
         dlogits, dz = self._dz_top[last + 1][rows].view(-1), self._dz_top[last][rows]
         partials = self._loss_partials[part]
-        # The input of an only layer is the cross network's output, behind no ReLU.
+        # The input of an only layer is the cross network's output, after no ReLU.
         relu = last > 0
         loss.logit_loss_backward(hidden, weight, bias, labels, dlogits, dz, partials, self.global_batch_size, relu)
 
@@ -248,8 +248,8 @@ class ExplicitDense:
             fused_cross.fused_cross_input_backward(dxs, ys, du, v, self.dx0[rows])
 
     def top_weight_gradients(self, layers: tuple[int, ...]) -> None:
-        """Into `grad`: everything of these layers of the top MLP, whose `top_backward` is through; layer 0 goes first.
-        And the loss."""
+        """Writes to `grad` everything of these layers of the top MLP, whose `top_backward` is through, and the loss;
+        layer 0 goes first."""
         last = len(self.model.top_mlp) - 1
         for i in layers:
             torch.mm(self._dz_top[i + 1].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
@@ -261,7 +261,7 @@ class ExplicitDense:
             loss.add_up(partials, self.loss, self.grad[f"top_mlp.{last}.bias"], hidden, len(self.x0))
 
     def cross_weight_gradients(self, layer: int) -> None:
-        """Into `grad`: everything of a layer whose `cross_backward` is through."""
+        """Writes to `grad` everything of a layer whose `cross_backward` is through."""
         torch.mm(self._dy[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
         torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
         self._bias_gradient(f"cross.{layer}")
@@ -280,7 +280,7 @@ class ExplicitDense:
                 dh = torch.mm(dz, self.working[f"bottom_mlp.{i}.weight"])
 
     def bottom_weight_gradient(self, layer: int) -> None:
-        """Into `grad`: everything of a layer of the bottom MLP, whose `bottom_backward` is through."""
+        """Writes to `grad` everything of a layer of the bottom MLP, whose `bottom_backward` is through."""
         name = f"bottom_mlp.{layer}"
         torch.mm(self._dz_bottom[layer].t(), self._bottom[layer], out=self.grad[f"{name}.weight"])
         self._bias_gradient(name)

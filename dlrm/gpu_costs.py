@@ -1,4 +1,4 @@
-"""What work costs on a type of GPU: the measured constants from which plans are made, one value for each type."""
+"""Costs of work on a type of GPU: the measured constants from which plans are made, one value for each type."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class GpuCosts:
     """Measured costs of one type of GPU. Times are microseconds, sizes bytes."""
 
     measured_on: str
-    """Where the constants come from, for tables and records."""
+    """The GPU, and the measurement, that the constants come from, for tables and records."""
     memory_bytes: int
     """The memory of one GPU."""
     memory_bytes_per_us: float
@@ -16,12 +16,12 @@ class GpuCosts:
     us_per_million_ids: dict[int, float]
     """Lookup, sort and update of a million ids of distinct rows, by shard width in columns."""
     us_per_call: float
-    """What each rank's lookup, sort and update take beside their ids."""
+    """The fixed part of each rank's lookup, sort and update, whatever their ids."""
     repeated_id: float
-    """What an id costs whose row another id of the batch names as well, as a part of one of its own row: rows come from
-    the cache, one update serves both."""
+    """The cost of an id whose row another id of the batch names as well, relative to an id of a row of its own: rows
+    come from the cache, one update serves both."""
     all_to_all_us: float
-    """What an all-to-all takes beside its bytes."""
+    """The fixed part of an all-to-all, whatever its bytes."""
     all_to_all_bytes_per_us: float
     """How fast bytes leave a rank in an all-to-all."""
 

@@ -77,7 +77,8 @@ class DenseNetwork(nn.Module):
 
 
 def torchrec_names(config: ModelConfig) -> dict[str, str]:
-    """Where each weight of DenseNetwork stands in torchrec.models.dlrm.DLRM_DCN: its state_dict key to theirs."""
+    """Returns the key of each DenseNetwork weight in the state_dict of torchrec.models.dlrm.DLRM_DCN, by its key
+    here."""
     names = {}
     top = len(config.top_mlp)
     for kind in ("weight", "bias"):

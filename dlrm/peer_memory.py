@@ -31,9 +31,9 @@ class PeerMemory:
         self._alone, self._cuda = ranks.world_size == 1, ranks.device.type == "cuda"
         self._channels: dict[str, int] = {}
         self._handles: list[Any] = []
-        """Of all allocations; the signals of the first one serve the barriers."""
+        """Handles of all allocations; the signals of the first one serve the barriers."""
         self.own: list[Tensor] = []
-        """This rank's, of all allocations; on GPUs PyTorch's allocator does not count them."""
+        """This rank's tensors of all allocations; on GPUs PyTorch's allocator does not count them."""
         if self._cuda and not self._alone:
             _check_reach(ranks.world_size)
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
@@ -44,7 +44,7 @@ class PeerMemory:
             self._allocate((1,), torch.float32)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensors:
-        """A tensor on every rank, of one shape; all of them are zero when this returns. Collective."""
+        """Returns a tensor on every rank, of one shape; all of them are zero when this returns. Collective."""
         tensors = self._allocate(shape, dtype)
         tensors[self._ranks.rank].zero_()
         if self._cuda:
@@ -53,8 +53,8 @@ class PeerMemory:
         return PeerTensors(tensors, self._ranks.rank)
 
     def barrier(self, name: str) -> None:
-        """The current stream goes on once all ranks' streams have come here: what any of them did before is then done,
-        and seen by all.
+        """Makes the current stream wait until all ranks' streams have come here: what any of them did before is then
+        done, and seen by all.
 
         All ranks use the names for the first time in one order, and launch each name's barriers in one order. Those of
         different names may wait at the same time. A rank that never comes is waited for without end.
@@ -67,7 +67,7 @@ class PeerMemory:
             dist.barrier()
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Of every rank, not initialised."""
+        """Returns a tensor of every rank, not initialised."""
         if self._cuda and not self._alone:
             return self._allocate_on_gpus(shape, dtype)
         if self._alone:
@@ -109,7 +109,7 @@ def _check_reach(gpus: int) -> None:
 
 
 def _mapped_files(ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """A file for each rank, mapped by all; deleted at once, as the mappings keep it."""
+    """Returns a tensor for each rank in a file, mapped by all; deleted at once, as the mappings keep it."""
     folder: list[str | None] = [tempfile.mkdtemp() if ranks.rank == 0 else None]
     dist.broadcast_object_list(folder)
     assert folder[0] is not None

@@ -1,4 +1,4 @@
-"""What the presets train; bench/presets.py adds how a run of each goes."""
+"""The models and data of the presets; bench/presets.py adds how a run of each goes."""
 
 from pathlib import Path
 
@@ -37,11 +37,11 @@ TRAININGS: dict[str, TrainingConfig] = {
     "mlperf-dcnv2": TrainingConfig(model=MLPERF_MODEL, data=DataConfig(source="random"), local_batch_size=6912),
     "launch-bound": TrainingConfig(model=MLPERF_MODEL, data=DataConfig(source="random"), local_batch_size=512),
 }
-"""What each preset trains, by its name."""
+"""The training configuration of each preset, by its name."""
 
 
 def training(preset: str) -> TrainingConfig:
-    """What the preset of this name trains; ValueError names the known presets."""
+    """Returns the training configuration of the preset of this name; ValueError names the known presets."""
     if preset not in TRAININGS:
         raise ValueError(f"--preset {preset!r} is unknown: choose one of {', '.join(TRAININGS)}")
     return TRAININGS[preset]

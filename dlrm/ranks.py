@@ -24,7 +24,7 @@ class Ranks:
 
     @staticmethod
     def from_environment() -> "Ranks":
-        """What torchrun says in the environment; ValueError names what is missing or does not fit this node."""
+        """Reads what torchrun says in the environment; ValueError names what is missing or does not fit this node."""
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
             raise ValueError(
@@ -49,13 +49,13 @@ class Ranks:
         )
 
     def command_line(self, program: str, arguments: list[str]) -> str:
-        """What to type to start such ranks again."""
+        """Returns the command that starts such ranks again."""
         nodes = self.world_size // self.local_world_size
         torchrun = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else [])]
         return shlex.join([*torchrun, f"--nproc_per_node={self.local_world_size}", program, *arguments])
 
     def init_process_group(self) -> None:
-        """NCCL on GPUs, gloo on CPUs; sets the current GPU."""
+        """Starts NCCL on GPUs, gloo on CPUs; sets the current GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             dist.init_process_group("nccl", device_id=self.device)
@@ -63,7 +63,7 @@ class Ranks:
             dist.init_process_group("gloo")
 
     def new_group(self) -> dist.ProcessGroup:
-        """A communicator of its own over all ranks, so that its collectives run beside those of other groups.
+        """Returns a communicator of its own over all ranks, so that its collectives run beside those of other groups.
 
         On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Collective.
         """

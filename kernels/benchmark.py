@@ -150,7 +150,7 @@ def pooled_lookup_cases() -> Iterator[Case]:
     one_very_hot = [(100, HOT_ROWS), (2, 39060), (1, 7122), (1, 17295)]
     rows = [12_000_000, 39060, 17295, 7_424_000, 20265, 3, 7122, 1543, 63, 11_316_796, 2_953_546, 403_346, 10, 2209]
     mixed_tables = list(zip((3, 1, 2, 6, 7, 3, 8, 9, 5, 1, 1, 12, 27, 10), rows, strict=True))
-    # Each row's optimizer state lies behind it.
+    # Each row's optimizer state lies after it.
     weights = torch.rand(sum(rows for _, rows in one_very_hot), 2, columns, device="cuda")[:, 0]
     for local_batch in (3456, 512):
         for sizes in (one_very_hot, mixed_tables):

@@ -38,15 +38,17 @@ def cross_backward(
     accumulate: bool,
     first_layer: bool = False,
 ) -> None:
-    """From g = dL/dx': dy = g * x0; dx0 = g * (y + bias), added to dx0 if `accumulate`; `partials` are partial column
-    sums of dy, before it is rounded: the bias' gradient, once `column_sums` has added them up.
+    """Writes, for g = dL/dx', dy = g * x0 and dx0 = g * (y + bias), added to dx0 if `accumulate`; `partials` are
+    partial column sums of dy, before it is rounded: the bias' gradient, once `column_sums` has added them up.
 
     The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here. g,
     x0, y, dy, dx0: bf16 or fp32 [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. partials:
     fp32 [partial_rows(batch), width], overwritten. Computed in fp32. Width a multiple of 8.
     """
     _check(g, x0, y, dy, dx0, bias=bias)
-    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
+    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), (
+        "partials: [partial_rows(batch), width], contiguous"
+    )
     backward = triton_cross_backward if g.is_cuda else plain_cross_backward
     backward(g, x0, y, bias, dy, dx0, partials, accumulate, first_layer)
 

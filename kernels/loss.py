@@ -23,7 +23,7 @@ def partial_rows(batch: int) -> int:
 
 
 def partial_columns(width: int, relu: bool) -> int:
-    """Of these rows: the loss, the gradient by the logits, and behind a ReLU the columns of dz."""
+    """Returns how many columns these rows have: the loss, the gradient by the logits, and after a ReLU those of dz."""
     return 2 + width * relu
 
 
@@ -40,8 +40,8 @@ def logit_loss_backward(
 ) -> None:
     """The gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean BCE(sigmoid(logits), labels).
 
-    dlogits = (sigmoid(logits) - labels) / global_batch: summing weight gradients over ranks gives the global mean's.
-    dz = dlogits @ weight, and times (h > 0) where h is behind a ReLU. partials: partial sums of the losses, of dlogits
+    dlogits = (sigmoid(logits) - labels) / global_batch: summing weight gradients over ranks gives the global mean's. dz
+    = dlogits @ weight, and times (h > 0) where h comes after a ReLU. partials: partial sums of the losses, of dlogits
     and of dz, before these are rounded.
 
     h, dz: bf16 or fp32 [batch, width], contiguous, of any width. weight: [1, width], bias: [1], dlogits: [batch], of
@@ -51,7 +51,9 @@ def logit_loss_backward(
     batch, width = h.shape
     assert batch > 0 and dz.shape == h.shape and labels.shape == dlogits.shape == (batch,), "[batch, width], not empty"
     assert weight.shape == (1, width) and bias.shape == (1,), "weight: [1, width], bias: [1]"
-    assert partials.shape == (partial_rows(batch), partial_columns(width, relu)), "partials: as it says"
+    assert partials.shape == (partial_rows(batch), partial_columns(width, relu)), (
+        "partials: [partial_rows, partial_columns]"
+    )
     assert all(t.is_contiguous() for t in (h, weight, labels, dlogits, dz, partials)), "contiguous tensors only"
     assert h.dtype == weight.dtype == bias.dtype == dlogits.dtype == dz.dtype, "one dtype"
     assert labels.dtype == partials.dtype == torch.float32, "labels and partials: fp32"

@@ -1,4 +1,4 @@
-"""The backward of bias and ReLU behind a linear layer's GEMM; the forward is in the epilogue of cuBLAS's."""
+"""The backward of bias and ReLU after a linear layer's GEMM; the forward is in the epilogue of cuBLAS's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> 
     """
     assert g.shape == out.shape == dz.shape, "g, out, dz: [batch, width]"
     assert g.stride(1) == 1 and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only, but for g's rows"
-    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
+    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), (
+        "partials: [partial_rows(batch), width], contiguous"
+    )
     backward = triton_bias_relu_backward if g.is_cuda else plain_bias_relu_backward
     backward(g, out, dz, partials)
 

@@ -34,7 +34,7 @@ class PooledTable(NamedTuple):
 
 
 class LookupTable:
-    """Where each table's ids and rows are and its pooled vectors go; put on the device once.
+    """The places of each table's ids, rows and pooled vectors; put on the device once.
 
     local_batch: samples of each of the `ranks` ranks. Output columns are multiples of 8. fields: int64 [tables, 5]:
     offset of the first id, first row, output column, hot, hot rounded up to a power of two; the largest hot first,
@@ -61,7 +61,7 @@ class LookupTable:
 def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0) -> None:
     """Sum the rows of every bag and store the sum with the rank whose sample it is.
 
-    weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one behind another; columns next to each other,
+    weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one after another; columns next to each other,
     rows any multiple of 4 elements apart. ids: int32, flat, [table][sample of the global batch][hot of the table], rows
     of their table, which is not checked. The sum of sample r * local_batch + s of a table, in fp32, rounded to the
     dtype of `outs`, goes to row first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16

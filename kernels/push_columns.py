@@ -13,7 +13,7 @@ from dlrm_bench.kernels.regroup import ROWS, RUN, Run, alignment_of, cut
 
 
 class PushTable:
-    """Where each column of the matrix goes in the ranks' buffers; cut into pieces and put on the device once.
+    """The place of each column of the matrix in the ranks' buffers; cut into pieces and put on the device once.
 
     batch: rows of the matrix. row_columns: columns of each rank's rows; rank r's are [batch, row_columns[r]],
     row-major, from element starts[r] of r's buffer on. runs: `block` is the rank. Columns and starts are multiples of

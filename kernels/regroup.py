@@ -40,9 +40,9 @@ def alignment_of(numbers: Iterable[int]) -> int:
 
 
 class RegroupTable:
-    """Where each column of the blocks stands in the matrix; cut into pieces and put on the device once.
+    """The place of each column of the blocks in the matrix; cut into pieces and put on the device once.
 
-    batch: rows of every block and of the matrix. block_columns: columns of each block; block s starts behind block
+    batch: rows of every block and of the matrix. block_columns: columns of each block; block s starts after block
     s - 1 in the flat buffer and is [batch, block_columns[s]], row-major. All columns are multiples of 4, best of 8.
     pieces: int64 [pieces, 4]: flat offset of the first element, columns of its block, matrix column, columns.
     """

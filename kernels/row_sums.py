@@ -13,8 +13,8 @@ _PARTS = 8  # programs of one row: skewed ids make long rows
 
 
 def row_starts(sorted_ids: Tensor, num_rows: int) -> Tensor:
-    """Where each row's ids start among sorted ids: int32 [num_rows + 1], the last one their number. Negative ids, which
-    are padding, come before the first row."""
+    """Returns where each row's ids start among sorted ids: int32 [num_rows + 1], the last one their number. Negative
+    ids, which are padding, come before the first row."""
     rows = torch.arange(num_rows + 1, dtype=sorted_ids.dtype, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, rows, out_int32=True)
 
@@ -39,7 +39,7 @@ def row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> 
 def plain_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> None:
     """What `row_sums` does, in PyTorch."""
     row = torch.arange(len(out), device=out.device).repeat_interleave(starts.diff().long())
-    named = sorted_bags[len(sorted_bags) - len(row) :]  # behind the padding
+    named = sorted_bags[len(sorted_bags) - len(row) :]  # after the padding
     out.zero_().index_add_(0, row, grad[named.long()].float())
 
 

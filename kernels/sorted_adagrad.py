@@ -43,10 +43,11 @@ def sorted_adagrad(
     learning_rate: Tensor,
     eps: float,
 ) -> None:
-    """In place, per distinct id: g = sum of its bags' gradients; state += g*g; weights -= lr * g / (sqrt(state) + eps).
+    """Update each distinct id's row in place: g = sum of its bags' gradients; state += g*g; weights -= lr * g /
+    (sqrt(state) + eps).
 
     weights, state: fp32 [R, C], C a power of two from 16 to 128; columns next to each other, rows of both equally far
-    apart: state may lie behind each row of the weights. grad: bf16 or fp32, contiguous, any shape of bags * C elements:
+    apart: state may lie after each row of the weights. grad: bf16 or fp32, contiguous, any shape of bags * C elements:
     bag b's gradient is row b of its view [-1, C]. sorted_ids, sorted_bags: from `sort_ids`; each id below R, which is
     not checked; negative ids are padding and change nothing. learning_rate: fp32, one element, on the weights' device.
     """

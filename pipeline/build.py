@@ -11,7 +11,7 @@ from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 
 
 def build_pipeline(config: TrainingConfig, options: Options, ranks: Ranks) -> Pipeline:
-    """The pipeline of these options, ready to train what `config` says. Collective over all ranks."""
+    """Returns the pipeline of these options, ready to train what `config` says. Collective over all ranks."""
     if isinstance(options, StaticOptions):
         return StaticPipeline(config, options, ranks)
     if isinstance(options, FiveStageSwitches):

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 _CAPTURING = threading.Lock()
 _EAGER_CALLS = 1
-"""Before the capture: NCCL sets itself up in them, which a capture cannot."""
+"""Calls before the capture, in which NCCL sets itself up, which a capture cannot."""
 
 
 def record(
@@ -53,7 +53,7 @@ def destroy(graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether there is anything to capture on."""
+    """Returns whether CUDA graphs can be captured on this device."""
     return device.type == "cuda"
 
 
@@ -77,7 +77,7 @@ class GraphedFunction:
         """Why the function could not be captured, if so; it runs plainly then."""
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
-        """The function's results."""
+        """Returns the function's results."""
         if self._graph is None and self.failure is None and not self._closed and captures(argument.device):
             self._capture(argument)
         if self._graph is None or self._argument is None or not _alike(argument, self._argument):
@@ -92,7 +92,7 @@ class GraphedFunction:
             return tuple(result.clone() for result in self._results)
 
     def describe(self) -> dict[str, Any]:
-        """For the record: what it is, whether it is replayed, and why it could not be captured."""
+        """Returns, for the record, its name, whether it is replayed, and why it could not be captured."""
         return {"name": self._name, "replayed": self._graph is not None, "failure": self.failure}
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class GraphedFunction:
         self._calls += 1
         if self._calls <= _EAGER_CALLS:
             return
-        # Of fixed memory from here on: also what autograd hands over in any layout comes as a plain block.
+        # Memory that stays: what autograd hands over in any layout comes as a plain block, too.
         of_graph = torch.empty(argument.shape, dtype=argument.dtype, device=argument.device)
         results: list[tuple[Tensor, ...]] = []
         try:

@@ -1,4 +1,4 @@
-"""What the training loop asks of a pipeline, and what a configuration asks of its options."""
+"""The interface of a pipeline to the training loop, and of its options to a configuration."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ class Options(Protocol):
 
     @property
     def needs_gpu(self) -> str | None:
-        """What to say where there is no GPU; None if these options work without one."""
+        """The error message where there is no GPU; None if these options work without one."""
         ...
 
 
@@ -32,7 +32,7 @@ class Pipeline(Protocol):
     """
 
     def prepare(self, batch: Batch) -> Any:
-        """The batch in the form that the other two methods take, still in (pinned) host memory."""
+        """Returns the batch in the form that the other two methods take, still in (pinned) host memory."""
         ...
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:
@@ -43,11 +43,11 @@ class Pipeline(Protocol):
         ...
 
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
+        """Yields logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a record should say about this pipeline beyond the configuration, such as the sharding plan.
+        """Returns what a record should say about this pipeline beyond the configuration, such as the sharding plan.
 
         Collective, after training.
         """

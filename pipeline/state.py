@@ -1,8 +1,8 @@
 """Weights and optimizer state of a whole model, whatever its sharding: how they move from one pipeline to another.
 
-Keys are those of an unsharded torchrec.models.dlrm.DLRM_DCN. Gathering and loading are collective, a part of one tensor
-after the other, so a rank's device holds no more than a few megabytes beside what it holds anyway. The whole tensors
-are CPU memory of rank 0 alone: all tables and their state must fit on that host.
+Keys are those of an unsharded torchrec.models.dlrm.DLRM_DCN. Gathering and loading are collective, one block of a
+tensor after the other, so a rank's device holds no more than a few megabytes beside what it holds anyway. The whole
+tensors are CPU memory of rank 0 alone: all tables and their state must fit on that host.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,45 +33,45 @@ class ModelState:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorBlock:
     """A block of one full tensor."""
 
     owner: int
     """A rank that holds it."""
     start: tuple[int, ...]
-    """Where it starts in the full tensor."""
+    """Index of its first element in the full tensor."""
     shape: tuple[int, ...]
     local: Tensor | None
-    """Its memory, of this shape, on every rank that holds it; None elsewhere."""
+    """The memory, of this shape, on every rank that holds the block; None elsewhere."""
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Which elements of the full tensor it holds."""
+        """The elements of the full tensor that it holds."""
         return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
 
     @classmethod
-    def whole(cls, local: Tensor) -> "Part":
-        """A tensor that every rank holds in full."""
+    def whole(cls, local: Tensor) -> "TensorBlock":
+        """Returns the one block of a tensor that every rank holds in full."""
         return cls(0, (0,) * local.dim(), tuple(local.shape), local)
 
 
-Parts = dict[str, list[Part]]
-"""The parts of each tensor, in the same order on all ranks."""
+TensorBlocks = dict[str, list[TensorBlock]]
+"""The blocks of each tensor, in the same order on all ranks."""
 
 
 def table_key(model: ModelConfig, table: int) -> str:
-    """Key of a table's weights in DLRM_DCN.state_dict()."""
+    """Returns the key of a table's weights in DLRM_DCN.state_dict()."""
     name = f"{TABLE_PREFIX}{model.feature_names[table]}"
     return f"sparse_arch.embedding_bag_collection.embedding_bags.{name}.weight"
 
 
-def gather(weights: Parts, optimizer: Parts, ranks: Ranks) -> ModelState:
-    """The full tensors as CPU copies on rank 0, nothing on the others. Collective."""
+def gather(weights: TensorBlocks, optimizer: TensorBlocks, ranks: Ranks) -> ModelState:
+    """Returns the full tensors as CPU copies on rank 0, nothing on the others. Collective."""
     return ModelState(_gather(weights, ranks), _gather(optimizer, ranks))
 
 
-def scatter(state: ModelState, weights: Parts, optimizer: Parts, ranks: Ranks) -> None:
-    """Writes rank 0's full tensors into the parts of all ranks. Collective.
+def scatter(state: ModelState, weights: TensorBlocks, optimizer: TensorBlocks, ranks: Ranks) -> None:
+    """Writes rank 0's full tensors into the blocks of all ranks. Collective.
 
     ValueError on every rank, before anything is written, if a tensor is missing, not expected or of another shape.
     """
@@ -80,9 +80,9 @@ def scatter(state: ModelState, weights: Parts, optimizer: Parts, ranks: Ranks) -
     _scatter(state.optimizer, optimizer, ranks)
 
 
-def _gather(parts: Parts, ranks: Ranks) -> dict[str, Tensor]:
+def _gather(blocks_by_key: TensorBlocks, ranks: Ranks) -> dict[str, Tensor]:
     full = {}
-    for key, blocks in parts.items():
+    for key, blocks in blocks_by_key.items():
         tensor = torch.empty(_full_shape(blocks)) if ranks.rank == 0 else None
         for block in blocks:
             for rows in _chunks(block):
@@ -100,8 +100,8 @@ def _gather(parts: Parts, ranks: Ranks) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _scatter(full: dict[str, Tensor], parts: Parts, ranks: Ranks) -> None:
-    for key, blocks in parts.items():
+def _scatter(full: dict[str, Tensor], blocks_by_key: TensorBlocks, ranks: Ranks) -> None:
+    for key, blocks in blocks_by_key.items():
         for block in blocks:
             for rows in _chunks(block):
                 buffer = _buffer(block, rows, ranks, full[key][block.index][rows] if ranks.rank == 0 else None)
@@ -110,24 +110,24 @@ def _scatter(full: dict[str, Tensor], parts: Parts, ranks: Ranks) -> None:
                     block.local[rows].copy_(buffer)
 
 
-def _full_shape(blocks: Iterable[Part]) -> tuple[int, ...]:
+def _full_shape(blocks: Iterable[TensorBlock]) -> tuple[int, ...]:
     ends = [[index.stop for index in block.index] for block in blocks]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _chunks(block: Part) -> Iterable[slice]:
+def _chunks(block: TensorBlock) -> Iterable[slice]:
     rows, *others = block.shape
     step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(others).numel()))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _buffer(block: Part, rows: slice, ranks: Ranks, source: Tensor | None) -> Tensor:
-    """What is broadcast of some rows of a block: a copy of `source` on the rank that has it."""
+def _buffer(block: TensorBlock, rows: slice, ranks: Ranks, source: Tensor | None) -> Tensor:
+    """Returns the buffer to broadcast some rows of a block in: a copy of `source` on the rank that has it."""
     buffer = torch.empty(rows.stop - rows.start, *block.shape[1:], device=ranks.device)
     return buffer if source is None else buffer.copy_(source)
 
 
-def _check(state: ModelState, weights: Parts, optimizer: Parts, ranks: Ranks) -> None:
+def _check(state: ModelState, weights: TensorBlocks, optimizer: TensorBlocks, ranks: Ranks) -> None:
     answer: list[Any] = [None]
     if ranks.rank == 0:
         wrong = [*_differences(state.weights, weights, ""), *_differences(state.optimizer, optimizer, "optimizer of ")]
@@ -138,8 +138,8 @@ def _check(state: ModelState, weights: Parts, optimizer: Parts, ranks: Ranks) ->
         raise ValueError(answer[0])
 
 
-def _differences(full: dict[str, Tensor], parts: Parts, what: str) -> Iterator[str]:
-    needed = {key: _full_shape(blocks) for key, blocks in parts.items()}
+def _differences(full: dict[str, Tensor], blocks_by_key: TensorBlocks, what: str) -> Iterator[str]:
+    needed = {key: _full_shape(blocks) for key, blocks in blocks_by_key.items()}
     given = {key: tuple(tensor.shape) for key, tensor in full.items()}
     for key in sorted(needed.keys() | given.keys()):
         if given.get(key) != needed.get(key):

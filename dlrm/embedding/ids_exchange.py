@@ -1,4 +1,5 @@
-"""How the ids of local samples come to the ranks that own their tables. Shapes and layouts are StaticEBC's."""
+"""The exchange of ids: from the ranks of their samples to the ranks that own their tables. Shapes and layouts are
+StaticEBC's."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,29 +20,29 @@ from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
 
 @dataclass(frozen=True, slots=True)
 class IdsBuffer:
-    """Memory for one batch's ids, that an exchange made and writes."""
+    """Memory for one batch's ids, which an exchange made and writes."""
 
     own: Tensor
     """int32 [part][T][G, hot], flat: for this rank's tables."""
     peers: PeerTensors | None = None
-    """In peer memory: the buffers of all ranks, as long as the longest; `own` is the beginning of this rank's."""
+    """The buffers of all ranks, as long as the longest, in peer memory alone; `own` is the beginning of this rank's."""
 
 
 class IdsExchange(Protocol):
-    """The input dist but for what each rank does with the ids of its own tables. Launches on the current stream."""
+    """The part of the input dist that moves ids between ranks. Launches on the current stream."""
 
     def empty(self) -> IdsBuffer:
-        """All zero. In peer memory collective."""
+        """Returns a buffer of zeros. Collective in peer memory."""
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
-        """The ids of all ranks' samples are in `out.own` when this is through. Collective.
+        """Brings the ids of all ranks' samples to `out.own`. Collective.
 
         ids: int32, the flat ids of one Batch, on the device.
         """
 
 
 class CollectiveIdsExchange:
-    """By an all-to-all with constant splits, between two kernels that put the ids in order."""
+    """An exchange by an all-to-all with constant splits, between two kernels that put the ids in order."""
 
     def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
         """Collective."""
@@ -70,11 +71,11 @@ class CollectiveIdsExchange:
         self._receive_segments = SegmentTable(receive, ranks.device)
 
     def empty(self) -> IdsBuffer:
-        """Of this rank alone."""
+        """Returns a buffer of zeros, of this rank alone."""
         return IdsBuffer(torch.zeros(sum(self._receive_splits), dtype=torch.int32, device=self._device))
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
-        """Sent [rank][its shards][B, hot], received [rank][T][B, hot]."""
+        """Sends [rank][its shards][B, hot], and receives [rank][T][B, hot]. Collective."""
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self._device)
         gather_segments(ids, self._send_segments, sent)
         received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)
@@ -83,32 +84,32 @@ class CollectiveIdsExchange:
 
 
 class PeerIdsExchange:
-    """By one kernel that writes ids to where the ranks that own their tables read them, and a barrier.
+    """An exchange by one kernel that writes ids to where the ranks that own their tables read them, and a barrier.
 
-    The barrier "ids" orders the writes of all ranks before what the owner does with its ids behind it: the change in
+    The barrier "ids" orders the writes of all ranks before what the owner does with its ids after it: the change in
     place by `FixedTBE.shift`, the sort, the lookup. It launches in order on every rank, as exchanges do.
 
-    Before an exchange into a buffer, on any rank, a barrier of all ranks must lie behind the owner's last use of that
+    Before an exchange into a buffer, on any rank, a barrier of all ranks must come after the owner's last use of that
     buffer. In the pipeline there is one already:
 
     Training. Iteration n exchanges the ids of batch n + 1 into slot (n + 1) % 2, where those of batch n - 1 were. Their
     owner shifted and sorted them in iteration n - 2, whose streams join before iteration n - 1, and looked them up in
-    iteration n - 1; what its update reads, `sorted_ids` and `sorted_bags`, no other rank writes. Behind the lookup of
+    iteration n - 1; what its update reads, `sorted_ids` and `sorted_bags`, no other rank writes. After the lookup of
     each part the owner comes to the part's barrier "pooled". Every rank passes those of iteration n - 1 in its own
-    iteration n - 1, whose streams join before iteration n: its writes come behind the lookup.
+    iteration n - 1, whose streams join before iteration n: its writes come after the lookup.
 
     The first batches. Slot 0 gets batch 0 before iteration 0; when `empty` returns on any rank, the memory of all is
     zero. Iteration 0 writes to slot 1, which nobody has read. Iteration 1 writes to slot 0 again, whose batch was
     looked up in iteration 0, before that one's barriers "pooled".
 
     Evaluation has two slots of its own, and runs in order on one stream. A slot's last reader is the lookup of the
-    batch in it, behind which the owner comes to the barriers "pooled" and "evaluated"; every rank passes both before it
+    batch in it, after which the owner comes to the barriers "pooled" and "evaluated"; every rank passes both before it
     exchanges the ids of another batch, of this evaluation or the next.
 
     Training after an evaluation. The evaluation touched no slot of the training, and ran in order between two
     iterations: what holds of them holds with it between them.
 
-    `embedding_load` sorts and looks up ids of the training between two iterations, without barriers: behind it each
+    `embedding_load` sorts and looks up ids of the training between two iterations, without barriers: after it each
     host waits for its GPU, then for the other hosts.
     """
 
@@ -129,7 +130,7 @@ class PeerIdsExchange:
         self._own, self._longest = num_ids[ranks.rank], max(num_ids)
 
     def empty(self) -> IdsBuffer:
-        """Of all ranks. Collective."""
+        """Returns buffers of zeros, of all ranks. Collective."""
         peers = self._memory.zeros(self._longest, dtype=torch.int32)
         return IdsBuffer(peers.own[: self._own], peers)
 
@@ -141,5 +142,5 @@ class PeerIdsExchange:
 
 
 def _feature_starts(model: ModelConfig, batch_size: int) -> list[int]:
-    """Of each feature's ids [batch_size, hot] in a Batch."""
+    """Returns where each feature's ids [batch_size, hot] start in a Batch."""
     return [batch_size * sum(model.multi_hot_sizes[:feature]) for feature in range(model.num_features)]

@@ -35,7 +35,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _table_key(seed: int, table: int) -> int:
-    """Where the counters of one table start: the hash of seed and table, as the signed integer of its 64 bits."""
+    """Returns where the counters of one table start: the hash of seed and table, as the signed integer of its 64
+    bits."""
     key = torch.tensor(_signed(seed * _GOLDEN))
     return int(_mix(_mix(key) + _signed((table + 1) * _GOLDEN)))
 

@@ -1,4 +1,4 @@
-"""Which rank holds which columns of which table, and the planner that balances it.
+"""Plans: which rank holds which columns of which table, and the planner that balances them.
 
 The slowest rank sets the pace: everybody waits for its pooled vectors in the all-to-all. FBGEMM picks its kernel for
 the widest table of a rank, so a narrow column shard beside whole tables is slow; every rank of a plan has one width.
@@ -40,7 +40,7 @@ class Plan:
     replicated: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """The shards that `rank` holds, in the order in which its pooled columns lie side by side."""
+        """Returns the shards that `rank` holds, in the order in which its pooled columns lie side by side."""
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def check(self, model: ModelConfig) -> None:
@@ -61,7 +61,7 @@ class Plan:
 
 
 def tables_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, costs: GpuCosts = DEFAULT) -> float:
-    """Predicted microseconds of one rank's lookup, sort and update in an iteration, with uniform ids.
+    """Returns the predicted microseconds of one rank's lookup, sort and update in an iteration, with uniform ids.
 
     Other optimizers than exact Adagrad take less, by much the same share on every rank.
     """
@@ -80,7 +80,7 @@ def _shard_us(shard: Shard, model: ModelConfig, global_batch_size: int, costs: G
 def all_to_alls_us(
     columns: int, world_size: int, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT
 ) -> float:
-    """Predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
+    """Returns the predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
 
     Vectors cross once and their gradients once; what a rank sends to itself does not travel. pooled_bytes: of one
     pooled element on the wire (2 in bf16, 4 in fp32).
@@ -93,10 +93,10 @@ def all_to_alls_us(
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a plan gives one rank."""
+    """The work and the memory that a plan gives one rank."""
 
     tables_us: float
-    """Predicted microseconds of lookup, sort and update in an iteration."""
+    """Returns the predicted microseconds of lookup, sort and update in an iteration."""
     embedding_us: float
     """The same and the rank's own all-to-alls."""
     table_bytes: int
@@ -115,7 +115,7 @@ def rank_loads(
     pooled_bytes: int,
     costs: GpuCosts = DEFAULT,
 ) -> list[RankLoad]:
-    """The load of each rank. pooled_bytes: as for `all_to_alls_us`."""
+    """Returns the load of each rank. pooled_bytes: as for `all_to_alls_us`."""
     loads = []
     for rank in range(plan.world_size):
         shards = plan.of_rank(rank)
@@ -152,7 +152,7 @@ def _by_rank(shards: Sequence[Shard], world_size: int) -> list[list[Shard]]:
 
 
 def imbalance(times: Sequence[float]) -> float:
-    """Largest by mean: 1 where all ranks have as much to do."""
+    """Returns the largest by the mean: 1 where all ranks have as much to do."""
     return max(times) * len(times) / sum(times)
 
 
@@ -164,7 +164,8 @@ def iteration_us(
     pooled_bytes: int,
     costs: GpuCosts = DEFAULT,
 ) -> float:
-    """Predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest all-to-alls.
+    """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest
+    all-to-alls.
 
     They add up because no rank gets through an all-to-all before all have come to it and the largest sender is done:
     with 800 of 3328 columns on each of four ranks of eight, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
@@ -202,7 +203,7 @@ def make_plan(
     replicate: bool = True,
     costs: GpuCosts = DEFAULT,
 ) -> Plan:
-    """The plan of least `iteration_us` among those of two kinds of ranks that fit.
+    """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
 
     Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables
     whole. All numbers of split tables, widths and splits of the ranks are tried; within a kind, the most costly shard

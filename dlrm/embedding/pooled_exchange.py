@@ -1,4 +1,4 @@
-"""How pooled vectors come to the samples they belong to, and their gradients to the tables.
+"""The exchange of pooled vectors: to the ranks of their samples, and their gradients back to the tables.
 
 Shapes are StaticEBC's. Columns of the interaction's input, [B, num_features * dim], stand in table order; a rank's
 pooled columns in the order of its shards.
@@ -26,20 +26,20 @@ class PooledExchange(Protocol):
     """Embedding forward and backward but for the tables' update. Methods launch on the current stream."""
 
     gradients: Tensor
-    """Of the pooled vectors of this rank's shards: [part, G, T * C], G of a part."""
+    """Gradients of the pooled vectors of this rank's shards: [part, G, T * C], G of a part."""
 
     def lookup(self, ids: Tensor, part: int) -> Tensor | None:
-        """Starts a part's way; what it gives is for `forward`. ids: as FixedTBE.lookup takes them."""
+        """Looks up a part; returns what `forward` takes. ids: as FixedTBE.lookup takes them."""
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
-        """Pooled vectors of a part's local samples are in `out`, the part's rows, when this is through. Collective."""
+        """Brings the pooled vectors of a part's local samples to `out`, the part's rows. Collective."""
 
     def backward(self, grad: Tensor, part: int) -> None:
-        """From the gradient of `out` to the part's `gradients`. Collective."""
+        """Brings the gradient of `out` to the part's `gradients` on the ranks of the tables. Collective."""
 
 
 class CollectiveExchange:
-    """By FBGEMM's lookup and an all-to-all each way."""
+    """An exchange by FBGEMM's lookup and an all-to-all each way."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class CollectiveExchange:
         self.gradients = torch.zeros(shape.parts, world_size * batch_size, own, dtype=shape.dtype, device=ranks.device)
 
     def lookup(self, ids: Tensor, part: int) -> Tensor:
-        """Pooled vectors of a part of the global batch, [G, T * C]."""
+        """Returns the pooled vectors of a part of the global batch, [G, T * C]."""
         with torch.set_grad_enabled(self._autograd):
             return self._tbe.lookup(ids, part)
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
-        """All-to-all, [rank s][B, T_s * C_s], and regrouping into `out`, of any row stride."""
+        """Exchanges [rank s][B, T_s * C_s], and regroups into `out`, of any row stride. Collective."""
         assert pooled is not None
         received = torch.empty(sum(self._output_splits), dtype=self._dtype, device=out.device)
         sent = pooled.detach().view(-1)
@@ -74,27 +74,27 @@ class CollectiveExchange:
         regroup_forward(received, self._regroup, out)
 
     def backward(self, grad: Tensor, part: int) -> None:
-        """Regrouping and all-to-all."""
+        """Regroups and exchanges. Collective."""
         sent = torch.empty(sum(self._output_splits), dtype=self._dtype, device=grad.device)
         regroup_backward(grad, self._regroup, sent)
         received = self.gradients[part].view(-1)
         dist.all_to_all_single(received, sent, self._pooled_splits, self._output_splits, group=self._group)
 
 
-class Peers(NamedTuple):
-    """What exchanges through peer memory need of the pipeline."""
+class PeerInputs(NamedTuple):
+    """Memory that the exchanges through peer memory share with the dense network."""
 
     memory: PeerMemory
     inputs: PeerTensors
-    """The interaction's inputs of all ranks behind dim other columns: [local batch, (num_features + 1) * dim]."""
+    """The interaction's inputs of all ranks, after dim other columns: [local batch, (num_features + 1) * dim]."""
 
 
 class PeerExchange:
-    """By kernels that write to where the values are needed: a lookup that ends in the other ranks' interaction inputs,
-    and one copy of gradients to the other ranks.
+    """An exchange by kernels that write to where the values are needed: a lookup that ends in the other ranks'
+    interaction inputs, and one copy of gradients to the other ranks.
 
     A lookup overwrites the other ranks' interaction inputs: a barrier must lie between their last readers and it. In
-    the pipeline that is the one before the update of cross layer 0, whose weight gradients read the input last; behind
+    the pipeline that is the one before the update of cross layer 0, whose weight gradients read the input last; after
     an evaluated batch, one of its own.
     """
 
@@ -105,7 +105,7 @@ class PeerExchange:
         ranks: Ranks,
         tbe: FixedTBE,
         shape: BatchShape,
-        peers: Peers,
+        peers: PeerInputs,
     ) -> None:
         """Collective."""
         parts, batch_size = shape.parts, shape.part_samples
@@ -143,7 +143,8 @@ class PeerExchange:
 
 
 def _columns(model: ModelConfig, plan: Plan) -> tuple[list[int], list[Run]]:
-    """Pooled columns of each rank, and where they stand among the columns of all tables; a run's block is the rank."""
+    """Returns the pooled columns of each rank, and where they stand among the columns of all tables; a run's block is
+    the rank."""
     widths, runs = [], []
     for rank in range(plan.world_size):
         column = 0

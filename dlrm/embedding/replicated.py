@@ -69,31 +69,31 @@ class ReplicatedTables:
         self._regroup = RegroupTable(batch_size, [len(tables) * dim], runs, ranks.device)
 
     def parts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Weights and Adagrad state of each table, fp32 [rows, dim] views."""
+        """Returns weights and Adagrad state of each table, fp32 [rows, dim] views."""
         return {
             table: (self._tbe.weights[start : start + rows], self._tbe.state[start : start + rows])
             for table, start, rows in zip(self.tables, self._tbe.first_row, self._rows, strict=True)
         }
 
     def empty_ids(self) -> ReplicatedIds:
-        """Memory for one batch's ids, all zero."""
+        """Returns memory for one batch's ids, all zero."""
         ids = torch.zeros(self._tbe.num_ids, dtype=torch.int32, device=self._grad.device)
         return ReplicatedIds(ids, ids.clone(), ids.clone(), ids.new_zeros(len(self._grad) + 1))
 
     def input_dist(self, ids: Tensor, out: ReplicatedIds) -> None:
-        """ids: the flat ids of one Batch, on the device."""
+        """Picks out and sorts these tables' ids. ids: the flat ids of one Batch, on the device."""
         gather_segments(ids, self._segments, out.ids)
         self._tbe.shift(out.ids)
         self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
         out.starts.copy_(row_starts(out.sorted_ids, len(self._grad)))
 
     def lookup(self, ids: ReplicatedIds, out: Tensor) -> None:
-        """Pooled vectors into these tables' columns of `out`, [B, num_features * dim]."""
+        """Writes pooled vectors into these tables' columns of `out`, [B, num_features * dim]."""
         with torch.no_grad():
             regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
 
     def update(self, ids: ReplicatedIds, grad: Tensor, learning_rate: Tensor) -> None:
-        """Exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. Collective."""
+        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. Collective."""
         mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
         regroup_backward(grad, self._regroup, mine)
         row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)

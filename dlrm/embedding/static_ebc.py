@@ -16,7 +16,7 @@ itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywher
 
 Pooled vectors and their gradients can travel in several parts, equal ranges of each rank's local samples, so that one
 part's way overlaps with other work on another. From `looked up` on, everything above is then one part's, with B its
-local samples; ids and gradients of the parts stand one behind the other.
+local samples; ids and gradients of the parts stand one after the other.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.embedding.ids_exchange import CollectiveIdsExchange, IdsBuffer, IdsExchange, PeerIdsExchange
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, Peers, PooledExchange
+from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.ranks import Ranks
@@ -43,7 +43,7 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted_ids: Tensor | None = None
-    """int32, flat: rows of all tables behind one another, in ascending order; -1 for padding."""
+    """int32, flat: rows of all tables, counted one table after another, in ascending order; -1 for padding."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     replicated: ReplicatedIds | None = None
@@ -78,7 +78,7 @@ class StaticEBC:
         shape: BatchShape,
         seed: int,
         presort: bool,
-        peers: Peers | None = None,
+        peers: PeerInputs | None = None,
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
@@ -96,7 +96,7 @@ class StaticEBC:
         self.model, self.plan, self.shape = model, plan, shape
         self.device, self.presort = ranks.device, presort
         self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
-        """On the device, fp32 [1]; `set_learning_rate` changes it."""
+        """The learning rate on the device, fp32 [1]; `set_learning_rate` changes it."""
         self.eps = optimizer.eps
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
@@ -127,7 +127,7 @@ class StaticEBC:
     # Stage 1
 
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
-        """Ids of this rank's samples to ids of this rank's shards, into `out`. Collective.
+        """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`. Collective.
 
         ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it. out: of `empty_ids`; in
         peer memory the other ranks write to it, too, see PeerIdsExchange.
@@ -144,7 +144,7 @@ class StaticEBC:
             self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
 
     def empty_ids(self) -> DistributedIds:
-        """Memory for one batch's ids, all zero. In peer memory collective."""
+        """Returns memory for one batch's ids, all zero. Collective in peer memory."""
         received = self._ids_exchange.empty()
         assert received.own.numel() == self._tbe.num_ids
         replicated = self._replicated.empty_ids() if self._replicated is not None else None
@@ -155,12 +155,12 @@ class StaticEBC:
     # Stage 2
 
     def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
-        """Starts a part of the global batch on its way; `output_dist` takes what it gives."""
+        """Looks up a part of the global batch; returns what `output_dist` takes."""
         return self._exchange.lookup(ids.ids, part)
 
     def output_dist(self, pooled: Tensor | None, out: Tensor, part: int = 0) -> None:
-        """Pooled vectors of a part's local samples come to `out`: [B, num_features * dim] with any row stride, tables
-        in order; in peer memory these rows of the interaction's input and no others. Collective."""
+        """Brings the pooled vectors of a part's local samples to `out`: [B, num_features * dim] with any row stride,
+        tables in order; in peer memory these rows of the interaction's input and no others. Collective."""
         self._exchange.forward(pooled, out, part)
 
     def lookup_replicated(self, ids: DistributedIds, out: Tensor) -> None:
@@ -176,11 +176,11 @@ class StaticEBC:
         return self._exchange.gradients
 
     def gradient_dist(self, grad: Tensor, part: int = 0) -> None:
-        """From the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
+        """Brings the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
         self._exchange.backward(grad, part)
 
     def update(self, ids: DistributedIds, pooled: Tensor | None) -> None:
-        """One step by `gradients` on the rows that `ids` named. pooled: what `lookup` gave, of one part."""
+        """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part."""
         if self.presort:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None
@@ -198,19 +198,21 @@ class StaticEBC:
             pooled.backward(self.gradients.view_as(pooled))
 
     def update_replicated(self, ids: DistributedIds, grad: Tensor) -> None:
-        """Exact Adagrad on the replicated tables. grad: of all parts' `out`. Collective."""
+        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. Collective."""
         if self._replicated is not None and ids.replicated is not None:
             self._replicated.update(ids.replicated, grad, self.learning_rate)
 
     # State
 
     def set_learning_rate(self, value: float) -> None:
-        """From the next update on; an update of FBGEMM's that a graph holds keeps the one it was captured with."""
+        """Sets the rate from the next update on; FBGEMM's update in a graph keeps the rate that it was captured
+        with."""
         self.learning_rate.fill_(value)
         self._tbe.set_learning_rate(value)
 
     def tables(self) -> Iterator[TableShard]:
-        """Every shard of this rank, replicated tables included, with its weights and optimizer state, as views."""
+        """Yields every shard of this rank, replicated tables included, with its weights and optimizer state, as
+        views."""
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
             rows = slice(start, start + self.model.rows[shard.table])
             yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])

@@ -13,14 +13,15 @@ HEADROOM = 0.95
 
 
 def device_memory_bytes(ranks: Ranks) -> int:
-    """Memory one rank may use for its tables: its GPU's free bytes, or its share of the host's available bytes."""
+    """Returns the memory one rank may use for its tables: its GPU's free bytes, or its share of the host's available
+    bytes."""
     if ranks.device.type == "cuda":
         return torch.cuda.mem_get_info(ranks.device)[0]
     return _host_available_bytes() // ranks.local_world_size
 
 
 def table_memory_bytes(ranks: Ranks) -> int:
-    """What tables and optimizer state may take on every rank: that of the rank with the least memory. Collective."""
+    """Returns what tables and optimizer state may take on every rank: the least memory of any. Collective."""
     least = torch.tensor([device_memory_bytes(ranks)], dtype=torch.int64, device=ranks.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(int(least) * HEADROOM)
@@ -35,7 +36,7 @@ def _host_available_bytes() -> int:
 def check_tables_fit(
     model: ModelConfig, optimizer: OptimizerConfig, available_bytes: int, device: torch.device
 ) -> None:
-    """Raise ValueError, on every rank alike, if tables and optimizer state exceed the memory of all ranks together.
+    """Raise ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together.
 
     available_bytes: this rank's; the process group sums it.
     """

@@ -25,7 +25,7 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TBEShape:
-    """What the tables of a FixedTBE are, and what it looks up in them."""
+    """The sizes of a FixedTBE's tables and lookups."""
 
     rows: tuple[int, ...]
     """Rows of each table."""
@@ -45,7 +45,7 @@ class TBEShape:
 class FixedTBE:
     """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
 
-    The tables lie behind one another: `weights` are fp32 [sum(rows), columns], table t's rows start at `first_row[t]`;
+    The tables lie one after another: `weights` are fp32 [sum(rows), columns], table t's rows start at `first_row[t]`;
     `state`, the optimizer's, has as many rows and `OptimizerConfig.state_columns` columns. Where there is padding, both
     have one more row before each table. Samples come in `parts`, each looked up by itself: ids are int32
     [part][table][samples, hot], flat. A part's pooled vectors are [samples, tables * columns]. The bag of a part's
@@ -84,7 +84,7 @@ class FixedTBE:
         self.num_tables, self.columns = len(rows), columns
         starts = [sum(rows[:table]) for table in range(len(rows))]
         self.row_offsets = starts
-        """Of each table: `lookup`'s id i means row row_offsets[table] + i of `weights`."""
+        """The offset of each table: `lookup`'s id i means row row_offsets[table] + i of `weights`."""
         self.first_row = [start + padding for start in starts]
         self._zero_rows = torch.tensor(starts, device=device)
         if padding:
@@ -96,7 +96,7 @@ class FixedTBE:
             start += samples * size
         self._offsets = torch.cat(ends).to(device=device, dtype=torch.int32)
         self._part_ids, self.num_ids = start, parts * start
-        # Of each id, in the order of `ids`; for the sort.
+        # The bag and the first row of the table of each id, in the order of `ids`, for the sort.
         sizes = torch.tensor(hot).repeat_interleave(samples)
         bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1).repeat_interleave(sizes)
         part = torch.arange(parts)[:, None] * samples * len(rows)
@@ -105,30 +105,30 @@ class FixedTBE:
         self._first_rows = first_row.repeat(parts).to(device=device, dtype=torch.int32)
 
     def set_learning_rate(self, value: float) -> None:
-        """Of FBGEMM's backward, from the next one on; a captured one keeps what it was captured with."""
+        """Sets the rate of FBGEMM's backward, from the next one on; a captured one keeps what it was captured with."""
         if self._tbe is not None:
             self._tbe.set_learning_rate(value)
 
     def shift(self, ids: Tensor) -> None:
-        """In place: ids as a batch has them, -1 for padding, to those that `lookup` and `sort` take."""
+        """Turns ids as a batch has them, -1 for padding, into those that `lookup` and `sort` take, in place."""
         if self._padding:
             ids.add_(1)
 
     def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
-        """A part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are enabled, and
-        its backward then updates the tables. ids: of all parts."""
+        """Returns a part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are
+        enabled, and its backward then updates the tables. ids: of all parts."""
         assert self._tbe is not None
         if self._written_zeros:
             self.weights.index_fill_(0, self._zero_rows, 0)
         return self._tbe(self.of_part(ids, part), self._offsets)
 
     def of_part(self, ids: Tensor, part: int) -> Tensor:
-        """Those of a part, [table][samples, hot], of all parts' ids."""
+        """Returns a part's ids, [table][samples, hot], of all parts' ids."""
         return ids[part * self._part_ids :][: self._part_ids]
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-        """Into sorted_ids, int32 [num_ids]: rows of `weights` in ascending order, behind -1 for every id of padding;
-        into sorted_bags: the bag of each."""
+        """Writes to sorted_ids, int32 [num_ids], rows of `weights` in ascending order, after -1 for every id of
+        padding; to sorted_bags the bag of each."""
         rows = ids + self._first_rows
         if self._padding:
             rows.masked_fill_(ids == 0, -1)
@@ -138,7 +138,7 @@ class FixedTBE:
 def _fbgemm_tables(
     rows: list[int], columns: int, optimizer: OptimizerConfig, output_dtype: torch.dtype, device: torch.device
 ) -> tuple[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor]:
-    """FBGEMM's TBE, and its weights and optimizer state as matrices."""
+    """Returns FBGEMM's TBE, and its weights and optimizer state as matrices."""
     cuda = device.type == "cuda"
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tbe = SplitTableBatchedEmbeddingBagsCodegen(

@@ -34,7 +34,7 @@ _KERNELS = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.val
 
 
 def torchrec_plan(config: TrainingConfig, ranks: Ranks) -> Plan:
-    """Rank 0's plan, on every rank; ValueError, on every rank too, where there is none. Collective."""
+    """Returns rank 0's plan, on every rank; ValueError, on every rank too, where there is none. Collective."""
     answer: list[Plan | ValueError | None] = [None]
     if ranks.rank == 0:
         kind: Literal["cuda", "cpu"] = "cuda" if ranks.device.type == "cuda" else "cpu"
@@ -58,7 +58,7 @@ def make_torchrec_plan(
     device: Literal["cuda", "cpu"],
     memory_bytes: int,
 ) -> Plan:
-    """The plan for `world_size` ranks of `memory_bytes` each. ValueError where there is none.
+    """Returns the plan for `world_size` ranks of `memory_bytes` each. ValueError where there is none.
 
     Data-parallel tables are offered to TorchRec first; where it then leaves a rank without any shard, which the static
     EBC does not have, they are not.
@@ -79,7 +79,7 @@ def make_torchrec_plan(
 def convert(
     shardings: Mapping[str, ParameterSharding], model: ModelConfig, world_size: int, optimizer: TableOptimizer
 ) -> Plan:
-    """The plan that says what TorchRec's does of the tables, which have their features' names.
+    """Returns the plan that places the tables, which have their features' names, as TorchRec's does.
 
     Where a rank holds shards of several widths it gets narrower pieces of the wide ones, all of one width: exact
     Adagrad and SGD treat each column by itself. ValueError for other sharding types than table-wise, column-wise and
@@ -116,7 +116,7 @@ def convert(
 
 
 def _of_one_width(shards: list[Shard]) -> list[Shard]:
-    """The same columns on the same ranks, a rank's all in pieces of the widest width that divides them."""
+    """Returns the same columns on the same ranks, all of a rank in pieces of the widest width that divides them."""
     pieces = []
     for rank, of_rank in groupby(shards, key=lambda shard: shard.rank):
         own = list(of_rank)
@@ -137,7 +137,7 @@ def _shardings(
     memory_bytes: int,
     data_parallel: bool,
 ) -> Mapping[str, ParameterSharding]:
-    """Of each table, by its feature's name: the planner set up as it is for TorchRec's own model."""
+    """Returns the sharding of each table, by its feature's name; the planner is set up as for TorchRec's own model."""
     model = config.model
     collection = EmbeddingBagCollection(tables=table_configs(model), device=torch.device("meta"))
     module = torch.nn.ModuleDict({"ebc": collection})

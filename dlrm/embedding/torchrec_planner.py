@@ -1,4 +1,4 @@
-"""What every use of TorchRec's planner shares: the tables, their optimizer and the machine."""
+"""The set-up of TorchRec's planner that every use of it shares: the tables, their optimizer and the machine."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -37,7 +37,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def find_features(model: nn.Module, collection: nn.Module, batch: Any, device: torch.device) -> Path:
-    """Where in `batch`, on `device`, the KJT is that `model(batch)` gives to `collection`.
+    """Finds where in `batch`, on `device`, the KJT is that `model(batch)` gives to `collection`.
 
     Calls the model, without gradients, up to there; random numbers and buffers are put back afterwards. ValueError
     where the collection is not called, or with a KJT that the batch does not hold as it is.
@@ -100,7 +100,7 @@ def map_fields(batch: Any, function: Callable[[Any], Any], features: Any = None,
 
 
 def leaves(batch: Any, features: Any = None) -> Iterator[Any]:
-    """What map_fields gives its function, in the same order, without a copy."""
+    """Returns the leaves that map_fields gives its function, in the same order, without a copy."""
     if features is not None and batch is features:
         return
     if _is_leaf(batch):
@@ -111,7 +111,7 @@ def leaves(batch: Any, features: Any = None) -> Iterator[Any]:
 
 
 def leaf_names(batch: Any, features: Any = None, name: str = "batch") -> Iterator[str]:
-    """What a reader calls each of the leaves, such as batch.dense or batch["ids"][3]."""
+    """Returns a readable name of each leaf, such as batch.dense or batch["ids"][3]."""
     if features is not None and batch is features:
         return
     if _is_leaf(batch):

@@ -9,7 +9,7 @@ _SHOWN = 60  # characters of a field's value in a message
 
 
 def form_of(fields: list[Any], pooled: Tensor) -> list[Any]:
-    """What a graph cannot change: shapes and dtypes, the value of any field that is no tensor, autocast."""
+    """Returns what a graph cannot change: shapes and dtypes, the value of any field that is no tensor, autocast."""
     kind = pooled.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return [

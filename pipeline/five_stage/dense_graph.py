@@ -33,7 +33,7 @@ WARM_UP = 3
 """Iterations of the shape to capture that run eagerly: cuBLAS and the autograd thread set themselves up in them."""
 _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
 _CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
-"""What a model may put out beside tensors while captured: it stays as it was at the capture."""
+"""The types, beside tensors, of a captured model's output; such values stay as they were at the capture."""
 
 Call = Callable[[Any], tuple[Tensor, Any]]
 
@@ -59,7 +59,7 @@ def with_values(pooled: KeyedTensor, values: Tensor) -> KeyedTensor:
 
 
 def why_not_graphed(model: DistributedModelParallel, device: torch.device) -> str | None:
-    """What keeps the dense part of this model out of a CUDA graph, as far as can be said before the capture."""
+    """Says what keeps the dense part of this model out of a CUDA graph, as far as it is known before the capture."""
     wrapped = get_module(model)
     if device.type != "cuda":
         return f"CUDA graphs need a GPU; the pipeline's device is {device}"

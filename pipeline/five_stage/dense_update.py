@@ -36,7 +36,7 @@ _CHANGED = (
 class DenseUpdate:
     """`step()` in the place of `optimizer.step()`, with the same effect.
 
-    Adagrad is looked for behind TorchRec's CombinedOptimizer and KeyedOptimizerWrapper; all other optimizers step as
+    Adagrad is looked for inside TorchRec's CombinedOptimizer and KeyedOptimizerWrapper; all other optimizers step as
     they are. A change of its hyperparameters, or of the tensors that hold its parameters, gradients and state, is
     noticed: it steps eagerly then until nothing has changed WARM_UP times. It stays eager where something depends on
     its `step` being called, hooks or a learning rate scheduler, and with a decaying learning rate or fused kernels.
@@ -63,7 +63,7 @@ class DenseUpdate:
 
     @property
     def why_not(self) -> str | None:
-        """What steps eagerly, or did but for the very first steps, and why; None if there is nothing of the kind."""
+        """Says which optimizer steps eagerly, beyond its very first steps, and why; None if none does."""
         counted = dict(self._eager)
         if any(map(_step_is_watched, self._above.values())):
             counted.setdefault(_WATCHED, 0)
@@ -72,7 +72,7 @@ class DenseUpdate:
         return "; ".join([*self._never, *some]) or None
 
     def step(self) -> None:
-        """On the current stream."""
+        """Steps on the current stream."""
         if not self._graphs:
             self._optimizer.step()
             return
@@ -157,7 +157,7 @@ class _AdagradGraph:
         self._unchanged, self._frozen, self._memory = 0, frozen, memory
 
     def _obstacle(self) -> str | None:
-        """What cannot be captured."""
+        """Raised where a step cannot be captured."""
         if any(isinstance(value, Tensor) for value in self._frozen):
             return "a hyperparameter of Adagrad is a tensor, whose value may change unnoticed"
         if any(g["lr_decay"] != 0 or g["differentiable"] or g["fused"] for g in self._optimizer.param_groups):
@@ -197,7 +197,8 @@ class _AdagradGraph:
 
 
 def _chains(optimizer: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Optimizers behind TorchRec's, each at the end of a chain of those through which its steps come."""
+    """Returns the optimizers wrapped by TorchRec's, each at the end of a chain of those through which its steps
+    come."""
     chain = (*above, optimizer)
     if type(optimizer) is CombinedOptimizer:
         return [found for _, part in optimizer.optimizers for found in _chains(part, chain)]
@@ -205,7 +206,7 @@ def _chains(optimizer: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
 
 
 def _why_never(part: Any, own: set[int]) -> str | None:
-    """What keeps an optimizer's steps out of a graph for good. own: ids of the parameters that may be in one."""
+    """Says what keeps an optimizer's steps out of a graph for good. own: ids of the parameters that may be in one."""
     parameters = [p for group in part.param_groups for p in group["params"]]
     if not parameters or _steps_in_backward(part):
         return None
@@ -220,7 +221,7 @@ def _why_never(part: Any, own: set[int]) -> str | None:
 
 
 def _steps_in_backward(optimizer: Any) -> bool:
-    """Of tables; what is left to `step` is their learning rate."""
+    """Returns whether backward updates the parameters, as those of tables; `step` then only sets the learning rate."""
     if isinstance(optimizer, OptimizerWrapper):
         return _steps_in_backward(optimizer._optimizer)
     if isinstance(optimizer, CombinedOptimizer):
@@ -229,7 +230,7 @@ def _steps_in_backward(optimizer: Any) -> bool:
 
 
 def _step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """By hooks, or by a learning rate scheduler, which puts a `step` of its own in the place of the optimizer's."""
+    """Returns whether `step` is watched: by hooks, or by a learning rate scheduler, which replaces the optimizer's."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

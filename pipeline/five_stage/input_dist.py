@@ -28,7 +28,7 @@ class Distribution:
     context: Any
     """TorchRec's, for the collection's compute_and_output_dist."""
     features: KJTList
-    """What this rank looks up, after the last step."""
+    """The KJTs that this rank looks up, after the last step."""
 
     def __init__(self, start: "Callable[[KeyedJaggedTensor], tuple[Any, Callable[[], Awaitable[KJTList]]]]") -> None:
         """start: InputDist's."""
@@ -79,7 +79,7 @@ class InputDist:
         return getattr(self._collection, "input_dist_waits", True)
 
     def new(self) -> Distribution:
-        """Of the next batch; nothing is launched yet."""
+        """Returns the input dist of the next batch; nothing is launched yet."""
         return Distribution(self._start)
 
     def _start(self, features: KeyedJaggedTensor) -> tuple[Any, Callable[[], Awaitable[KJTList]]]:

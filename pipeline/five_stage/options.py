@@ -1,4 +1,4 @@
-"""What a user of the five-stage pipeline can choose."""
+"""Options of the five-stage pipeline."""
 
 import os
 from dataclasses import dataclass
@@ -65,5 +65,5 @@ def few_queues(options: FiveStageOptions, device: torch.device) -> str | None:
     return (
         f"launch_threads=2 has collectives of several communicators in flight, and {_CONNECTIONS} is "
         f"{connections or 'not set'}: set {_CONNECTIONS}={_ENOUGH} in the environment before CUDA starts, or one of "
-        "them may stand in a hardware queue behind another that waits for it, without end"
+        "them may stand in a hardware queue after another that waits for it, without end"
     )

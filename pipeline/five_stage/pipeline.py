@@ -74,7 +74,7 @@ class FiveStagePipeline(Generic[In, Out]):
     memory, which waits for the dense update at the end of an iteration.
 
     launch_threads=2 has kernels of several communicators in flight, in an order that differs between ranks. They must
-    not queue behind one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
+    not queue after one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._updated = self._streams.mark("dense_update")
 
     def _update(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
-        """Stage 5 beside stage 4, but behind it where the optimizer waits for table gradients."""
+        """Runs stage 5 beside stage 4, but after it where the optimizer waits for table gradients."""
         gradients = self._streams.mark()
         if self._thread is not None and self._update_on_thread:
             updating = self._thread.submit(self._dense_update, gradients)
@@ -360,7 +360,7 @@ class FiveStagePipeline(Generic[In, Out]):
 
 @cache
 def _warn_once(message: str, *arguments: str) -> None:
-    """In this process, whose pipelines, for training and evaluation, have mostly the same to say."""
+    """Says it once a process, whose pipelines for training and for evaluation have mostly the same to say."""
     logger.warning(message, *arguments)
 
 

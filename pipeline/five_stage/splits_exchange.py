@@ -85,7 +85,7 @@ class ExchangeRequest(Awaitable[KJTAllToAllTensorsAwaitable]):
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What one request's exchange says, on the host."""
+    """The result of one request's exchange, on the host."""
 
     sent: list[list[int]]
     """[rank][key]: ids of each key that go to each rank."""
@@ -124,7 +124,7 @@ class _Exchanged:
         self._cuda, self._read = cuda, list[_Counts]()
 
     def counts(self, index: int) -> _Counts:
-        """Of the request at `index`; the first call waits for the exchange."""
+        """Returns the counts of the request at `index`; the first call waits for the exchange."""
         if not self._read:
             self._copied.synchronize() if self._cuda else self._work.wait()
             numbers = iter(self._on_host.tolist())
@@ -213,5 +213,5 @@ def _positions(requests: list[ExchangeRequest]) -> list[int]:
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Asynchronously, through pinned memory."""
+    """Copies asynchronously, through pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

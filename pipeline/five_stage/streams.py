@@ -17,22 +17,22 @@ class StageStreams:
         self._side = {name: torch.cuda.Stream(device, priority=p) for name, p in priorities.items() if self.cuda}
 
     def on(self, name: str, after: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
-        """What is launched within runs on side stream `name`, behind `after`."""
+        """Launches what is inside on side stream `name`, after `after`."""
         return _On(self._side[name], after) if self.cuda else nullcontext()
 
     def mark(self, name: str | None = None) -> torch.cuda.Event | None:
-        """An event behind all that side stream `name` has been given, or without a name the current stream."""
+        """Records an event after everything launched on side stream `name`, or without a name on the current stream."""
         if not self.cuda:
             return None
         return (self.current() if name is None else self._side[name]).record_event()
 
-    def hold(self, name: str, behind: torch.cuda.Event | None) -> None:
-        """Side stream `name` goes on behind an event."""
-        if behind is not None:
-            self._side[name].wait_event(behind)
+    def hold(self, name: str, after: torch.cuda.Event | None) -> None:
+        """Makes side stream `name` wait for an event."""
+        if after is not None:
+            self._side[name].wait_event(after)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """The current stream goes on behind `event`."""
+        """Makes the current stream wait for `event`."""
         if event is not None:
             self.current().wait_event(event)
 

@@ -15,9 +15,9 @@ class BatchSchedule:
     """The decisions that tell the schedule of a large batch from that of a small one."""
 
     parts: int
-    """In how many parts the batch goes from the embedding forward to the embedding backward: two equal halves where one
-    half's GEMMs hide what the other half moves over the links or through memory, else 1. Halves need ids that are
-    sorted ahead: FBGEMM's fused backward would update the tables once for each half."""
+    """The number of parts in which the batch goes from the embedding forward to the embedding backward: two equal
+    halves where one half's GEMMs hide what the other half moves over the links or through memory, else 1. Halves need
+    ids that are sorted ahead: FBGEMM's fused backward would update the tables once for each half."""
     top_update_within_chain: bool
     """Whether the top MLP's weight gradients and update start right after its backward, beside the cross layers'
     backward, where a small batch leaves room. They otherwise start after the whole chain from loss to dx0, beside the

@@ -16,7 +16,7 @@ _EAGER_BATCHES = 2
 
 
 class EvaluationSlot(Protocol):
-    """What an evaluated batch occupies on the device."""
+    """The memory of an evaluated batch on the device."""
 
     batch: Batch
 
@@ -38,8 +38,8 @@ class Evaluation(Generic[Slot]):
         ranks: Ranks,
         graphs: Callable[[str, Sequence[Callable[[], None]]], Graphs] | None,
     ) -> None:
-        """slots: two. forward: logits [B] of a slot's batch. graphs: makes graphs of a name and functions; None
-        evaluates eagerly."""
+        """slots: two. forward: returns logits [B] of a slot's batch. graphs: makes graphs from a name and
+        functions; None evaluates eagerly."""
         self.slots, self._forward = slots, forward
         self._logits = [torch.zeros_like(slot.batch.labels) for slot in slots]
         works = [partial(self._evaluate, i) for i in range(len(slots))]
@@ -52,7 +52,7 @@ class Evaluation(Generic[Slot]):
             self._read = [torch.cuda.Event() for _ in slots]
 
     def run(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits, fp32 [B], and labels of each batch; reads one batch ahead."""
+        """Yields logits, fp32 [B], and labels of each batch; reads one batch ahead."""
         i, batch = 0, next(batches, None)
         if batch is not None:
             self._copy(batch, i)
@@ -65,7 +65,7 @@ class Evaluation(Generic[Slot]):
             i = 1 - i
 
     def _run(self, i: int) -> tuple[Tensor, Tensor]:
-        """Logits and labels of slot i's batch, to keep."""
+        """Returns logits and labels of slot i's batch, to keep."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._copied[i])
         if self.graphs is not None and self._evaluated >= _EAGER_BATCHES:
@@ -83,7 +83,7 @@ class Evaluation(Generic[Slot]):
             self._logits[i].copy_(self._forward(self.slots[i]))
 
     def _copy(self, batch: Batch, i: int) -> None:
-        """Starts the copy from pinned memory, behind the last reader of the slot."""
+        """Starts the copy from pinned memory, after the last reader of the slot."""
         storage = self.slots[i].batch.storage
         if self._stream is None:
             storage.copy_(batch.storage)

@@ -1,4 +1,4 @@
-"""How batches come from host memory to the device without a copy that the host launches."""
+"""Batches come from host memory to the device without a copy that the host launches."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.kernels.fetch import fetch_next
 
 
-class BatchFeed:
+class BatchFetcher:
     """The host names batches, the device fetches them in that order."""
 
     def __init__(self, device: torch.device, in_flight: int) -> None:
@@ -19,10 +19,10 @@ class BatchFeed:
         self._fetched = torch.zeros((), dtype=torch.int64, device=device)
         self._named = 0
         self._batches: deque[torch.Tensor | None] = deque(maxlen=in_flight)
-        """Their memory, for as long as the device may read it."""
+        """The memory of named batches, for as long as the device may read it."""
 
     def name(self, batch: Batch | None) -> None:
-        """The next one to fetch; None leaves what is there as it is. The batch is kept until it has been fetched."""
+        """Names the next batch to fetch; None leaves what is there as it is. The batch is kept until it is fetched."""
         storage = None if batch is None else batch.storage
         if storage is not None and self._pin and not storage.is_pinned():
             storage = storage.pin_memory()
@@ -31,5 +31,5 @@ class BatchFeed:
         self._named += 1
 
     def fetch(self, into: Batch) -> None:
-        """Launches the copy of the next one, on the current stream."""
+        """Launches the copy of the next named batch, on the current stream."""
         fetch_next(self._addresses, self._fetched, into.storage.view(torch.int32))

@@ -27,8 +27,8 @@ class Graphs:
         stream: "torch.cuda.Stream | None",
         fallback: bool,
     ) -> None:
-        """name: of the whole, for messages. stream: that captures. fallback: after a failed capture the functions run
-        eagerly; without it a failure is an error."""
+        """name: of the whole, for messages. stream: the one that captures. fallback: after a failed capture the
+        functions run eagerly; without it a failure is an error."""
         self._name, self._works, self._ranks, self._stream = name, works, ranks, stream
         self._fallback = fallback
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -38,7 +38,7 @@ class Graphs:
         """Why the functions run eagerly; None while they do not."""
 
     def run(self, i: int) -> None:
-        """Function i, by replay. The first call is collective and captures, which runs nothing.
+        """Runs function i, by replay. The first call is collective and captures, which runs nothing.
 
         RuntimeError, on every rank, where that fails on any and fallback is off.
         """
@@ -63,7 +63,7 @@ class Graphs:
         self._graphs.clear()
 
     def describe(self) -> dict[str, Any]:
-        """For the record."""
+        """Returns what a record says about the graphs."""
         return {"captures": self.captures, "fell_back": self.fell_back}
 
     def _capture(self) -> None:
@@ -127,7 +127,8 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def says(self, error: Exception) -> str:
-        """Where `error`, which ended the capture, comes from, and its first line, or that of the op's own error."""
+        """Says where `error`, which ended the capture, comes from, with its first line, or that of the op's own
+        error."""
         where = f"at {self._last}" if self._error else f"after {self._last}" if self._last else "before any op"
         first = self._error or error
         return f"{where}: {type(first).__name__}: {(str(first).splitlines() or [''])[0]}"

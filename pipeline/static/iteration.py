@@ -7,8 +7,8 @@
 4 embedding backward       the other weight gradients beside it
 5 dense update             beside 3 and 4
 
-Large batches go through stages 2 to 4 in two halves: what one half moves over the links or through memory hides behind
-the other half's GEMMs. Table update and weight gradients are of the whole batch. BatchSchedule has the decisions.
+Large batches go through stages 2 to 4 in two halves: what one half moves over the links or through memory hides under
+the other half's GEMMs. Table update and weight gradients take the whole batch. BatchSchedule has the decisions.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.pipeline.static.batch_schedule import BatchSchedule
-from dlrm_bench.pipeline.static.fetch import BatchFeed
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.streams import MAIN, Branch, IterationStreams, Priority
 
 # The streams of the batch's parts from the embedding forward to the embedding backward, and of their lookups.
@@ -36,19 +36,19 @@ _ALL = slice(None)
 
 @dataclass(slots=True)
 class Slot:
-    """What one batch in flight occupies on the device."""
+    """The memory of one batch in flight on the device."""
 
     batch: Batch
-    """As it came from the host."""
+    """The batch as it came from the host."""
     ids: DistributedIds
 
 
 @dataclass(frozen=True, slots=True)
 class _EmbeddingForward:
-    """What the embedding forward leaves to the stages after it."""
+    """Everything that the embedding forward leaves to the stages after it."""
 
     pooled: Tensor | None
-    """What the lookup of the first part gives, for the table update."""
+    """The result of the first part's lookup, for the table update."""
     parts: list[Branch]
     """The chain of each part, from its output dist on."""
     local: Branch
@@ -68,11 +68,11 @@ class Iteration:
         ebc: StaticEBC,
         memory: PeerMemory | None,
         streams: IterationStreams,
-        feed: BatchFeed,
+        fetcher: BatchFetcher,
     ) -> None:
         """memory: what `dense` and `ebc` exchange through, where that is peer memory."""
         self._config, self._schedule, self._memory = config, schedule, memory
-        self._dense, self._ebc, self._streams, self._feed = dense, ebc, streams, feed
+        self._dense, self._ebc, self._streams, self._fetcher = dense, ebc, streams, fetcher
         self._stream_names = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, strict=True))[: schedule.parts]
 
     def train(self, now: Slot, ahead: Slot) -> None:
@@ -195,18 +195,18 @@ class Iteration:
         bucket.update(self._ebc.learning_rate, self._config.optimizer.eps)
 
     def _local_forward(self, slot: Slot) -> None:
-        """What needs no other rank: the replicated tables and the bottom MLP."""
+        """Runs what needs no other rank: the replicated tables and the bottom MLP."""
         self._ebc.lookup_replicated(slot.ids, self._interaction_input())
         self._dense.bottom_forward(slot.batch.dense)
 
     def input_dist(self, slot: Slot) -> None:
-        """Of the next batch, which `slot` then holds."""
+        """Fetches the next batch into `slot` and distributes its ids."""
         with record_function("input_dist"):
-            self._feed.fetch(slot.batch)
+            self._fetcher.fetch(slot.batch)
             self._ebc.input_dist(slot.batch.ids, slot.ids)
 
     def evaluate(self, slot: Slot) -> Tensor:
-        """Logits of `slot`'s batch, by weights that were gathered before."""
+        """Returns the logits of `slot`'s batch, by weights that were gathered before."""
         with record_function("input_dist"):
             self._ebc.input_dist(slot.batch.ids, slot.ids)
         self._local_forward(slot)

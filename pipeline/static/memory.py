@@ -1,4 +1,4 @@
-"""What a pipeline keeps in memory, on every rank, and how much is left."""
+"""The memory that a pipeline takes on every rank, and how much is left."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from dlrm_bench.dlrm.ranks import Ranks
 
 
 def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
-    """GB of each part on each rank, and on GPUs what the allocator holds and what is left. Collective.
+    """Returns the GB of each part on each rank, and on GPUs what the allocator holds and what is left. Collective.
 
-    parts: tensors, in lists and dataclasses where need be; memory behind several views counts once, and memory behind
-    none of them does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and
+    parts: tensors, in lists and dataclasses where need be; memory that several views show counts once, and memory
+    that none shows does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and
     the dense network's buffers, graph pools in use) but those in peer memory, `reserved` what PyTorch took from the
     device for them, and `left` what nobody has taken.
     """
@@ -33,7 +33,7 @@ def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def _bytes(part: Any) -> int:
-    """Of each allocation what its views show, which may be strided, or all of it where they show more."""
+    """Returns the bytes that views show of each allocation, which may be strided; all of it where they show more."""
     whole: dict[int, int] = {}
     seen: Counter[int] = Counter()
     for tensor in _tensors(part):

@@ -21,8 +21,8 @@ class StaticOptions:
     """Sort ids in the input dist, one batch ahead, instead of in the embedding backward, and update tables from sorted
     ids with a kernel of ours."""
     peer_memory: bool = False
-    """With presort_ids, on one node: kernels write ids, pooled vectors, their gradients and updated dense weights
-    directly into the memory of the other GPUs, in place of collectives and the copies around them."""
+    """Let kernels write ids, pooled vectors, their gradients and updated dense weights directly into the memory of the
+    other GPUs, in place of collectives and the copies around them; needs presort_ids, and all ranks on one node."""
     plan: Literal["balanced", "torchrec"] = "balanced"
     """The planner that places the tables: ours, or TorchRec's, limited to table-wise, column-wise and data-parallel
     sharding."""

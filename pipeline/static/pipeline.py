@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.buckets import DenseState
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.embedding.plan import plan_for
-from dlrm_bench.dlrm.embedding.pooled_exchange import Peers
+from dlrm_bench.dlrm.embedding.pooled_exchange import PeerInputs
 from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
 from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
 from dlrm_bench.dlrm.embedding.torchrec_plan import torchrec_plan
@@ -23,10 +23,10 @@ from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.interface import check_device
-from dlrm_bench.pipeline.state import ModelState, Part, Parts, gather, scatter, table_key
+from dlrm_bench.pipeline.state import ModelState, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
 from dlrm_bench.pipeline.static.evaluation import Evaluation
-from dlrm_bench.pipeline.static.fetch import BatchFeed
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.iteration import Iteration, Slot
 from dlrm_bench.pipeline.static.memory import memory_gb
@@ -79,14 +79,14 @@ class StaticPipeline:
             shape,
             config.seed,
             options.presort_ids,
-            Peers(memory, inputs) if memory and inputs else None,
+            PeerInputs(memory, inputs) if memory and inputs else None,
         )
         self._rate = config.optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
-        self._feed = BatchFeed(device, MAX_IN_FLIGHT)
-        self._iteration = Iteration(config, schedule, self.dense, self.ebc, memory, self._streams, self._feed)
+        self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
+        self._iteration = Iteration(config, schedule, self.dense, self.ebc, memory, self._streams, self._fetcher)
         make_graphs = None
         if options.cuda_graph != "none":
             fallback = options.cuda_graph == "try"
@@ -99,11 +99,11 @@ class StaticPipeline:
         self._named = 0
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch itself: its one buffer in pinned memory is all that travels."""
+        """Returns the batch itself: its one buffer in pinned memory is all that travels."""
         return batch
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """One iteration; reads one batch ahead of the one it trains on. ValueError for batches behind the end: what
+        """Runs one iteration; reads one batch ahead of the one it trains on. ValueError for batches after the end: what
         ran ahead then had none to go on with."""
         if self._named == 0:
             self._prime(batches)
@@ -123,13 +123,14 @@ class StaticPipeline:
         return self.dense.loss.clone()
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Forward only; the batches of the training in flight keep their slots."""
+        """Runs forward passes only; the batches of the training in flight keep their slots."""
         for bucket in (*self.dense.cross.values(), *self.dense.top.values()):
             bucket.all_gather()
         yield from self._eval.run(batches)
 
     def set_learning_rate(self, value: float) -> None:
-        """The learning rate of all weights from the next step on; all ranks give the same. ValueError names a bad one.
+        """Sets the learning rate of all weights from the next step on, the same on all ranks. ValueError names a bad
+        one.
 
         Nearly everything reads it from the device. FBGEMM's update, without presort_ids, has it built into the captured
         iteration, which is then captured anew; rank 0 says so.
@@ -143,16 +144,17 @@ class StaticPipeline:
             self._graphs.forget(f"learning rate {value}")
 
     def describe(self) -> dict[str, Any]:
-        """The plan; each rank's embedding time, predicted and measured, and GB of memory; the graphs. Collective."""
+        """Returns the plan, each rank's embedding time, predicted and measured, and GB of memory, and the graphs.
+        Collective."""
         names, graphs = self._config.model.feature_names, {"iteration": self._graphs, "evaluation": self._eval.graphs}
         memory = memory_gb(
             self._ranks,
             {
-                "tables": [part.weights for part in self.ebc.tables()],
-                "optimizer_state": [part.state for part in self.ebc.tables()],
+                "tables": [table.weights for table in self.ebc.tables()],
+                "optimizer_state": [table.state for table in self.ebc.tables()],
                 "batches": [*self._slots, *self._eval.slots],
                 "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
-                # Beside other things what of batches and dense weights other ranks write.
+                # The batches and dense weights that other ranks write are in it, too.
                 **({"peer_memory": self._memory.own} if self._memory is not None else {}),
             },
         )
@@ -175,8 +177,9 @@ class StaticPipeline:
     # State
 
     def state_dict(self) -> ModelState:
-        """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""
-        weights, optimizer = (self._parts(which, self.dense.state_dict(which)) for which in _MASTER_AND_STATE)
+        """Returns weights and optimizer state after the last step, whole, on rank 0. Collective; see
+        pipeline/state.py."""
+        weights, optimizer = (self._blocks(which, self.dense.state_dict(which)) for which in _MASTER_AND_STATE)
         return gather(weights, optimizer, self._ranks)
 
     def load_state_dict(self, state: ModelState) -> None:
@@ -185,32 +188,33 @@ class StaticPipeline:
         ValueError where it is of another model.
         """
         dense = [self.dense.state_dict(which) for which in _MASTER_AND_STATE]
-        weights, optimizer = map(self._parts, _MASTER_AND_STATE, dense)
+        weights, optimizer = map(self._blocks, _MASTER_AND_STATE, dense)
         scatter(state, weights, optimizer, self._ranks)
         for which, values in zip(_MASTER_AND_STATE, dense, strict=True):
             self.dense.load_state_dict(values, which)
 
-    def _parts(self, which: DenseState, dense: dict[str, Tensor]) -> Parts:
-        """Weights or optimizer state of the tables, as they lie, and of the dense network, from whole copies."""
+    def _blocks(self, which: DenseState, dense: dict[str, Tensor]) -> TensorBlocks:
+        """Returns weights or optimizer state of the tables, as they lie, and of the dense network, from whole
+        copies."""
         model, names = self._config.model, torchrec_names(self._config.model)
-        held = {part.shard: part.weights if which == "master" else part.state for part in self.ebc.tables()}
-        parts = {names[name]: [Part.whole(value)] for name, value in dense.items()}
+        held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.tables()}
+        blocks = {names[name]: [TensorBlock.whole(value)] for name, value in dense.items()}
         state_columns = self._config.optimizer.state_columns
         for s in self._plan.shards:
             columns = s.columns if which == "master" else state_columns(s.columns)
             if columns == 0:
                 continue
-            part = Part(s.rank, (0, s.column), (model.rows[s.table], columns), held.get(s))
-            parts.setdefault(table_key(model, s.table), []).append(part)
+            block = TensorBlock(s.rank, (0, s.column), (model.rows[s.table], columns), held.get(s))
+            blocks.setdefault(table_key(model, s.table), []).append(block)
         for shard, tensor in held.items():
             if shard.table in self._plan.replicated:
-                parts[table_key(model, shard.table)] = [Part.whole(tensor)]
-        return parts
+                blocks[table_key(model, shard.table)] = [TensorBlock.whole(tensor)]
+        return blocks
 
     # Batches in flight
 
     def _new_slot(self, sorts: bool = True) -> Slot:
-        """sorts: whether its ids are sorted where those of the training are."""
+        """sorts: whether its ids are sorted, where the training sorts ids."""
         size, model = self._config.local_batch_size, self._config.model
         batch = Batch.over(Batch.empty(size, model).storage.zero_().to(self._ranks.device), size, model)
         ids = self.ebc.empty_ids()
@@ -225,6 +229,6 @@ class StaticPipeline:
             self._iteration.input_dist(self._slots[0])
 
     def _name(self, batch: Batch | None) -> None:
-        """For the next input dist."""
-        self._feed.name(batch)
+        """Names the batch of the next input dist."""
+        self._fetcher.name(batch)
         self._named += batch is not None

@@ -36,7 +36,7 @@ class Branch:
 
     name: str
     stream: "torch.cuda.Stream | None"
-    """None where everything is in order anyway."""
+    """The CUDA stream; None where everything is in order anyway."""
 
 
 class IterationStreams:

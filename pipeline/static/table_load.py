@@ -1,4 +1,4 @@
-"""What each rank has to do for its tables, as the planner predicts it and as it is."""
+"""The time that each rank's tables take, as the planner predicts it and as it is measured."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +41,8 @@ def embedding_load(
 
 
 def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks) -> list[float]:
-    """Microseconds of lookup, sort and update of each rank's sharded tables, alone and without collectives. Collective.
+    """Returns microseconds of lookup, sort and update of each rank's sharded tables, alone and without collectives.
+    Collective.
 
     batches: ids to use in turn; they stay as they are. So do weights and optimizer state, bit for bit: the update is
     given gradients of zero, which cost what others do and change nothing under Adagrad, rowwise Adagrad and SGD. In

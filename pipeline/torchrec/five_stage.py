@@ -19,7 +19,7 @@ from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches
 logger = logging.getLogger(__name__)
 
 ALL_TO_ALLS = 3
-"""Of an iteration: ids, pooled vectors, their gradients."""
+"""All-to-alls of an iteration: ids, pooled vectors, their gradients."""
 
 
 class TorchRecFiveStagePipeline(TorchRecPipeline):
@@ -43,7 +43,8 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             schedule.close()
 
     def describe(self) -> dict[str, Any]:
-        """What the model's says; switches that were off although asked for, and why; features by their input dist.
+        """Returns what the model's says; switches that were off although asked for, and why; features by their input
+        dist.
 
         Collective, and the same on every rank.
         """
@@ -62,7 +63,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         return described
 
     def _graphed_dists(self, collection: TrimmedEBC) -> tuple[list[str], str | None]:
-        """What every rank replays, and why that is not all. Collective."""
+        """Returns what every rank replays, and why that is not everything. Collective."""
         everyone: list[list[dict[str, Any]]] = [[]] * self._ranks.world_size
         dist.all_gather_object(everyone, [graphed.describe() for graphed in collection.graphed()])
         replayed = sorted(set.intersection(*({of["name"] for of in rank if of["replayed"]} for rank in everyone)))

@@ -1,4 +1,5 @@
-"""What every pipeline over TorchRec's modules shares: the sharded DLRM_DCN, its optimizer, its batches, its state.
+"""The parts that every pipeline over TorchRec's modules shares: the sharded DLRM_DCN, its optimizer, its batches, its
+state.
 
 EmbeddingBagCollection, EmbeddingShardingPlanner with the true pooling factors, DistributedModelParallel, exact Adagrad
 fused into the embedding backward, torch.optim.Adagrad for the dense weights, as the MLPerf reference has them. See
@@ -40,7 +41,7 @@ from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memo
 from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
 from dlrm_bench.dlrm.model import DenseNetwork, torchrec_names
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, Part, Parts, gather, scatter, table_key
+from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.torchrec.batch import BatchLayout
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 
@@ -107,7 +108,7 @@ class TorchRecPipeline(ABC):
     def state_dict(self) -> ModelState:
         """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""
         self._synchronize()
-        return gather(*self._parts(), self._ranks)
+        return gather(*self._blocks(), self._ranks)
 
     def load_state_dict(self, state: ModelState) -> None:
         """Continues from rank 0's `state`, of any pipeline; batches in flight stay. Collective; see pipeline/state.py.
@@ -116,25 +117,25 @@ class TorchRecPipeline(ABC):
         ValueError where the state is of another model.
         """
         self._synchronize()
-        scatter(state, *self._parts(), self._ranks)
+        scatter(state, *self._blocks(), self._ranks)
         self._synchronize()
 
-    def _parts(self) -> tuple[Parts, Parts]:
+    def _blocks(self) -> tuple[TensorBlocks, TensorBlocks]:
         """Weights and optimizer state; ValueError where the latter is of the sharding and not of the model."""
         weights, state = self._model.state_dict(), self._optimizer.state_dict()["state"]
         table_optimizer = self._config.optimizer.embedding
         of_weights, of_optimizer = {}, {}
         for key, value in weights.items():
             name, is_table = key.removeprefix("model."), ".embedding_bags." in key
-            of_weights[name] = _tensor_parts(value, value)
+            of_weights[name] = _tensor_blocks(value, value)
             if not is_table or table_optimizer != "sgd":
-                parts = _tensor_parts(value, _sums(state.get(key, {})))
-                of_optimizer[name] = _of_rows(name, parts) if is_table and table_optimizer != "adagrad" else parts
+                blocks = _tensor_blocks(value, _sums(state.get(key, {})))
+                of_optimizer[name] = _of_rows(name, blocks) if is_table and table_optimizer != "adagrad" else blocks
         return of_weights, of_optimizer
 
     @abstractmethod
     def close(self) -> None:
-        """As the interface has it."""
+        """See dlrm_bench.pipeline.interface.Pipeline."""
 
     def describe(self) -> dict[str, Any]:
         """Sharding type and ranks of every table, as the planner chose them; formats of quantised collectives."""
@@ -157,7 +158,7 @@ class TorchRecPipeline(ABC):
 
     @abstractmethod
     def _schedule(self, training: bool) -> Any:
-        """What schedules model and optimizer, with the method `progress` of TorchRec's train pipelines.
+        """Returns what schedules model and optimizer, with the method `progress` of TorchRec's train pipelines.
 
         training: whether it is to train or to evaluate.
         """
@@ -201,7 +202,7 @@ class TorchRecPipeline(ABC):
 
 
 def quantized_codecs(options: TorchRecModelOptions, device: torch.device) -> Codecs | None:
-    """What encodes pooled vectors and their gradients for TorchRec's collectives; None where they stay fp32.
+    """Returns the codecs of pooled vectors and their gradients for TorchRec's collectives; None where they stay fp32.
 
     Gradients of a mean loss are small, so they keep fp32's exponents: the pair of TorchRec's own example, see
     torchrec.distributed.fbgemm_qcomm_codec. On the CPU TorchRec puts fp16 in bf16's place.
@@ -283,17 +284,18 @@ def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLR
     return dlrm
 
 
-def _tensor_parts(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[Part]:
-    """Where `weights` has its shards, with the memory of `tensor`, sharded alike and None without a local shard."""
+def _tensor_blocks(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[TensorBlock]:
+    """Returns the blocks of `weights`, with the memory of `tensor`, sharded in the same way; None without a local
+    shard."""
     if not isinstance(weights, ShardedTensor):
         assert isinstance(tensor, Tensor)
-        return [Part.whole(tensor)]
+        return [TensorBlock.whole(tensor)]
     local = {}
     if isinstance(tensor, ShardedTensor):  # rowwise state has offsets of its own; its shards are in the same order
         for shard, of_weights in zip(tensor.local_shards(), weights.local_shards(), strict=True):
             local[tuple(of_weights.metadata.shard_offsets)] = shard.tensor
     return [
-        Part(s.placement.rank(), tuple(s.shard_offsets), tuple(s.shard_sizes), local.get(tuple(s.shard_offsets)))
+        TensorBlock(s.placement.rank(), tuple(s.shard_offsets), tuple(s.shard_sizes), local.get(tuple(s.shard_offsets)))
         for s in weights.metadata().shards_metadata
     ]
 
@@ -303,15 +305,16 @@ def _sums(state: dict[str, Any]) -> Tensor | ShardedTensor | None:
     return next((value for name, value in state.items() if name == "sum" or name.endswith(".momentum1")), None)
 
 
-def _of_rows(name: str, parts: list[Part]) -> list[Part]:
-    """The parts of rowwise state, [rows, 1], of a table sharded as `parts`; ValueError where columns are split."""
-    if any(part.start[1] > 0 for part in parts):
+def _of_rows(name: str, blocks: list[TensorBlock]) -> list[TensorBlock]:
+    """Returns the blocks of rowwise state, [rows, 1], of a table of `blocks`; ValueError where columns are split."""
+    if any(block.start[1] > 0 for block in blocks):
         raise ValueError(
             f"{name}: TorchRec's plan splits its columns, so rowwise Adagrad's state is of shards and not of rows: "
             "move states with --optimizer.embedding adagrad"
         )
     return [
-        Part(p.owner, p.start, (p.shape[0], 1), p.local.view(-1, 1) if p.local is not None else None) for p in parts
+        TensorBlock(b.owner, b.start, (b.shape[0], 1), b.local.view(-1, 1) if b.local is not None else None)
+        for b in blocks
     ]
 
 
@@ -319,7 +322,7 @@ def _fill_tables(sharded: DistributedModelParallel, model: ModelConfig, seed: in
     state = sharded.state_dict()
     for table, rows in enumerate(model.rows):
         weights = state[f"model.{table_key(model, table)}"]
-        for part in _tensor_parts(weights, weights):
+        for part in _tensor_blocks(weights, weights):
             if part.local is not None:
                 row, column = part.start
                 fill_initial_weights(

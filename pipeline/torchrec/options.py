@@ -10,7 +10,7 @@ Schedule = Literal["base", "sparse-dist", "fused-sparse-dist"]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TorchRecModelOptions:
-    """What can be chosen of TorchRec's sharded model, whatever its schedule."""
+    """Options of TorchRec's sharded model, whatever its schedule."""
 
     row_wise: bool = True
     """Let TorchRec's planner split tables by rows, which makes the input dist depend on the ids: the host has to read
@@ -66,8 +66,8 @@ class FiveStageSwitches(TorchRecModelOptions):
     host's reads of them. Where all tables are sharded table-wise, also leave the copies and the second autograd
     function out of the output dist."""
     graph_dists: bool = False
-    """With trim_input_dist: replay each all-to-all of ids and pooled vectors, with what surrounds it, as a CUDA
-    graph."""
+    """Replay each all-to-all of ids and pooled vectors, with what surrounds it, as a CUDA graph; needs
+    trim_input_dist."""
 
     def __post_init__(self) -> None:
         require(

@@ -52,7 +52,7 @@ class StockPipeline(TorchRecPipeline):
         """Nothing to free."""
 
     def describe(self) -> dict[str, Any]:
-        """What the model's says, and the switches that do not apply here."""
+        """Returns what the model's says, and the switches that do not apply here."""
         off = {}
         if self._options.inplace_copy and self._device.type == "cpu":
             off["inplace_copy"] = "batches stay where they are on the CPU"

@@ -33,7 +33,7 @@ def pass_on(ranks: Ranks) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_what_ranks_write_is_seen_behind_a_barrier(
+def test_what_ranks_write_is_seen_after_a_barrier(
     run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
 ) -> None:
     for rank, found in enumerate(run_ranks(world_size, pass_on, gpu=gpu)):

@@ -86,7 +86,7 @@ def test_triton_equals_plain(tables: list[int], batch: int, hot: int, columns: i
     rate = torch.tensor([0.05], device=DEVICE)
     expected, expected_state = weights.double(), state.double()  # long runs show what fp32 sums round off
     plain_sorted_adagrad(expected, expected_state, grad, *ordered, rate, EPS)
-    again, again_state = torch.stack([weights, state], dim=1).unbind(1)  # each row's state behind its weights
+    again, again_state = torch.stack([weights, state], dim=1).unbind(1)  # each row's state after its weights
     triton_sorted_adagrad(weights, state, grad, *ordered, rate, EPS)
     triton_sorted_adagrad(again, again_state, grad, *ordered, rate, EPS)
     torch.testing.assert_close(state.double(), expected_state, rtol=2e-5, atol=5e-4)

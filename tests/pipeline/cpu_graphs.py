@@ -13,7 +13,7 @@ import dlrm_bench.pipeline.five_stage.dense_graph
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.static.graphs
 import dlrm_bench.pipeline.static.pipeline
-from dlrm_bench.pipeline.static.fetch import BatchFeed
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
 
 
 class Replayed:
@@ -32,7 +32,7 @@ def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
 
     def record(work: Callable[[], None], watch: Any, *_: Any) -> Replayed:
         if fails():
-            with watch, patch.object(BatchFeed, "fetch", lambda *_: None):
+            with watch, patch.object(BatchFetcher, "fetch", lambda *_: None):
                 work()
         return Replayed(work)
 

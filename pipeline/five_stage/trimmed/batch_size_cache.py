@@ -17,21 +17,21 @@ def bound(cache: dict[Any, Any]) -> None:
 
 
 class BatchSizeCache(Generic[T]):
-    """What is made for batches of one size, and read on the stream that it was made on. Bounded, but for the first
-    size's where graphs read its memory."""
+    """A cache of what is made for batches of one size, and read on the stream that it was made on. It is bounded, but
+    for the first size's entry where graphs read its memory."""
 
     def __init__(self) -> None:
         self.replayed: T | None = None
-        """That of the first size, for good, if there are graphs of it."""
+        """The entry of the first size, kept for good, if there are graphs of it."""
         self._replayed_size: Hashable = None
         self._made: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
-        """How many of them may go."""
+        """Returns how many entries may be dropped."""
         return len(self._made)
 
-    def of(self, size: Hashable, device: torch.device, make: Callable[[], T], replay: Callable[[T], None] | None) -> T:
-        """What `make` made for this size. replay: gives the first one its graphs."""
+    def get(self, size: Hashable, device: torch.device, make: Callable[[], T], replay: Callable[[T], None] | None) -> T:
+        """Returns what `make` made for this size. replay: gives the first one its graphs."""
         if self.replayed is not None and self._replayed_size == size:
             return self.replayed
         if self.replayed is None and replay is not None:

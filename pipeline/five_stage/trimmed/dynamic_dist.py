@@ -12,26 +12,26 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 
-from .static_dist import AllToAll, Group, InFlight, Part, Peers, gather
+from .static_dist import AllToAll, Group, InFlight, KJTLayout, RankGroup, gather
 
 
 class DynamicDist:
-    """Of groups with row-wise tables or undeclared sizes.
+    """The input dist of groups with row-wise tables or undeclared sizes.
 
     A batch takes an all-to-all of lengths, which the stride alone sizes, one host read of sums of lengths and an
     all-to-all of values. The read is issued by `start` and waited for in `launch`. Row-wise buckets are TorchRec's own,
     of the whole input: other keys are bucketized to no purpose, which takes fewer launches than leaving them out.
     """
 
-    def __init__(self, groups: Sequence[Group], keys: Sequence[str], peers: Peers) -> None:
+    def __init__(self, groups: Sequence[Group], keys: Sequence[str], rank_group: RankGroup) -> None:
         """keys: of the input, in its order."""
         self.groups = groups
         self.exchanged = [group for group in groups if group.exchanged]
         self.local = [group for group in groups if not group.exchanged]
-        self.peers, world_size = peers, peers.world_size
+        self.rank_group, world_size = rank_group, rank_group.world_size
         self._keys = keys
         bucket_rows = self._bucket_rows()
-        self._bucket_rows_tensors = [torch.tensor(rows, device=peers.device) for rows in bucket_rows]
+        self._bucket_rows_tensors = [torch.tensor(rows, device=rank_group.device) for rows in bucket_rows]
         self._takes_input = any(group.hash_sizes is None for group in groups)
 
         # Source rows, each a key's lengths: [key] of the input, then [list of bucket_rows][rank][key].
@@ -50,12 +50,12 @@ class DynamicDist:
 
         sent = [source_rows(self.exchanged, rank) for rank in range(world_size)]
         self.send_rows = [len(rows) for rows in sent]
-        self.own_rows = self.send_rows[peers.rank]
-        kept = [row for rows in sent for row in rows] + source_rows(self.local, peers.rank)
-        self.kept_rows = _rows(kept, num_input_rows + len(bucket_rows) * world_size * len(keys), peers.device)
+        self.own_rows = self.send_rows[rank_group.rank]
+        kept = [row for rows in sent for row in rows] + source_rows(self.local, rank_group.rank)
+        self.kept_rows = _rows(kept, num_input_rows + len(bucket_rows) * world_size * len(keys), rank_group.device)
         # Received [rank][feature]; looked up [feature][rank].
         received = [rank * self.own_rows + i for i in range(self.own_rows) for rank in range(world_size)]
-        self.received_rows = _rows(received, len(received), peers.device)
+        self.received_rows = _rows(received, len(received), rank_group.device)
 
     def start(self, features: KeyedJaggedTensor) -> InFlight:
         """Exchanges the lengths of one batch and issues the read."""
@@ -63,18 +63,19 @@ class DynamicDist:
         for index, rows in enumerate(self._bucket_rows_tensors):
             if rows.dtype != features.values().dtype:
                 rows = self._bucket_rows_tensors[index] = rows.to(features.values().dtype)
-            bucketized, _ = bucketize_kjt_before_all2all(features, self.peers.world_size, block_sizes=rows)
+            bucketized, _ = bucketize_kjt_before_all2all(features, self.rank_group.world_size, block_sizes=rows)
             sources.append((bucketized.lengths(), bucketized.values()))
         lengths, values = (_concatenated(tensors) for tensors in zip(*sources, strict=True))
         return _DynamicInFlight(self, lengths.view(-1, features.stride()), values)
 
     def all_to_all_of_lengths(self, sent: Tensor) -> Tensor:
         """[rows to send, by rank; stride] to [rank and feature, stride]."""
-        world_size = self.peers.world_size
+        world_size = self.rank_group.world_size
         if world_size == 1 or not self.exchanged:
             return sent
         received = sent.new_empty(world_size * self.own_rows, sent.shape[1])
-        dist.all_to_all_single(received, sent, [self.own_rows] * world_size, self.send_rows, group=self.peers.group)
+        receive_rows, group = [self.own_rows] * world_size, self.rank_group.group
+        dist.all_to_all_single(received, sent, receive_rows, self.send_rows, group=group)
         return received
 
     def _bucket_rows(self) -> list[list[int]]:
@@ -83,7 +84,7 @@ class DynamicDist:
         for group in self.exchanged:
             if group.hash_sizes is not None:
                 for name, rows in zip(group.features[0], group.hash_sizes, strict=True):
-                    size = _bucket_size(rows, self.peers.world_size)
+                    size = _bucket_size(rows, self.rank_group.world_size)
                     if size not in needed[name]:
                         needed[name].append(size)
         layers = max(map(len, needed.values()))
@@ -111,12 +112,12 @@ class _DynamicInFlight:
         kept, self._received = sums[:num_kept], sums[num_kept:]
         _, values = _permute(dynamic.kept_rows, self._lengths, self._values, sum(kept))
         send_splits = _sums(kept, dynamic.send_rows)
-        receive_splits = _sums(self._received, [dynamic.own_rows] * dynamic.peers.world_size)
+        receive_splits = _sums(self._received, [dynamic.own_rows] * dynamic.rank_group.world_size)
         sent = values[: sum(send_splits)]
         if dynamic.exchanged:
-            self._all_to_all = AllToAll.start(sent, send_splits, receive_splits, dynamic.peers)
-        local = _parts(dynamic.local, dynamic.peers.rank, kept[num_sent:], self._kept_lengths[num_sent:])
-        self._result = {part.group.index: part.kjt(values[len(sent) :]) for part in local}
+            self._all_to_all = AllToAll.start(sent, send_splits, receive_splits, dynamic.rank_group)
+        local = _kjt_layouts(dynamic.local, dynamic.rank_group.rank, kept[num_sent:], self._kept_lengths[num_sent:])
+        self._result = {each.group.index: each.kjt(values[len(sent) :]) for each in local}
         self._values = None
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
@@ -126,9 +127,9 @@ class _DynamicInFlight:
             values, total = self._all_to_all.wait(), sum(self._received)
             lengths, values = _permute(dynamic.received_rows, self._received_lengths, values, total)
             length_per_key = [sum(self._received[feature::own]) for feature in range(own)]
-            lengths = lengths.reshape(own, dynamic.peers.world_size * lengths.shape[1])
-            parts = _parts(dynamic.exchanged, dynamic.peers.rank, length_per_key, lengths)
-            self._result |= {part.group.index: part.kjt(values) for part in parts}
+            lengths = lengths.reshape(own, dynamic.rank_group.world_size * lengths.shape[1])
+            layouts = _kjt_layouts(dynamic.exchanged, dynamic.rank_group.rank, length_per_key, lengths)
+            self._result |= {each.group.index: each.kjt(values) for each in layouts}
             self._all_to_all = None
         return self._result
 
@@ -151,19 +152,19 @@ class _HostRead:
         return self._numbers.tolist()
 
 
-def _parts(groups: Sequence[Group], rank: int, length_per_key: list[int], lengths: Tensor) -> list[Part]:
+def _kjt_layouts(groups: Sequence[Group], rank: int, length_per_key: list[int], lengths: Tensor) -> list[KJTLayout]:
     """lengths: [features of the groups, stride]."""
-    parts, first, start = [], 0, 0
+    layouts, first, start = [], 0, 0
     for group in groups:
         keys = group.features[rank]
         last = first + len(keys)
         of_group = length_per_key[first:last]
         offset_per_key = list(accumulate(of_group, initial=0))
         end = start + offset_per_key[-1]
-        own_lengths = lengths[first:last].reshape(-1)
-        parts.append(Part(group, start, end, keys, own_lengths, None, lengths.shape[1], of_group, offset_per_key))
+        own_lengths, stride = lengths[first:last].reshape(-1), lengths.shape[1]
+        layouts.append(KJTLayout(group, start, end, keys, own_lengths, None, stride, of_group, offset_per_key))
         first, start = last, end
-    return parts
+    return layouts
 
 
 def _bucket_size(rows: int, world_size: int) -> int:
@@ -172,13 +173,13 @@ def _bucket_size(rows: int, world_size: int) -> int:
 
 
 def _sums(lengths: list[int], counts: list[int]) -> list[int]:
-    """Of so many lengths at a time."""
+    """Returns the sums of `counts` consecutive lengths each."""
     ends = list(accumulate(counts, initial=0))
     return [sum(lengths[start:end]) for start, end in pairwise(ends)]
 
 
 def _rows(rows: list[int], total: int, device: torch.device) -> Tensor | None:
-    """On the device; None where they are 0 .. total - 1."""
+    """Returns the rows on the device; None where they are 0 .. total - 1."""
     return None if rows == list(range(total)) else torch.tensor(rows, dtype=torch.int32, device=device)
 
 

@@ -25,7 +25,7 @@ from .batch_size_cache import BatchSizeCache
 
 
 class TrimmedOutputDist(nn.Module):
-    """In the place of a TwPooledEmbeddingDist: the same results and gradients, bit by bit.
+    """A stand-in for a TwPooledEmbeddingDist: the same results and gradients, bit by bit.
 
     `forward` launches the all-to-all, the wait of what it returns belongs on the same stream.
     """
@@ -46,7 +46,8 @@ class TrimmedOutputDist(nn.Module):
 
     @staticmethod
     def can_replace(stock: nn.Module) -> bool:
-        """Not where there is nobody to exchange with, where vectors are quantised, or columns are put in order."""
+        """Returns whether it can: not where no other rank exchanges, vectors are quantised, or columns are
+        reordered."""
         return (
             type(stock) is TwPooledEmbeddingDist
             and stock._codecs is None
@@ -59,7 +60,7 @@ class TrimmedOutputDist(nn.Module):
         divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
         make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
         replay = _Exchange.replay if self._cuda_graph else None
-        return _PooledOnTheirWay(local_embs, self._exchanges.of((divides, *sizes), local_embs.device, make, replay))
+        return _PooledOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
 
 
 class _Exchange:
@@ -98,7 +99,7 @@ class _Exchange:
         ]
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
-        """What waits for, and gives, the columns of all ranks, by sample, from [global batch, columns of this rank]."""
+        """Returns an awaitable of the columns of all ranks, by sample, from [global batch, columns of this rank]."""
         if not self.graphed:
             return self._start_forward(local_embs)
         (pooled,) = self.graphed[0](local_embs)
@@ -124,7 +125,7 @@ class _Exchange:
         return received.div_(self._ranks) if self._divides else received
 
     def _exchange(self, sent: Tensor, receive_splits: list[int], send_splits: list[int]) -> tuple[Tensor, Any]:
-        """What is received, and the work to wait for."""
+        """Starts the all-to-all; returns what is received, and the work to wait for."""
         received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
         return received, dist.all_to_all_single(
             received, sent, receive_splits, send_splits, group=self._group, async_op=True

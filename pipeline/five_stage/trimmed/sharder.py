@@ -51,7 +51,7 @@ from ...cuda_graph import GraphedFunction
 from ..groups import group_timeout
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist
-from .static_dist import FirstWait, Group, InFlight, Peers, StaticDist
+from .static_dist import FirstWait, Group, InFlight, RankGroup, StaticDist
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         env, device = self._env, self._device
         if self._has_mean_pooling_callback:
             raise ValueError("TrimmedEBCSharder has no mean pooling on row-wise tables: plan them table-wise, or sum")
-        self._peers = Peers(
+        self._rank_group = RankGroup(
             group=_own_group(env.process_group),
             rank=env.rank,
             world_size=env.world_size,
@@ -102,7 +102,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return {**names, "torchrec": sorted(stock)}
 
     def graphed(self) -> list[GraphedFunction]:
-        """What is replayed as CUDA graphs, or is to be."""
+        """Returns the functions that are replayed as CUDA graphs, or are to be."""
         graphed = [] if self._static is None else self._static.graphed()
         for output_dist in self._output_dists:
             if isinstance(output_dist, TrimmedOutputDist):
@@ -151,7 +151,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
                 context = EmbeddingShardingContext()
                 if index in in_flight:
                     awaitables.append(FirstWait(in_flight[index], index))
-                    context.batch_size_per_rank = [features.stride()] * self._peers.world_size
+                    context.batch_size_per_rank = [features.stride()] * self._rank_group.world_size
                 else:
                     stock_dist, order, order_tensor = self._stock[index]
                     awaitables.append(stock_dist(features.permute(order, order_tensor)))
@@ -171,13 +171,13 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         static, dynamic, others = self._groups()
         self._input_keys = keys
         self._ids_per_sample = self._declared(keys)
-        self._static = StaticDist(static, keys, sizes, self._peers, self._cuda_graph) if static else None
-        self._dynamic = DynamicDist(dynamic, keys, self._peers) if dynamic else None
+        self._static = StaticDist(static, keys, sizes, self._rank_group, self._cuda_graph) if static else None
+        self._dynamic = DynamicDist(dynamic, keys, self._rank_group) if dynamic else None
         self._stock = {}
         for index in others:
             sharding = self._embedding_shardings[index]
             order = [keys.index(name) for name in sharding.feature_names()]
-            order_tensor = torch.tensor(order, dtype=torch.int32, device=self._peers.device)
+            order_tensor = torch.tensor(order, dtype=torch.int32, device=self._rank_group.device)
             self._stock[index] = (sharding.create_input_dist(), order, order_tensor)
         # TorchRec's pipelines look here for the dists whose splits they fuse.
         self._input_dists = [stock_dist for stock_dist, _, _ in self._stock.values()]
@@ -195,7 +195,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             if not tables or any(table.use_virtual_table or table.total_num_buckets for table in tables):
                 others.append(index)
                 continue
-            alike = [sharding.feature_names()] * self._peers.world_size
+            alike = [sharding.feature_names()] * self._rank_group.world_size
             group = Group(
                 index=index,
                 features=sharding.feature_names_per_rank() if kind in _BY_TABLE else alike,
@@ -213,7 +213,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return sum(sizes[key] for key in keys) if all(key in sizes for key in keys) else None
 
     def _misfit(self, features: KeyedJaggedTensor) -> str | None:
-        """What makes an input one that cannot be looked at any closer."""
+        """Returns what is so wrong with an input that its lengths cannot be checked."""
         if features.variable_stride_per_key() or features.weights_or_none() is not None:
             return (
                 "TrimmedEBCSharder has no weights and no variable batch per feature: use EmbeddingBagCollectionSharder"
@@ -228,7 +228,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return None
 
     def _wrong_number(self, features: KeyedJaggedTensor) -> str | None:
-        """What the host knows to be wrong with the lengths without a read."""
+        """Returns what the host, without a read, knows to be wrong with the lengths."""
         keys, sizes, stride = features.keys(), self._multi_hot_sizes, features.stride()
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
             if key in sizes and length != stride * sizes[key]:
@@ -247,8 +247,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     def _raise_on_all_ranks(self, stride: int, problem: str | None) -> None:
         """ValueError if any rank has a problem or another stride. Collective, and waits."""
-        found: list[Any] = [None] * self._peers.world_size
-        dist.all_gather_object(found, (stride, problem), group=self._peers.group)
+        found: list[Any] = [None] * self._rank_group.world_size
+        dist.all_gather_object(found, (stride, problem), group=self._rank_group.group)
         problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
         strides = [stride for stride, _ in found]
         if len(set(strides)) > 1:
@@ -327,7 +327,7 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[TrimmedEBC]:
-        """What `shard` makes."""
+        """The type of module that `shard` makes."""
         return TrimmedEBC
 
 

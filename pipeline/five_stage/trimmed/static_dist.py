@@ -32,18 +32,18 @@ class Group:
     index: int
     """Among the EBC's sharding types."""
     features: list[list[str]]
-    """Of each rank."""
+    """Names of each rank's features."""
     exchanged: bool
     """False where every rank looks up its own batch: data-parallel tables."""
     hash_sizes: list[int] | None = None
     """Rows of each feature's table where rows are sharded, evenly; all ranks then have all features."""
     offset_type: torch.dtype = torch.int64
-    """What the lookup takes."""
+    """The type of offsets that the lookup takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """Who exchanges."""
+class RankGroup:
+    """The ranks that exchange, seen from one of them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -62,7 +62,8 @@ class InFlight(Protocol):
 
 
 class FirstWait(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """Of one group; its wait launches, the wait of what it returns finishes the one InFlight of all groups."""
+    """The wait of one group. It launches the one InFlight of all groups, and the wait of what it returns finishes
+    it."""
 
     def __init__(self, in_flight: InFlight, index: int) -> None:
         super().__init__()
@@ -91,24 +92,25 @@ class AllToAll:
     work: Any
 
     @staticmethod
-    def start(sent: Tensor, send_splits: list[int], receive_splits: list[int], peers: Peers) -> "AllToAll":
+    def start(sent: Tensor, send_splits: list[int], receive_splits: list[int], rank_group: RankGroup) -> "AllToAll":
         """Splits: elements for and from each rank. A rank alone receives what it sends."""
-        if peers.world_size == 1:
+        if rank_group.world_size == 1:
             return AllToAll(sent, sent, None)
         received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
-        work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=peers.group, async_op=True)
+        group = rank_group.group
+        work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
         return AllToAll(sent, received, work)
 
     def wait(self) -> Tensor:
-        """What was received."""
+        """Waits, and returns what was received."""
         if self.work is not None:
             self.work.wait()
         return self.received
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """All of a group's KJT but its values, which are values[start:end] of the batch."""
+class KJTLayout:
+    """Everything of a group's KJT but its values, which are values[start:end] of the batch."""
 
     group: Group
     start: int
@@ -135,7 +137,7 @@ class Part:
 
 @dataclass(slots=True)
 class _Layout:
-    """What batches of one stride have in common. An index of None: the order is right as it is."""
+    """Everything that batches of one stride have in common. An index of None: the order is right as it is."""
 
     kept_index: Tensor | None
     """Positions in the input's values of those to send, by rank, then of those that are looked up here."""
@@ -143,14 +145,14 @@ class _Layout:
     send_splits: list[int]
     receive_splits: list[int]
     receive_index: Tensor | None
-    exchanged: list[Part]
-    local: list[Part]
+    exchanged: list[KJTLayout]
+    local: list[KJTLayout]
     graphed: GraphedFunction | None = None
     """StaticDist.exchange of such batches, where it is to be replayed."""
 
 
 class StaticDist:
-    """Of groups whose features all have declared multi-hot sizes, none of them row-wise.
+    """The input dist of groups whose features all have declared multi-hot sizes, none of them row-wise.
 
     A batch takes a gather, an all-to-all of values and another gather; no host read, no lengths, no splits. Where
     nothing is exchanged only the first gather is left, and where an order is right as it is its gather falls away. An
@@ -163,7 +165,7 @@ class StaticDist:
         groups: Sequence[Group],
         keys: Sequence[str],
         sizes: Mapping[str, int],
-        peers: Peers,
+        rank_group: RankGroup,
         cuda_graph: bool = False,
     ) -> None:
         """keys: of the input, in its order. sizes: ids in each bag, of the groups' features and maybe of other keys.
@@ -172,16 +174,16 @@ class StaticDist:
         batches like the first one.
         """
         self.groups = groups
-        self._cuda_graph = cuda_graph and peers.world_size > 1 and any(group.exchanged for group in groups)
+        self._cuda_graph = cuda_graph and rank_group.world_size > 1 and any(group.exchanged for group in groups)
         self._exchanged = [group for group in groups if group.exchanged]
         self._local = [group for group in groups if not group.exchanged]
-        self._sizes, self._peers, self._num_keys = sizes, peers, len(keys)
-        ranks = range(peers.world_size)
+        self._sizes, self._rank_group, self._num_keys = sizes, rank_group, len(keys)
+        ranks = range(rank_group.world_size)
         self._send = [[name for group in self._exchanged for name in group.features[rank]] for rank in ranks]
         self._kept = [name for names in self._send for name in names]
-        self._kept += [name for group in self._local for name in group.features[peers.rank]]
+        self._kept += [name for group in self._local for name in group.features[rank_group.rank]]
         rows = [keys.index(name) for name in self._kept]
-        self._kept_rows = torch.tensor(rows, dtype=torch.int32, device=peers.device)
+        self._kept_rows = torch.tensor(rows, dtype=torch.int32, device=rank_group.device)
         # Where each key's values start in an input of one sample.
         self._starts: dict[str, int] | None = None
         if all(key in sizes for key in keys):
@@ -193,16 +195,16 @@ class StaticDist:
         lengths = features.lengths_or_none()
         size = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
         replay = self._replay if self._cuda_graph and self._starts is not None else None
-        layout = self._layouts.of(size, self._peers.device, partial(self._lay_out, *size), replay)
+        layout = self._layouts.get(size, self._rank_group.device, partial(self._lay_out, *size), replay)
         return _StaticInFlight(self, layout, features)
 
     def graphed(self) -> list[GraphedFunction]:
-        """That of batches like the first one, if any."""
+        """Returns the graph of batches like the first one, if there is one."""
         first = self._layouts.replayed
         return [] if first is None or first.graphed is None else [first.graphed]
 
     def exchange(self, layout: _Layout, values: Tensor) -> tuple[Tensor, ...]:
-        """From an input's values those that this rank looks up for all ranks; `kept` too, if it needs its own batch."""
+        """Returns the values of all ranks that this rank looks up; and, if it needs its own batch, `kept`."""
         kept = gather(values, layout.kept_index)
         all_to_all = self.all_to_all(kept, layout)
         assert all_to_all is not None
@@ -218,23 +220,23 @@ class StaticDist:
         return torch.ops.fbgemm.permute_2D_sparse_data(self._kept_rows, lengths, values, None, layout.num_kept)[1]
 
     def all_to_all(self, kept: Tensor, layout: _Layout) -> AllToAll | None:
-        """None where no group is exchanged."""
+        """Starts the exchange; None where no group is exchanged."""
         if not self._exchanged:
             return None
         sent = kept[: sum(layout.send_splits)]
-        return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._peers)
+        return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._rank_group)
 
     def _replay(self, layout: _Layout) -> None:
         layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
 
     def _lay_out(self, stride: int, dtype: torch.dtype) -> _Layout:
-        world_size, device = self._peers.world_size, self._peers.device
+        world_size, device = self._rank_group.world_size, self._rank_group.device
         kept_index = None
         if self._starts is not None:
             blocks = [(stride * self._starts[name], stride * self._sizes[name]) for name in self._kept]
             kept_index = _index(blocks, stride * sum(self._sizes[key] for key in self._starts), device)
         # Received [rank][feature][sample]; looked up [feature][rank][sample].
-        own = [stride * self._sizes[name] for name in self._send[self._peers.rank]]
+        own = [stride * self._sizes[name] for name in self._send[self._rank_group.rank]]
         *starts, per_rank = accumulate(own, initial=0)
         blocks = [
             (rank * per_rank + start, n) for start, n in zip(starts, own, strict=True) for rank in range(world_size)
@@ -246,14 +248,14 @@ class StaticDist:
             send_splits=send_splits,
             receive_splits=[per_rank] * world_size,
             receive_index=_index(blocks, world_size * per_rank, device),
-            exchanged=self._parts(self._exchanged, 0, world_size * stride, dtype),
-            local=self._parts(self._local, sum(send_splits), stride, dtype),
+            exchanged=self._kjt_layouts(self._exchanged, 0, world_size * stride, dtype),
+            local=self._kjt_layouts(self._local, sum(send_splits), stride, dtype),
         )
 
-    def _parts(self, groups: Sequence[Group], start: int, stride: int, dtype: torch.dtype) -> list[Part]:
-        parts, device = [], self._peers.device
+    def _kjt_layouts(self, groups: Sequence[Group], start: int, stride: int, dtype: torch.dtype) -> list[KJTLayout]:
+        layouts, device = [], self._rank_group.device
         for group in groups:
-            keys = group.features[self._peers.rank]
+            keys = group.features[self._rank_group.rank]
             sizes = torch.tensor([self._sizes[key] for key in keys], dtype=torch.int64)
             lengths = sizes.repeat_interleave(stride)
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -261,9 +263,9 @@ class StaticDist:
             offset_per_key = list(accumulate(length_per_key, initial=0))
             on_device = lengths.to(device, dtype), offsets.to(device, group.offset_type)
             end = start + offset_per_key[-1]
-            parts.append(Part(group, start, end, keys, *on_device, stride, length_per_key, offset_per_key))
+            layouts.append(KJTLayout(group, start, end, keys, *on_device, stride, length_per_key, offset_per_key))
             start = end
-        return parts
+        return layouts
 
 
 class _StaticInFlight:
@@ -279,18 +281,18 @@ class _StaticInFlight:
         layout = self._layout
         if layout.graphed is not None:
             values, *kept = layout.graphed(self._features.values())
-            self._result = {part.group.index: part.kjt(values) for part in layout.exchanged}
+            self._result = {each.group.index: each.kjt(values) for each in layout.exchanged}
         else:
             kept = [self._static.kept(self._features, layout)]
             self._all_to_all = self._static.all_to_all(kept[0], layout)
-        self._result |= {part.group.index: part.kjt(kept[0]) for part in layout.local}
+        self._result |= {each.group.index: each.kjt(kept[0]) for each in layout.local}
         self._features = None
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
         self.launch()
         if self._all_to_all is not None:
             values = gather(self._all_to_all.wait(), self._layout.receive_index)
-            self._result |= {part.group.index: part.kjt(values) for part in self._layout.exchanged}
+            self._result |= {each.group.index: each.kjt(values) for each in self._layout.exchanged}
             self._all_to_all = None
         return self._result
 
@@ -301,7 +303,7 @@ def gather(source: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _index(blocks: Sequence[tuple[int, int]], total: int, device: torch.device) -> Tensor | None:
-    """Positions of the blocks (first, length), one behind another; None where they are 0 .. total - 1.
+    """Positions of the blocks (first, length), one after another; None where they are 0 .. total - 1.
 
     kernels.gather_segments would read no index, but Triton launches from Python: what is dear here is host time.
     """

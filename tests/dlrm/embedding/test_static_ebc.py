@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.embedding.pooled_exchange import Peers
+from dlrm_bench.dlrm.embedding.pooled_exchange import PeerInputs
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
@@ -91,10 +91,10 @@ class World:
 
     def __init__(self, ranks: Ranks, case: Case) -> None:
         self.rank, self.device, self.case = ranks.rank, ranks.device, case
-        self.peers: Peers | None = None
+        self.peers: PeerInputs | None = None
         if case.peers:
             memory, width = PeerMemory(ranks), (MODEL.num_features + 1) * DIM
-            self.peers = Peers(memory, memory.zeros(case.batch_size, width, dtype=case.dtype))
+            self.peers = PeerInputs(memory, memory.zeros(case.batch_size, width, dtype=case.dtype))
         self.ebc = StaticEBC(
             MODEL,
             OPTIMIZER,

@@ -78,7 +78,7 @@ def test_lookup_equals_embedding_bag(tables: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_without_fbgemm_the_state_of_a_row_lies_behind_its_weights(device: torch.device) -> None:
+def test_without_fbgemm_the_state_of_a_row_lies_after_its_weights(device: torch.device) -> None:
     rows = ROWS[:3]
     shape = TBEShape(rows=tuple(rows), hot=tuple(HOT[:3]), columns=COLUMNS, samples=5, dtype=torch.float32)
     tbe = FixedTBE(shape, OPTIMIZER, device, sorted_updates=True, fbgemm=False)

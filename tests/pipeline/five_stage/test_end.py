@@ -1,4 +1,4 @@
-"""Before a five-stage pipeline's first batch and after its last one: communicators, ends of data, errors, memory."""
+"""Cross-cutting: before the first batch and after the last one: communicators, ends of data, errors, memory."""
 
 import gc
 import logging
@@ -154,7 +154,7 @@ def reuse_memory(ranks: Ranks) -> list[list[str]]:
             drain(trainer, iter(batches(ranks, 3)))
             drain(trainer, iter([]))
             of_call: list[str] = []
-            trainer._streams.hold = lambda name, behind, names=of_call: names.append(name)  # type: ignore[method-assign]
+            trainer._streams.hold = lambda name, after, names=of_call: names.append(name)  # type: ignore[method-assign]
             trainer.progress(iter(batches(ranks, 1)))
             held.append(of_call[:])
     return held

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.pipeline.static.fetch import BatchFeed
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from tests.cases import SMALL_MODEL
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -28,32 +28,32 @@ def on(device: torch.device) -> Batch:
 @pytest.mark.parametrize("pin", [False, True])
 def test_order(device: torch.device, pin: bool) -> None:
     """Of batches named one by one, and as far ahead as it goes; memory that is not pinned is no harm."""
-    feed, into = BatchFeed(device, IN_FLIGHT), on(device)
+    fetcher, into = BatchFetcher(device, IN_FLIGHT), on(device)
     for start, ahead in ((1, 1), (2, IN_FLIGHT), (6, 2), (8, IN_FLIGHT)):
         for number in range(start, start + ahead):
-            feed.name(batch(number, pin and device.type == "cuda"))
+            fetcher.name(batch(number, pin and device.type == "cuda"))
         for number in range(start, start + ahead):
-            feed.fetch(into)
+            fetcher.fetch(into)
             assert (into.storage == number).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_end_of_the_data_leaves_the_last_batch(device: torch.device) -> None:
-    feed, into = BatchFeed(device, IN_FLIGHT), on(device)
+    fetcher, into = BatchFetcher(device, IN_FLIGHT), on(device)
     for each in (batch(3), None, batch(4)):
-        feed.name(each)
+        fetcher.name(each)
     for expected in (3, 3, 4):
-        feed.fetch(into)
+        fetcher.fetch(into)
         assert (into.storage == expected).all()
 
 
 def test_batches_are_kept_until_they_cannot_be_in_flight_any_more() -> None:
-    feed = BatchFeed(torch.device("cpu"), IN_FLIGHT)
+    fetcher = BatchFetcher(torch.device("cpu"), IN_FLIGHT)
     storages = []
     for number in range(IN_FLIGHT + 2):
         named = batch(number)
         storages.append(weakref.ref(named.storage))
-        feed.name(named)
+        fetcher.name(named)
         del named
     gc.collect()
     assert [storage() is not None for storage in storages] == [False] * 2 + [True] * IN_FLIGHT
@@ -61,17 +61,17 @@ def test_batches_are_kept_until_they_cannot_be_in_flight_any_more() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_fetches_what_is_named_after_its_capture() -> None:
-    feed, into = BatchFeed(torch.device("cuda"), IN_FLIGHT), on(torch.device("cuda"))
-    feed.name(batch(1, pin=True))
-    feed.fetch(into)
+    fetcher, into = BatchFetcher(torch.device("cuda"), IN_FLIGHT), on(torch.device("cuda"))
+    fetcher.name(batch(1, pin=True))
+    fetcher.fetch(into)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        feed.fetch(into)
+        fetcher.fetch(into)
     torch.cuda._sleep(20_000_000)  # the host is ahead
     seen = []
     for number in range(2, 2 + IN_FLIGHT):
-        feed.name(batch(number, pin=True))
+        fetcher.name(batch(number, pin=True))
         graph.replay()
         seen.append(into.storage.clone())
     assert [storage.unique().tolist() for storage in seen] == [[number] for number in range(2, 2 + IN_FLIGHT)]

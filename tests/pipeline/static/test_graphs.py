@@ -71,7 +71,7 @@ def raise_outside_of_ops() -> None:
 
 
 def errors(ranks: Ranks) -> list[str]:
-    """Of an op, of something else behind one, of something outside of all stages, on rank 1 alone."""
+    """Returns the errors of an op, of something else after one, of something outside of all stages, on rank 1 alone."""
     capture_on_cpu(fails=lambda: True)
     texts = []
     for work in (
@@ -89,11 +89,11 @@ def errors(ranks: Ranks) -> list[str]:
 def test_errors_name_op_stage_and_exception_on_every_rank(run_ranks: Callable[..., list[Any]]) -> None:
     first, second = run_ranks(2, errors)
     assert first == second
-    op, behind, outside, one_rank = first
+    op, after, outside, one_rank = first
     assert f"work cannot be captured: at {OP} in three: RuntimeError: Tensor.item() cannot be called on meta" in op
     assert "(on 2 rank(s), first 0)" in op
     assert "--cuda-graph try" in op
-    assert "after aten::add_.Tensor in three: RuntimeError: no kernel (" in behind
+    assert "after aten::add_.Tensor in three: RuntimeError: no kernel (" in after
     assert f"at {OP} in work: " in outside
     assert f"at {OP} in three: " in one_rank
     assert "(on 1 rank(s), first 1)" in one_rank

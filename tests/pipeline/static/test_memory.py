@@ -84,7 +84,7 @@ def views(ranks: Ranks) -> list[dict[str, float]]:
     return memory_gb(ranks, {"batch": batch, "views": [whole[:10], (whole, [whole[5:]])], "nothing": []})
 
 
-def test_memory_behind_several_views_counts_once(run_ranks: Callable[..., list[Any]]) -> None:
+def test_memory_that_several_views_show_counts_once(run_ranks: Callable[..., list[Any]]) -> None:
     ((memory,),) = run_ranks(1, views)
     expected = {"batch": storage_bytes(BATCH_SIZE, MODEL) / 1e9, "views": 4e-6, "nothing": 0}
     assert memory == pytest.approx(expected, rel=1e-3)

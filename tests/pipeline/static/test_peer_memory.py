@@ -1,4 +1,4 @@
-"""Ranks that write into each other's memory train the same whoever is late: delays at every place change no bit."""
+"""Cross-cutting: ranks that write into each other's memory train the same whoever is late, wherever delays come."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,7 +45,7 @@ LATE = [
     (StaticEBC, "update"),
 ]
 WITHOUT = ("pooled 0", "ids")
-"""Barriers behind what other ranks write."""
+"""Barriers after what other ranks write."""
 COLLECTIVES = (
     "barrier",
     "all_reduce",
@@ -88,12 +88,12 @@ def delay_of_gpu() -> None:
 
 
 def late(function: Callable[..., Any], delay: Callable[[], None], behind: bool) -> Callable[..., Any]:
-    """The function behind a delay, and another one behind it."""
+    """Returns the function after a delay, with another delay after it."""
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
         delay()
         result = function(*args, **kwargs)
-        if behind:
+        if after:
             delay()
         return result
 

@@ -1,4 +1,4 @@
-"""Batches of ever other sizes: right results, bounded memory, and the graphs of the first size stay."""
+"""Batches of many sizes: right results, bounded memory, and the graphs of the first size stay."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +48,7 @@ def own_timeout(ranks: Ranks, store: Path) -> None:
     given = timedelta(hours=3)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1, timeout=given)
-    group: Any = trimmed(CASES["1 rank"], ranks).ebc._peers.group
+    group: Any = trimmed(CASES["1 rank"], ranks).ebc._rank_group.group
     assert group._get_backend(ranks.device).options._timeout == given
 
 
