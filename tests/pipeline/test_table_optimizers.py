@@ -1,4 +1,4 @@
-"""Adagrad, rowwise Adagrad and SGD on the tables: the static pipeline trains what the stock one does."""
+"""Cross-cutting: Adagrad, rowwise Adagrad and SGD on the tables: static trains what stock does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a user's model may do that a graph of its dense part cannot, and what it may put out: as stock, or said."""
+"""Cross-cutting: models that a dense graph cannot hold, and outputs of all kinds, train as stock, or it is said why."""
 
 import signal
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a five-stage pipeline says of its switches is true whenever it is read, before, in and after a run."""
+"""Cross-cutting: what a pipeline says of its switches is true whenever it is read, before, in and after a run."""
 
 import logging
 import signal

@@ -1,4 +1,4 @@
-"""A learning rate that changes between steps: as plain PyTorch has it, captured or not."""
+"""Cross-cutting: a learning rate that changes between steps acts as in plain PyTorch, captured or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

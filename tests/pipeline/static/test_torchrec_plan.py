@@ -1,4 +1,4 @@
-"""The static pipeline under TorchRec's plan trains what plain PyTorch does."""
+"""Cross-cutting: the static pipeline under TorchRec's plan trains what plain PyTorch does."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Bags of none to capacity ids: the static pipeline trains what plain EmbeddingBags of the true lengths do."""
+"""Cross-cutting: bags of none to capacity ids train what plain EmbeddingBags of the true lengths do."""
 
 from collections.abc import Callable
 from dataclasses import replace

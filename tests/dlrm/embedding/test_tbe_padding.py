@@ -1,4 +1,4 @@
-"""A TBE with padding: ids of -1 add nothing to a bag and change no table, step after step, under every optimizer."""
+"""Cross-cutting: in a TBE with padding, ids of -1 change no bag and no table, whatever the optimizer."""
 
 from typing import get_args
 
