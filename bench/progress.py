@@ -1,7 +1,7 @@
 """Progress bars that cost a measurement nothing.
 
-A bar here is drawn when it is told to, and never in between: no thread takes Python's interpreter lock or a core from
-what is timed. Nothing is drawn where stderr is no terminal, as under torchrun's --tee or in a batch job.
+A bar is drawn when the program asks for it and never in between: no thread takes Python's interpreter lock or a core
+from what is timed. Nothing is drawn where stderr is not a terminal, as under torchrun's --tee or in a batch job.
 """
 
 import sys
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 def stderr_console() -> Console:
-    """For bars, so that what is printed on stdout can go to a file."""
-    return Console(stderr=True, force_terminal=sys.stderr.isatty())  # rich alone would believe FORCE_COLOR
+    """Returns a console for bars: on stderr, so that what is printed on stdout can go to a file."""
+    return Console(stderr=True, force_terminal=sys.stderr.isatty())  # rich alone obeys FORCE_COLOR
 
 
 class StillBar:
-    """A context manager around `total` pieces of work; draws at its beginning, at show() and at its end."""
+    """Shows how much of `total` pieces of work is done. A context manager; draws on entry, at show() and on exit."""
 
     def __init__(self, total: int, text: str, console: Console, shown: bool = True) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -35,7 +35,7 @@ class StillBar:
     def __enter__(self) -> "StillBar":
         self._progress.start()
         if not self._progress.disable:
-            self._console.show_cursor(True)  # a run that is killed could not bring it back
+            self._console.show_cursor(True)  # a run that is killed cannot bring it back
         return self
 
     def __exit__(
@@ -44,5 +44,5 @@ class StillBar:
         self._progress.stop()
 
     def show(self, done: int, text: str) -> None:
-        """Draws `done` pieces of work as done. Never within what is timed."""
+        """Draws the bar with `done` pieces of work completed; must not be called within what is timed."""
         self._progress.update(self._task, completed=done, description=text, refresh=True)

@@ -1,4 +1,4 @@
-"""What a run says at its end, and the exit status that goes with it."""
+"""Prints what a run found, and gives the exit status that goes with it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,17 @@ from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
 from dlrm_bench.bench.run import LOG_NAME, Outcome
 from dlrm_bench.dlrm.ranks import Ranks
 
-# Beside those of every command, in dlrm/command_line.py.
+# In addition to those of every command in dlrm/command_line.py.
 EXIT_TARGET_MISSED = 3
 EXIT_NOT_COMPLIANT = 4
 
 
 def print_summary(outcome: Outcome, ranks: Ranks) -> int:
-    """Global rank 0 prints latency, AUC and, where there was a target, the compliance checker's verdict.
+    """Prints latency and, where there was a target, the AUC and the compliance checker's verdict, on global rank 0.
 
-    Returns the exit status, the same on every rank: 0 if the run had no target or reached it with a compliant log.
-    Collective: no rank may leave, and have torchrun end the others, while rank 0 still prints.
+    Returns the exit status, the same on every rank: 0 if the run had no target or reached it with a compliant log, 3 if
+    it missed its target, 4 if the checker refuses the log. Collective: no rank may leave, and have torchrun end the
+    others, while rank 0 still prints.
     """
     status = [_print(outcome) if ranks.rank == 0 else 0]
     dist.broadcast_object_list(status, src=0)
@@ -38,6 +39,8 @@ def _print(outcome: Outcome) -> int:
         console.print(_latency_table(record, record["latency_ms"]))
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
+    if training["status"] == "no_target":
+        console.print("finished     every iteration; no AUC target was set, which MLPerf's log can only call aborted")
     status = EXIT_TARGET_MISSED if missed else 0
     if training["target"] is not None:
         best = training["best_auc"]
@@ -56,7 +59,7 @@ def _print(outcome: Outcome) -> int:
 
 
 def pipeline_label(options: Mapping[str, Any]) -> str:
-    """The pipeline's name, and which of TorchRec's schedules it is."""
+    """Names a record's pipeline and, of TorchRec's pipelines, the schedule."""
     return f"{options['name']}, {options['schedule']}" if "schedule" in options else str(options["name"])
 
 
