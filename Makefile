@@ -1,44 +1,66 @@
-# make bench: install, make a small data set, train it to its target, check the log, run a ladder of three pipelines.
-# make test: install, run the tests.
 PYTHON ?= python3
 VENV := .venv
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 SET := $(if $(filter-out 0,$(GPUS)),gpu,cpu)
 NPROC ?= $(if $(filter gpu,$(SET)),$(GPUS),2)
+ROUNDS ?= 5
 PINS := requirements/$(SET).txt
 INSTALLED := $(VENV)/.installed-$(SET)
+PIP := $(VENV)/bin/pip --disable-pip-version-check install
+START := $(shell date +%s)
+STEP := @.ci/step
+INSTALL := $(MAKE) --no-print-directory install
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: bench test format clean
+.PHONY: help bench test format install clean
 
-bench: $(INSTALLED) data/smoke/manifest.json
-	$(VENV)/bin/torchrun --nproc_per_node $(NPROC) launch/dlrm.py --preset smoke $(ARGS)
-	$(VENV)/bin/dlrm-bench ladder --rungs cpu --rounds 1 --nproc $(NPROC) --preset smoke --target-auc None --iterations 150
+help:  ## List these targets
+	@echo "make TARGET [PYTHON=python3.12] [NPROC=processes] [ROUNDS=rounds of the ladder]"
+	@sed -nE 's/^([a-z]+):.*  ## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-data/smoke/manifest.json: | $(INSTALLED)
-	$(VENV)/bin/python -m dlrm_bench.dlrm.data.planted --preset smoke --path data/smoke
+bench:  ## First minutes: install, make data, train to a target, compare three pipelines. ARGS='--seed 1' go to training
+	$(STEP) "[1/4] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
+	$(STEP) "[2/4] data: a small data set of known best AUC, in the real file formats" \
+		$(VENV)/bin/python -m dlrm_bench.dlrm.data.planted --preset smoke --path data/smoke
+	$(STEP) "[3/4] train: tiny tables on $(NPROC) processes until the AUC target (a minute), then MLPerf's log checker" \
+		$(VENV)/bin/torchrun --nproc_per_node $(NPROC) launch/dlrm.py --preset smoke $(ARGS)
+	$(STEP) "[4/4] ladder: three pipelines, $(ROUNDS) short runs of each, in turn (a minute or two, longer beside other load)" \
+		$(VENV)/bin/dlrm-bench ladder --rungs cpu --rounds $(ROUNDS) --nproc $(NPROC) --preset smoke --target-auc None \
+		--iterations 150
+	@echo; $(VENV)/bin/python -m dlrm_bench.launch.verdict results
+	@echo; echo "make bench: four steps in $$(($$(date +%s) - $(START))) s. Records are in results/, one folder a run."
 
-test: $(INSTALLED)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest $(ARGS)
+test:  ## Install, check style and types, run the tests. ARGS='-k ladder' go to pytest
+	$(STEP) "[1/5] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
+	$(STEP) "[2/5] ruff check: style" $(VENV)/bin/ruff check .
+	$(STEP) "[3/5] ruff format: layout" $(VENV)/bin/ruff format --check .
+	$(STEP) "[4/5] mypy: types" $(VENV)/bin/mypy
+	$(STEP) "[5/5] pytest: the tests" $(VENV)/bin/python -m pytest $(ARGS)
+	@echo; echo "make test: five steps in $$(($$(date +%s) - $(START))) s"
 
-format: $(INSTALLED)
+format: install  ## Mend style and layout
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Everything but torch goes in without its dependencies: see the head of the pin file.
-$(INSTALLED): $(PINS)
+install: $(INSTALLED)  ## Install the pinned packages into .venv, for GPUs if this machine has one
+	@echo "$(VENV) holds what $(PINS) lists"
+
+# Everything but torch goes in without its dependencies: see the head of the pin file. setuptools, which torch asks for,
+# builds this package too: nothing is downloaded for that.
+$(INSTALLED): $(PINS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or later is needed: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' || { echo "error: no venv module: run 'apt-get install python3-venv' and try again"; exit 1; }
+	@echo "About 0.6 GB to download for CPUs, 2.2 GB on disk, some minutes; several times as much for GPUs, with CUDA."
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check $$(grep '^torch==' $(PINS))
-	$(VENV)/bin/pip install --quiet --no-deps --requirement $(PINS)
-	# CPU builds of torch bring no Triton; its interpreter runs the kernels' tests.
-	@$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(VENV)/bin/pip install --quiet --no-deps triton==3.6.0
-	$(VENV)/bin/pip install --quiet --no-deps --editable .
-	touch $@
+	@echo "(1 of 3) torch and what it needs"
+	$(PIP) $$(grep -E '^(torch|setuptools)==' $(PINS))
+	@echo "(2 of 3) $$(grep -c == $(PINS)) packages"
+	$(PIP) --no-deps --requirement $(PINS)
+	@# CPU builds of torch bring no Triton; its interpreter runs the kernels' tests.
+	@$(VENV)/bin/python -c 'import triton' 2>/dev/null || { echo "(3 of 3) Triton"; $(PIP) --no-deps triton==3.6.0; }
+	$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
 
-clean:
-	rm -rf $(VENV) data/smoke
+clean:  ## Remove .venv, the data set, caches and build folders; records in results/ stay
+	rm -rf $(VENV) data/smoke build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -18,3 +18,7 @@ def main() -> int:
             raise
         print(f"error: {missing}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
