@@ -87,7 +87,7 @@ def delay_of_gpu() -> None:
     torch.cuda._sleep(DELAY)
 
 
-def late(function: Callable[..., Any], delay: Callable[[], None], behind: bool) -> Callable[..., Any]:
+def late(function: Callable[..., Any], delay: Callable[[], None], after: bool) -> Callable[..., Any]:
     """Returns the function after a delay, with another delay after it."""
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
@@ -111,9 +111,9 @@ def delays(ranks: Ranks, on: bool) -> Iterator[None]:
             for name in COLLECTIVES:
                 stack.enter_context(patch.object(dist, name, lateness.counted(getattr(dist, name))))
         if on:
-            stack.enter_context(patch.object(PeerMemory, "barrier", late(PeerMemory.barrier, delay, behind=True)))
+            stack.enter_context(patch.object(PeerMemory, "barrier", late(PeerMemory.barrier, delay, after=True)))
             for kind, name in LATE:
-                stack.enter_context(patch.object(kind, name, late(getattr(kind, name), delay, behind=False)))
+                stack.enter_context(patch.object(kind, name, late(getattr(kind, name), delay, after=False)))
         yield
         dist.barrier()  # which a late rank may wait for
 
