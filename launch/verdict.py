@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm_bench.bench.analysis.ladder import LADDER_JSON, Ladder, RungResult, read_ladder
 from dlrm_bench.bench.ladder.rungs import LADDERS
+from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult, read_ladder
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.command_line import exit_status
