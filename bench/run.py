@@ -38,7 +38,7 @@ LOG_NAME = "result_0.txt"
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """Everything the training loop works with, and how far it has come."""
+    """Everything that the training loop works with, and its progress."""
 
     config: RunConfig
     ranks: Ranks
@@ -128,7 +128,7 @@ class Run:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Outcome:
-    """What a run leaves behind, on every rank."""
+    """The result of a run, on every rank."""
 
     folder: Path
     record: RunRecord
@@ -140,7 +140,7 @@ def run(
     command: str,
     profiled: "Callable[[Pipeline, Path], ProfiledPipeline] | None" = None,
 ) -> Outcome:
-    """Train as `config` says and leave a record folder behind. Collective over all ranks.
+    """Trains as `config` says and writes a record folder. Collective over all ranks.
 
     command: the command line, for the record. profiled: makes the pipeline of a profiled run out of the pipeline and
     the record's folder; None in a timed run. ValueError on bad input, before training where that can be known; a run

@@ -54,7 +54,7 @@ def _say(*lines: str) -> None:
         print(line, file=sys.stderr)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Ends this rank without the interpreter's shutdown, where there is no process that waits for more than its end.
 
     After a failure other ranks may wait in a collective that this rank's teardown joins; after a success threads of

@@ -31,7 +31,7 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     del sys.path[0]  # Python's own doing: the files here are modules of the package and have no other names
 
 # Kernels of many streams and communicators are in flight; in the eight hardware queues that CUDA takes by default they
-# could queue behind one another.
+# could wait for one another.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
@@ -43,7 +43,7 @@ if not sys.warnoptions:
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
-from dlrm_bench.dlrm.command_line import leave
+from dlrm_bench.dlrm.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
@@ -90,4 +90,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(guarded(main))
+    exit_process(guarded(main))

@@ -16,7 +16,7 @@ if "dlrm_bench" not in sys.modules:  # as in launch/dlrm.py, which does the rest
     _tree.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
     sys.modules["dlrm_bench"] = module_from_spec(_tree)
 
-from dlrm_bench.dlrm.command_line import leave
+from dlrm_bench.dlrm.command_line import exit_process
 from dlrm_bench.launch.dlrm import parse
 from dlrm_bench.launch.failures import guarded
 
@@ -49,4 +49,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(guarded(main))
+    exit_process(guarded(main))

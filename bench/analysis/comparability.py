@@ -49,13 +49,13 @@ SM_CLOCK = "SM clock during the run (MHz)"
 
 
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """The different values, over the records, of what should be equal; unknown ones are left out."""
+    """The distinct values, over the records, of each setting that should be equal; unknown ones are left out."""
     settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
     return settings | {SM_CLOCK: _clocks(records)}
 
 
 def different(values: Iterable[Any]) -> list[Any]:
-    """Each value once, without None."""
+    """The distinct values, without None."""
     found: list[Any] = []
     for value in values:
         if value is not None and value not in found:

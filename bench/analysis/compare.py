@@ -89,7 +89,10 @@ class Result:
 
 
 def read_side(path: Path) -> Side:
-    """A record, a folder of records, an MLPerf log or a folder of such logs. ValueError says what is wrong with it."""
+    """Reads a side: a record, a folder of records, an MLPerf log or a folder of such logs.
+
+    ValueError, naming the file, if it is missing, damaged or of another kind.
+    """
     if path.is_file():
         return _side_of_logs(str(path), read_mlperf_log(path))
     if not path.exists():
@@ -140,7 +143,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
 
 
 def compare_sides(a: Side, b: Side) -> Result:
-    """B against A. Sides whose runs alternate in time are compared pair by pair, so that drift cancels."""
+    """Compares B with A; pair by pair where their runs alternate in time, so that drift cancels."""
     paired = _alternate(a.finished, b.finished)
     comparison = compare(a.series, b.series, paired=paired)
     return Result(a=a, b=b, comparison=comparison, differences=[*_differences(a, b)], notes=[*_notes(a, b, comparison)])
@@ -191,7 +194,7 @@ def _notes(a: Side, b: Side, comparison: Comparison) -> Iterator[str]:
     if not comparison.between_runs:
         yield (
             f"runs: {comparison.runs[0]} and {comparison.runs[1]}. With one run on a side it cannot be known how much "
-            "runs of the same thing differ: the intervals speak of these very runs, and nothing is proven of programs"
+            "runs of the same program differ: the intervals describe these runs only and prove nothing about programs"
         )
     elif (
         not comparison.paired
@@ -214,7 +217,7 @@ def _notes(a: Side, b: Side, comparison: Comparison) -> Iterator[str]:
 
 
 def _alternate(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Whether each pair of runs next to each other in time has one of each side."""
+    """Whether each pair of runs that are neighbours in time has one run of each side."""
     if len(a) != len(b) or not a:
         return False
     order = [side for _, side in sorted([*((time, "a") for time in a), *((time, "b") for time in b)])]
@@ -222,7 +225,7 @@ def _alternate(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def result_as_json(result: Result) -> dict[str, Any]:
-    """The result for machines; ratios are B over A, null where an interval cannot be known."""
+    """The result as JSON; ratios are B over A, null where an interval cannot be known."""
     comparison = result.comparison
     return {
         "a": _side_as_json(result.a),
@@ -248,7 +251,7 @@ def throughput_ratio(result: Result) -> Ratio | None:
 
 
 def result_table(result: Result) -> Table:
-    """The result for people: '~' where nothing is proven."""
+    """The result as a table; '~' where nothing is proven."""
     title = f"Latency of an iteration\nA = {result.a.label}\nB = {result.b.label}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("latency, ms", "A", "B", "B / A", "95 % interval", "B is"):
@@ -268,7 +271,7 @@ def result_table(result: Result) -> Table:
 
 
 def verdict_in_words(result: Result) -> str:
-    """One sentence that can be quoted."""
+    """The result in one sentence."""
     ratio, name = result.ratio, _NAMES[result.metric]
     spread = f"{name}, {abs(ratio.value - 1):.2%} {'less' if ratio.value < 1 else 'more'} time"
     if math.isnan(ratio.low):
@@ -276,7 +279,7 @@ def verdict_in_words(result: Result) -> str:
     spread += f"; 95 % interval {ratio.low:.4f} to {ratio.high:.4f} of A"
     if not result.comparison.between_runs:
         these = ratio.verdict if ratio.verdict != "no difference proven" else "not distinguishable"
-        return f"no difference proven: too few runs. Of these very runs, B's were {these} ({spread})"
+        return f"no difference proven: too few runs. Of these runs alone, B's were {these} ({spread})"
     if result.verdict == "no difference proven":
         return f"no difference proven ({spread})"
     return f"B is {result.verdict} ({spread})"

@@ -46,7 +46,7 @@ _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
 
 
 def limits_table(limits: Limits) -> Table:
-    """Ceilings for people; the GEMMs of a layer are one row."""
+    """The ceilings as a table, with one row for all GEMMs of a network."""
     table = Table(title=f"{limits['id']}: ceilings of one rank", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("work", "stage", "ms", "amount", "rate"):
         table.add_column(column, justify="left" if column in ("work", "stage") else "right", no_wrap=True)

@@ -107,7 +107,7 @@ LOG_COLUMNS = (
 
 
 def logs_table(runs: Sequence[MLPerfRun]) -> Table:
-    """A row for each run."""
+    """A table with a row for each run."""
     table = Table(*LOG_COLUMNS, title="MLPerf logs", title_justify="left", box=box.SIMPLE_HEAD)
     for run in runs:
         table.add_row(*log_row(run))
@@ -175,7 +175,7 @@ class _Reader:
             self._follow(run, key, time, value, metadata)
 
     def _follow(self, run: MLPerfRun, key: str, time: float, value: Any, metadata: dict[str, Any]) -> None:
-        """An event between run_start and run_stop."""
+        """Takes in an event between run_start and run_stop."""
         epoch = metadata.get("epoch_num")
         if key == "run_start":
             run.start_ms = time

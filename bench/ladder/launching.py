@@ -55,7 +55,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def start_server() -> None:
-    """Starts the fork server, unless this process has one: it imports the launchers, in the environment of now."""
+    """Starts the fork server, unless this process has one; it imports the launchers in the current environment."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's choice too; torch reads it when it is imported
     # Imports ask whether there is a GPU: of NVML, because no fork of a process that has initialised CUDA can use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -66,7 +66,7 @@ def start_server() -> None:
 
 
 def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
-    """One run of `launcher` on `processes` ranks forked from the server, whose output goes to a file.
+    """Does one run of `launcher` on `processes` ranks forked from the server; its output goes to a file.
 
     Each rank gets the environment (that of the server's start), sys.argv and standard streams that torchrun would give
     it, and torch elastic watches over it, as under torchrun, from this process. FailedError with what a rank said if
@@ -100,15 +100,17 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
 
 
 def _await_server() -> None:
-    """Until it has imported everything: a rank that is asked for before is forked even if this process is gone by then,
-    and has a traceback of what it misses."""
+    """Waits until the server has imported everything.
+
+    A rank asked for earlier would be forked even after this process is gone, and print a traceback of what it misses.
+    """
     nothing = multiprocessing.get_context("forkserver").Process()
     nothing.start()
     nothing.join()
 
 
 def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
-    """The same under torchrun, for a run that comes alone: `nsys profile` does not follow forks into the ranks.
+    """Does one run of `launcher` under torchrun, which `nsys profile` can follow into the ranks, unlike forks.
 
     FailedError with what a rank said if it fails. A signal to this process ends torchrun with its ranks, and then this
     process; one that it was started to ignore, as by nohup, does nothing.

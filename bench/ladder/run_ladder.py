@@ -24,7 +24,7 @@ from dlrm_bench.bench.records.record import Record, read_record
 
 
 def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int, Rung]]:
-    """(round, rung) in the order to run them: every rung once in each round, shuffled within it."""
+    """Pairs (round, rung) in the order to run them: every rung once in each round, shuffled within the round."""
     rng = np.random.default_rng(seed)
     return [(r, rungs[i]) for r in range(rounds) for i in rng.permutation(len(rungs))]
 

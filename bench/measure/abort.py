@@ -111,7 +111,7 @@ class AbortWatch:
 
 
 def _of_a_collective(error: BaseException) -> bool:
-    """Whether this is what a collective raises whose peers are gone: NCCL and torch DistError, gloo RuntimeError."""
+    """Whether a collective raised this, its peers being gone: DistError by NCCL and torch, RuntimeError by gloo."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

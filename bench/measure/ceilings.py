@@ -36,7 +36,7 @@ _LAUNCHES = 100
 
 
 def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
-    """All ceilings, one after another; every rank works at the same time, as in training. Collective."""
+    """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective."""
     model, batch, device = config.model, config.local_batch_size, ranks.device
     exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
     size = exchanged.itemsize

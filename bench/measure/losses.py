@@ -13,7 +13,7 @@ class LossHistory:
     """
 
     def __init__(self, device: torch.device, interval: int) -> None:
-        """Collective."""
+        """Sets up the first average, on a GPU. Collective."""
         self._device = device
         self._interval = interval
         self._pending: list[Tensor] = []
@@ -28,7 +28,7 @@ class LossHistory:
             self._values.clear()
 
     def add(self, loss: Tensor) -> None:
-        """One iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.
+        """Adds one iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.
 
         Raises ValueError on every rank if a loss of the interval before was not finite.
         """

@@ -81,7 +81,7 @@ def describe_machine() -> Machine:
 
 
 def git_state(root: Path) -> Git:
-    """What the environment variable SOURCE_COMMIT says, or the commit of the checkout at `root`.
+    """State of the source: the commit in the environment variable SOURCE_COMMIT, or that of the checkout at `root`.
 
     A tree that was copied to its host may lie over another checkout, or over none. Untracked files do not make a
     checkout dirty.
@@ -107,7 +107,7 @@ def gpus_of_node() -> int:
 
 
 def short_name_of_node(gpus: int) -> str:
-    """The same for `gpus` GPUs of this node, of which CUDA must not be asked: it would take memory on one of them."""
+    """short_name of a run on `gpus` GPUs of this node; asks NVML, because CUDA would take memory on one of them."""
     with nvml_session() as works:
         name = readable(lambda: str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))) if works else None
     return "cpu" if name is None else f"{gpus}x{_model(name)}"

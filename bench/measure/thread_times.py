@@ -1,4 +1,4 @@
-"""CPU time of each thread of this process, by name: who costs the host what beside the launching thread."""
+"""CPU time of each thread of this process, by name: what each costs beside the launching thread."""
 
 import threading
 from collections import defaultdict
@@ -8,8 +8,9 @@ _TASKS = Path("/proc/self/task")
 
 
 def thread_times_ms() -> dict[int, tuple[str, float]]:
-    """Name and CPU milliseconds so far of all threads but the calling one, by native id; empty where the kernel keeps
-    no such account.
+    """Name and CPU milliseconds so far of all threads but the calling one, by native id.
+
+    Empty where the kernel has no such statistics.
 
     From the scheduler's statistics (Linux, Documentation/scheduler/sched-stats.rst). A thread of Python's has the name
     that Python knows, another one that of the library which made it.
@@ -29,7 +30,10 @@ def thread_times_ms() -> dict[int, tuple[str, float]]:
 
 
 def spent_ms(before: dict[int, tuple[str, float]], after: dict[int, tuple[str, float]]) -> dict[str, float]:
-    """CPU milliseconds between two such readings, by name, most first; threads of one name together, idle ones not."""
+    """CPU milliseconds between two readings of thread_times_ms, by name, largest first.
+
+    Threads of one name are added up; idle ones are left out.
+    """
     spent: defaultdict[str, float] = defaultdict(float)
     for number, (name, ms) in after.items():
         spent[name] += ms - before.get(number, ("", 0.0))[1]

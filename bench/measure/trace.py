@@ -67,7 +67,7 @@ _API = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """Per iteration, on one rank. Times in milliseconds; GPU fields are None for a trace without a GPU."""
+    """What one rank's trace says of an iteration. Times in milliseconds; GPU fields are None without a GPU."""
 
     calls: dict[str, float]
     """kernel_launches, graph_launches, stream_syncs, memcpy_calls, d2h_copies."""
@@ -243,7 +243,7 @@ def _gpu_work(events: Sequence[dict[str, Any]], calls: dict[int, _Call]) -> list
 
 
 def _stages_of_call(call: _Call, launched: Sequence[dict[str, Any]]) -> list[str]:
-    """That of the range around the call; of an iteration's graph, which has none, by the kernels themselves."""
+    """The stage of each launched event: that of the range around the call, or by its kernels where there is none."""
     if call.stage != OTHER:
         return [call.stage] * len(launched)
     return stages_of_replay(launched) if call.replays else [stage_of_name(event["name"]) for event in launched]
@@ -277,7 +277,7 @@ def _kernels(gpu: Sequence[_Work], n: int) -> list[Kernel]:
 
 
 def _gpu_timeline(gpu: Sequence[_Work], starts: Sequence[float]) -> dict[str, Span]:
-    """What an iteration launched counts as its own, whenever the GPU comes to it."""
+    """When each stage ran on the GPU; work counts to the iteration that launched it, whenever it runs."""
     first: dict[int, float] = {}
     spans = []
     for work in gpu:
@@ -289,7 +289,10 @@ def _gpu_timeline(gpu: Sequence[_Work], starts: Sequence[float]) -> dict[str, Sp
 
 
 def _timeline(spans: Sequence[tuple[str, float, float, int]], zero: dict[int, float]) -> dict[str, Span]:
-    """spans: (stage, start, end, iteration). zero: where each iteration begins."""
+    """When each stage ran, median over the iterations.
+
+    spans: (stage, start, end, iteration), in microseconds. zero: when each iteration begins.
+    """
     times: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for stage, start, end, iteration in spans:
         if iteration in zero:

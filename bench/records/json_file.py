@@ -90,7 +90,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _without_none(kind: Any) -> Any:
-    """X, given X | None."""
+    """The type without None: X of X | None."""
     if get_origin(kind) in (Union, UnionType):
         return next(argument for argument in get_args(kind) if argument is not type(None))
     return kind

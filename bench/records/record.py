@@ -176,7 +176,7 @@ def write_record(
 
 
 def read_record(folder: Path) -> Record:
-    """Reads and checks a record.
+    """Reads and checks the record in `folder`.
 
     ValueError, which names the file, if one is missing, corrupt or of an unknown schema, if a field is missing, or if
     the summary is not that of the raw times.
@@ -218,7 +218,7 @@ def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, loss: np.ndarray) -> None:
-    """The raw times must have their shape and give the record's summary."""
+    """Checks that the raw times have their shape and give the record's summary; ValueError names the file."""
     ranks = record["config"].get("world_size")
     if latency_ms.dtype != np.float32 or latency_ms.ndim != 2 or len(latency_ms) != ranks:
         raise ValueError(

@@ -54,7 +54,7 @@ class Comparison:
     runs: tuple[int, int]
     paired: bool
     between_runs: bool
-    """Whether the intervals hold the variance between runs. Without, they speak of these very runs and no others."""
+    """Whether the intervals include the variance between runs; if not, they describe these runs only."""
 
 
 def mean_statistics(runs: Sequence[np.ndarray]) -> dict[Metric, float]:

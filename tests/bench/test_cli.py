@@ -165,7 +165,7 @@ def test_an_interrupted_command_says_nothing(
         assert capsys.readouterr().err == ""
 
 
-def test_a_twin_has_the_processes_that_are_asked_for(
+def test_a_profiled_run_has_the_processes_that_are_asked_for(
     two: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[int] = []
@@ -213,7 +213,7 @@ def test_from_a_shell() -> None:
 def test_ladder_host_limits_and_report_for_real(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rungs of the CPU with their twins, the twin and the limits of one, and the page from all of them."""
+    """The rungs of the CPU, each profiled too, limits beside one of them, and the page from all of it."""
     place = ["--nproc", "2", "--results-dir", str(tmp_path / "results")]
     short = ["--iterations", "40", "--warmup-iterations", "10", "--target-auc", "None"]
     assert main(["ladder", "--rungs", "cpu", "--rounds", "1", "--host", *place, *SMOKE, *short]) == 0
@@ -227,9 +227,9 @@ def test_ladder_host_limits_and_report_for_real(
     out = capsys.readouterr().out
     assert "kernel launches" in out
     assert "an iteration in time, ms (host)" in out
-    (twin,) = (tmp_path / "results").glob("*-cpu-smoke-host")
-    assert len(list(twin.glob("trace_rank*.json.gz"))) == 2
-    assert main(["limits", "--above", str(record), str(twin), *place, *SMOKE]) == 0
+    (profiled,) = (tmp_path / "results").glob("*-cpu-smoke-host")
+    assert len(list(profiled.glob("trace_rank*.json.gz"))) == 2
+    assert main(["limits", "--above", str(record), str(profiled), *place, *SMOKE]) == 0
     out = capsys.readouterr().out
     assert "all-to-all: pooled vectors" in out
     assert "above the floor" in out

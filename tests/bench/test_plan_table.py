@@ -54,7 +54,7 @@ def test_one_rank_holds_everything(capsys):
     assert re.search(r"tables 1\.000, all 1\.000", text)
 
 
-LIMITS = read_limits(ROOT / "results" / "20261121T133121Z-4xh200-launch-bound-limits")
+LIMITS = read_limits(ROOT / "results" / "06-4xh200-512-a-gpu-ceilings-bf16")
 
 
 def test_costs_come_from_measured_limits():

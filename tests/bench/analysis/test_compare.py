@@ -66,7 +66,7 @@ def test_the_table_shows_all_metrics(tmp_path: Path) -> None:
 def test_one_run_a_side_proves_nothing(tmp_path: Path) -> None:
     result = sides(tmp_path, factor=2, runs=1)
     assert result.verdict == "no difference proven"
-    assert "Of these very runs, B's were slower" in verdict_in_words(result)
+    assert "Of these runs alone, B's were slower" in verdict_in_words(result)
     assert any("it cannot be known how much runs" in note for note in result.notes)
     with pytest.raises(ValueError, match="--fail-on needs at least two runs on each side, not 1 of"):
         result.regressed(0.02)
@@ -156,7 +156,7 @@ def test_json_holds_everything(tmp_path: Path) -> None:
     assert result["between_run_variance_known"]
 
 
-def test_twins_and_unfinished_runs_are_left_out_of_a_folder(tmp_path: Path) -> None:
+def test_profiled_and_unfinished_runs_are_left_out_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "a" / "x", RUNS[0])
     write(tmp_path / "a" / "x-host", RUNS[0], profile=profile())
     (tmp_path / "a" / "cut").mkdir()
@@ -164,8 +164,8 @@ def test_twins_and_unfinished_runs_are_left_out_of_a_folder(tmp_path: Path) -> N
     side = read_side(tmp_path / "a")
     assert len(side.series) == 1
     assert any("unfinished runs left out: cut" in text for text in side.warnings)
-    assert any("instrumented twins left out: x-host" in text for text in side.warnings)
-    with pytest.raises(ValueError, match="x-host is an instrumented twin"):
+    assert any("profiled runs left out: x-host" in text for text in side.warnings)
+    with pytest.raises(ValueError, match="x-host is a profiled run"):
         read_side(tmp_path / "a" / "x-host")
 
 

@@ -19,8 +19,8 @@ def test_tables(tmp_path: Path) -> None:
     rows = [str(cell) for cell in limits_table(limits).columns[0].cells]
     assert rows.count("GEMMs: top") == 1
     timed = read_record(write(tmp_path / "timed", recorded_runs()[0])).run
-    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], profile=profile())).run
-    table = distance_table(limits, [timed, twin])
+    profiled = read_record(write(tmp_path / "profiled", recorded_runs()[0], profile=profile())).run
+    table = distance_table(limits, [timed, profiled])
     cells = [[str(cell) for cell in column.cells] for column in table.columns]
     assert cells[2][:5] == [""] * 5
     assert timed["latency_ms"] is not None
@@ -28,14 +28,14 @@ def test_tables(tmp_path: Path) -> None:
     assert cells[3] == ["1.500 (5.0 x)", "1.500 (2.1 x)", "1.500 (1.5 x)", "1.500", "1.500", ""]
 
 
-def twin_with(folder: Path, *kernels: Kernel, **changes: Any) -> RunRecord:
+def profiled_with(folder: Path, *kernels: Kernel, **changes: Any) -> RunRecord:
     measured = {**profile(), "kernels": list(kernels)}
     return read_record(write(folder, recorded_runs()[0], profile=measured, config=configured(**changes))).run
 
 
 def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
-    twin = twin_with(
-        tmp_path / "twin",
+    profiled = profiled_with(
+        tmp_path / "profiled",
         kernel("GEMM (nvjet)", "dense_forward_backward", 1500, calls=12),
         kernel("split_embedding_forward", "embedding_forward", 900),
         kernel("GEMM (cutlass)", "embedding_forward", 500, calls=3),  # by its range: the bottom MLP
@@ -46,7 +46,7 @@ def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
         kernel("NCCL AllReduce_Sum_f32_RING_LL", "dense_forward_backward", 200),
         kernel("sorted_adagrad: _update_chunks", "embedding_backward", 100),  # these limits have no ceiling for it
     )
-    work = work_of_kernels(some_limits(), twin)
+    work = work_of_kernels(some_limits(), profiled)
     assert [(each.name, each.us, each.best_us) for each in work] == [
         ("GEMMs", 2000, 1000),
         ("table lookup", 900, pytest.approx(300)),
@@ -58,7 +58,7 @@ def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
         ("table update", 100, None),
     ]
     assert (work[0].kernels, work[0].calls) == (["GEMM (nvjet)", "GEMM (cutlass)"], 15)
-    table = work_table(some_limits(), twin)
+    table = work_table(some_limits(), profiled)
     assert table is not None
     assert list(table.columns[4].cells)[3:5] == ["200.0", "not known"]
     assert next(iter(table.columns[5].cells)) == "2.0 x"
@@ -75,9 +75,9 @@ def test_no_ceiling_is_claimed_for_work_of_another_size(tmp_path: Path) -> None:
     )
     limits = some_limits()
     limits["ceilings"] += [ceiling(REDUCE_SCATTER, None, 0.15), ceiling(ADAGRAD, "dense_update", 0.1)]
-    best = [each.best_us for each in work_of_kernels(limits, twin_with(tmp_path / "a", *kernels))]
+    best = [each.best_us for each in work_of_kernels(limits, profiled_with(tmp_path / "a", *kernels))]
     assert best == [pytest.approx(150), None, None, pytest.approx(200), pytest.approx(1000)]
-    alone = work_of_kernels(limits, twin_with(tmp_path / "b", *kernels[1:]))
+    alone = work_of_kernels(limits, profiled_with(tmp_path / "b", *kernels[1:]))
     assert [each.best_us for each in alone] == pytest.approx([800, 100, 200, 1000])
     peers = (
         kernel("sharded_adagrad: _update_slice", "dense_update", 300),
@@ -86,14 +86,14 @@ def test_no_ceiling_is_claimed_for_work_of_another_size(tmp_path: Path) -> None:
         kernel("fetch: _fetch", "input_dist", 80),
     )
     limits["ceilings"].append(ceiling(ALL_GATHER, None, 0.07))
-    in_peer_memory = work_of_kernels(limits, twin_with(tmp_path / "e", *peers))
+    in_peer_memory = work_of_kernels(limits, profiled_with(tmp_path / "e", *peers))
     assert [each.best_us for each in in_peer_memory] == [
         pytest.approx(220),
         None,
         pytest.approx(300),
         pytest.approx(100),
     ]
-    other = work_of_kernels(limits, twin_with(tmp_path / "c", *kernels[1:], precision="bf16"))
+    other = work_of_kernels(limits, profiled_with(tmp_path / "c", *kernels[1:], precision="bf16"))
     assert [each.best_us for each in other] == [None, None, pytest.approx(200), None]
     assert work_table(limits, read_record(write(tmp_path / "d", recorded_runs()[0])).run) is None
 

@@ -12,12 +12,12 @@ from tests.bench.made_records import profile, recorded_runs, write
 
 
 def test_the_tables(tmp_path: Path) -> None:
-    twin = read_record(write(tmp_path / "twin", recorded_runs()[0], profile=profile())).run
-    table = host_table(twin)
+    profiled = read_record(write(tmp_path / "profiled", recorded_runs()[0], profile=profile())).run
+    table = host_table(profiled)
     assert table.row_count == 9 + len(STAGES) + 1
     assert [str(cell).strip() for cell in table.columns[0].cells][1:3] == ["launching thread, ms", "batch-reader, ms"]
     assert "88% idle" in list(table.columns[2].cells)
-    kernels, timeline = kernel_table(twin), timeline_table(twin)
+    kernels, timeline = kernel_table(profiled), timeline_table(profiled)
     assert kernels is not None
     assert kernels.row_count == KERNELS_SHOWN + 1
     assert [next(iter(kernels.columns[i].cells)) for i in (0, 3)] == ["GEMM (nvjet)", "2000.0"]
@@ -31,12 +31,12 @@ def test_the_tables(tmp_path: Path) -> None:
         host_table(timed)
 
 
-def test_a_twin_for_another_profiler_has_no_counts(tmp_path: Path) -> None:
+def test_a_run_for_another_profiler_has_no_counts(tmp_path: Path) -> None:
     clocks = {"cpu_ms": 1.0, "launching_thread_ms": 0.5, "wall_ms": 2.0}
     none = dict.fromkeys(("gpu", "stages_ms", "host_stages_ms", "timeline", "kernels"))
-    twin = read_record(write(tmp_path / "x", recorded_runs()[0], profile={"host": clocks, **none}))
-    table = host_table(twin.run)
+    profiled = read_record(write(tmp_path / "x", recorded_runs()[0], profile={"host": clocks, **none}))
+    table = host_table(profiled.run)
     assert list(table.columns[1].cells).count("not counted") == len(COUNTS)
     assert table.row_count == 8
     with pytest.raises(ValueError, match="has no counts of CUDA calls"):
-        host_cost(twin)
+        host_cost(profiled)

@@ -14,8 +14,8 @@ RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision
 SPEED = {"a": 1.0, "b": 0.5, "c": 0.5}
 
 
-def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_twins: str = "") -> list[str]:
-    """Instead of real runs: records of recorded runs, and of twins; the list of ids of what ran, in order."""
+def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_profiles: str = "") -> list[str]:
+    """Instead of real runs: records of recorded runs, and of profiled ones; the list of ids of what ran, in order."""
     runs = iter(recorded_runs())
     ended: list[str] = []
 
@@ -25,7 +25,7 @@ def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_twins: str = "") -> li
         if run_id.startswith("host-"):
             assert "--seed" in flags[1:]
             ended.append(run_id)
-            if run_id[-1] in failing_twins:
+            if run_id[-1] in failing_profiles:
                 raise ValueError("out of memory")
             write(folder / run_id, recorded_runs()[0], profile=profile())
             return

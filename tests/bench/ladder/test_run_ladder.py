@@ -30,7 +30,7 @@ def test_every_round_runs_every_rung_once_in_a_drawn_order() -> None:
     assert order == draw_order(RUNGS, 20, seed=0) != draw_order(RUNGS, 20, seed=1)
 
 
-def test_twins_follow_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiled_runs_follow_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = pretend_runs(monkeypatch)
     assert make(tmp_path, rounds=2, host=True) == ended
     assert ended[6:] == ["host-a", "host-b", "host-c"]
@@ -51,8 +51,8 @@ def test_twins_follow_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.Monk
     assert cells(ladder, slice(7))[0] == ("a", "12.000", "12", "12", "12", "12", "88%")
 
 
-def test_a_twin_that_fails_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_runs(monkeypatch, failing_twins="b")
+def test_a_profiled_run_that_fails_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_runs(monkeypatch, failing_profiles="b")
     make(tmp_path, rounds=2, host=True)
     ladder, members = read_ladder(tmp_path)
     assert len(members["b"]) == 2

@@ -1,4 +1,4 @@
-"""The instrumented twin, and what the harness itself costs an iteration. That a twin runs, test_cli.py shows."""
+"""A profiled run, and what the harness itself costs an iteration. That one runs for real, test_cli.py shows."""
 
 import math
 import time
@@ -100,14 +100,14 @@ def test_the_harness_adds_next_to_nothing_to_an_iteration(run_ranks: Any) -> Non
 def measure_nothing(ranks: Ranks, folder: Path) -> tuple[Any, int]:
     pipeline = Nothing()
     config = configured()
-    twin = ProfiledPipeline(pipeline, folder, config, ranks)  # type: ignore[arg-type]
+    profiled = ProfiledPipeline(pipeline, folder, config, ranks)  # type: ignore[arg-type]
     for _ in range(profiled_config(config).iterations or 0):
-        twin.train_step(iter(()))
+        profiled.train_step(iter(()))
     dist.barrier()
-    return twin.profile(), pipeline.steps
+    return profiled.profile(), pipeline.steps
 
 
-def test_the_twin_measures_every_rank(run_ranks: Any, tmp_path: Path) -> None:
+def test_a_profiled_run_measures_every_rank(run_ranks: Any, tmp_path: Path) -> None:
     (measured, steps), (same, _) = run_ranks(2, measure_nothing, tmp_path)
     assert measured == same
     assert steps == configured().warmup_iterations + MEASURED + SETTLING + PROFILED
@@ -124,22 +124,22 @@ def test_the_twin_measures_every_rank(run_ranks: Any, tmp_path: Path) -> None:
         assert names.count("embedding_forward") == SETTLING + PROFILED
 
 
-def test_the_twins_configuration() -> None:
-    twin = profiled_config(preset("smoke"))
-    assert (twin.iterations, twin.target_auc) == (50 + MEASURED + SETTLING + PROFILED, None)
-    assert twin.model == preset("smoke").model
+def test_the_configuration_of_a_profiled_run() -> None:
+    config = profiled_config(preset("smoke"))
+    assert (config.iterations, config.target_auc) == (50 + MEASURED + SETTLING + PROFILED, None)
+    assert config.model == preset("smoke").model
 
 
 def emit_nvtx(ranks: Ranks, folder: Path) -> Any:
     pipeline = Nothing()
-    twin = ProfiledPipeline(pipeline, folder, configured(), ranks, nvtx=True)  # type: ignore[arg-type]
+    profiled = ProfiledPipeline(pipeline, folder, configured(), ranks, nvtx=True)  # type: ignore[arg-type]
     for _ in range(profiled_config(configured()).iterations or 0):
-        twin.train_step(iter(()))
-    return twin.profile()
+        profiled.train_step(iter(()))
+    return profiled.profile()
 
 
 @pytest.mark.gpu
-def test_an_nvtx_twin_counts_nothing_and_leaves_no_trace(run_ranks: Any, tmp_path: Path) -> None:
+def test_an_nvtx_run_counts_nothing_and_leaves_no_trace(run_ranks: Any, tmp_path: Path) -> None:
     (measured,) = run_ranks(1, emit_nvtx, tmp_path, gpu=True)
     assert set(measured["host"]) == {"cpu_ms", "launching_thread_ms", "wall_ms"}
     assert measured["stages_ms"] is measured["kernels"] is None
@@ -169,10 +169,10 @@ class OnGpu(Nothing):
 
 
 def measure_on_gpu(ranks: Ranks, folder: Path) -> Any:
-    twin = ProfiledPipeline(OnGpu(), folder, configured(), ranks)  # type: ignore[arg-type]
+    profiled = ProfiledPipeline(OnGpu(), folder, configured(), ranks)  # type: ignore[arg-type]
     for _ in range(profiled_config(configured()).iterations or 0):
-        twin.train_step(iter(()))
-    return twin.profile()
+        profiled.train_step(iter(()))
+    return profiled.profile()
 
 
 @pytest.mark.gpu
@@ -208,10 +208,10 @@ class Launching(Nothing):
 
 
 def measure_two_threads(ranks: Ranks, folder: Path) -> Any:
-    twin = ProfiledPipeline(Launching(), folder, configured(), ranks)  # type: ignore[arg-type]
+    profiled = ProfiledPipeline(Launching(), folder, configured(), ranks)  # type: ignore[arg-type]
     for _ in range(profiled_config(configured()).iterations or 0):
-        twin.train_step(iter(()))
-    return twin.profile()
+        profiled.train_step(iter(()))
+    return profiled.profile()
 
 
 def test_a_second_launching_thread_is_seen(run_ranks: Any, tmp_path: Path) -> None:

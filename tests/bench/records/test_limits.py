@@ -59,10 +59,10 @@ def test_the_floor_hides_what_waits_for_nothing() -> None:
         {
             "input_dist": 0.3,
             "embedding_forward": 0.7,
-            "dense_forward_backward": 1.0,  # the all-reduce hides behind the GEMMs
+            "dense_forward_backward": 1.0,  # the all-reduce overlaps the GEMMs
             "embedding_backward": 0,
             "dense_update": 0,
-            "iteration": 1.7,  # and the input dist behind all of it
+            "iteration": 1.7,  # and the input dist overlaps all of it
         }
     )
 
