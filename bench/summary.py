@@ -40,7 +40,7 @@ def _print(outcome: Outcome) -> int:
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
     if training["status"] == "no_target":
-        console.print("finished     every iteration; no AUC target was set, which MLPerf's log can only call aborted")
+        console.print("finished     all iterations; no target AUC was set, so nothing was evaluated")
     status = EXIT_TARGET_MISSED if missed else 0
     if training["target"] is not None:
         best = training["best_auc"]

@@ -81,7 +81,7 @@ def test_a_log_that_the_checker_refuses(capsys, compliant):
 def test_a_run_without_a_target_is_finished_and_not_failed(capsys):
     status, text = printed(capsys, outcome(NO_TARGET))
     assert status == 0
-    assert "finished     every iteration; no AUC target was set" in text
+    assert "finished     all iterations; no target AUC was set" in text
     assert "missed" not in text
     assert "compliance" not in text
 
