@@ -11,6 +11,7 @@ _TORCHREC = "pip install '.[torchrec]', or without a GPU what requirements/cpu.t
 _INSTALLATION = {
     "torch": "pip install '.[run]'",
     "mlperf_logging": "pip install '.[run]'",
+    "polars": "pip install '.[run]'",
     "torchrec": _TORCHREC,
     "fbgemm_gpu": _TORCHREC,
     "iopath": "pip install iopath",
