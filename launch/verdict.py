@@ -80,8 +80,8 @@ def _against(first: RungResult, rung: RungResult, rounds: int) -> str:
     if low > 1 or high < 1:
         return f"{rung['name']} is {'faster' if low > 1 else 'slower'}, proven: {times} {runs}."
     return (
-        f"{rung['name']}: no difference proven, {times} {runs}. Differences below about "
-        f"{math.sqrt(high / low) - 1:.0%} cannot be told from this machine's noise in so few rounds."
+        f"{rung['name']}: no difference proven, {times} {runs}. Ratios up to about {math.sqrt(high / low):.3g} cannot "
+        "be told from this machine's noise in so few rounds."
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_a_difference_is_proven_or_not(tmp_path):
     assert faster.startswith("five-stage-fp32 is faster, proven: ")
     assert "times as fast as stock-fp32 in 5 rounds (95 % interval" in faster
     assert same.startswith("static-fp32: no difference proven, ")
-    assert "cannot be told from this machine's noise in so few rounds" in same
+    assert re.search(r"Ratios up to about 1\.\d+ cannot be told from this machine's noise in so few rounds", same)
     slower = said_of("static-fp32", verdict(a_ladder(tmp_path / "y", (1, 1, 2))))
     assert slower.startswith("static-fp32 is slower, proven: 0.")
 
