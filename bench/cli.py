@@ -243,12 +243,45 @@ class Report:
         return 0
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Doctor:
+    """Examines a training script of your own: dlrm-bench doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
+
+    Says which lines make the host wait, copy or launch too much in a steady iteration, costliest first. Nothing of the
+    script is changed; it is ended after the iterations that the doctor needs.
+    """
+
+    warmup: int = 20
+    """Iterations before anything is measured."""
+    iterations: int = 50
+    """Iterations that are timed without instruments; 13 more are needed for the lines."""
+    keep_running: bool = False
+    """Let the script go on to its end."""
+    json: Path | None = None
+    """File for all findings and figures."""
+    page: Path | None = None
+    """File for a self-contained HTML page with the timeline of an iteration."""
+    traces: Path | None = None
+    """Folder for the ranks' Chrome traces."""
+    baseline: Path | None = None
+    """An earlier --json file: says what is new, gone and moved since, and how that had been predicted."""
+    fail_on: str | None = None
+    """new-syncs: exit with status 1 if a line makes the host wait that did not in --baseline."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Runs the command and prints the findings; returns the exit status."""
+        from dlrm_bench.bench.doctor.examine import doctor
+
+        return doctor(console, forwarded, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
 
@@ -262,7 +295,8 @@ def _run(arguments: Sequence[str]) -> int:
     end = next(starts, len(arguments))
     forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
-    _check_forwarded(command, forwarded)
+    if not isinstance(command, Doctor):  # whose command has flags of its own
+        _check_forwarded(command, forwarded)
     return command.run(_console(), forwarded)
 
 

@@ -1,0 +1,22 @@
+"""The doctor: where the iteration of somebody else's training script loses its time, line by line.
+
+dlrm-bench doctor -- torchrun --nproc_per_node 8 train.py ...
+
+The script stays as it is. Its processes load hook.py at their start (site_folder.py says how), a rank finds its
+iterations and measures them (rank.py, marks.py), and the command makes findings of what the ranks leave (findings.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dlrm_bench.bench.doctor import hook
+
+
+@contextmanager
+def iteration() -> Iterator[None]:
+    """Marks an iteration for the doctor, where it cannot find them itself; does nothing without the doctor.
+
+    An iteration lasts until the next one begins, so that what runs between them counts too.
+    """
+    hook.boundary(hook.MARK)
+    yield

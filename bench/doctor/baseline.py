@@ -1,0 +1,99 @@
+"""What changed since an earlier diagnosis: findings that are new, gone or moved, and how good its predictions were."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dlrm_bench.bench.doctor import judge
+from dlrm_bench.bench.doctor.diagnosis import Diagnosis
+from dlrm_bench.bench.doctor.findings import Finding
+
+_MORE = 0.5
+"""Calls an iteration by which a finding must have grown to be news."""
+
+
+class Identity(NamedTuple):
+    """What makes a finding the same one in two versions of a script: its lines may have moved."""
+
+    kind: str
+    file: str | None
+    function: str
+    library_file: str | None
+    library_function: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference of two diagnoses."""
+
+    finding: Finding
+    """The later one; the earlier one of what is gone."""
+    count: float
+    """Calls an iteration more than before, or fewer."""
+    ms: float
+    """Milliseconds an iteration more than before, or fewer."""
+
+
+class Comparison(NamedTuple):
+    """Of a diagnosis with an earlier one."""
+
+    new: list[Change]
+    gone: list[Change]
+    moved_ms: float
+    """Milliseconds an iteration by which waits at unchanged places have grown: one left out may be met there."""
+    before_ms: float
+    after_ms: float
+    predicted_ms: float
+    """The earlier iteration without the time of what is gone."""
+
+    def new_syncs(self) -> list[Change]:
+        """What is new and stops the host."""
+        return [change for change in self.new if change.finding["kind"] in judge.WAITING]
+
+
+def identity(finding: Finding) -> Identity:
+    """Of a finding, without line numbers."""
+    library = finding["library"]
+    return Identity(
+        finding["kind"],
+        finding["file"],
+        finding["function"],
+        library["file"] if library else None,
+        library["function"] if library else None,
+    )
+
+
+def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
+    """What is new, gone and moved, costliest first. ValueError if one has a GPU and the other has not."""
+    if before["device"] != after["device"]:
+        raise ValueError(
+            f"--baseline was made on {before['device']} and this on {after['device']}: findings mean other things there"
+        )
+    old, now = _grouped(before["findings"]), _grouped(after["findings"])
+    new, gone, moved = [], [], 0.0
+    for key in {**old, **now}:
+        were, are = old.get(key, []), now.get(key, [])
+        count = sum(f["count"] for f in are) - sum(f["count"] for f in were)
+        ms = sum(f["ms"] or 0.0 for f in are) - sum(f["ms"] or 0.0 for f in were)
+        if count >= _MORE:
+            new.append(Change(are[0], count, ms))
+        elif count <= -_MORE:
+            gone.append(Change(were[0], count, ms))
+        elif key.kind in judge.WAITING:
+            moved += ms
+    return Comparison(
+        new=sorted(new, key=lambda change: -change.ms),
+        gone=sorted(gone, key=lambda change: change.ms),
+        moved_ms=moved,
+        before_ms=before["iteration_ms"],
+        after_ms=after["iteration_ms"],
+        predicted_ms=before["iteration_ms"] + sum(change.ms for change in gone),
+    )
+
+
+def _grouped(findings: Sequence[Finding]) -> dict[Identity, list[Finding]]:
+    groups: defaultdict[Identity, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        groups[identity(finding)].append(finding)
+    return groups

@@ -1,0 +1,232 @@
+"""Everything that the doctor says about a script, from the files that its ranks left."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple, TypedDict
+
+from dlrm_bench.bench.doctor import cuda_calls as cuda
+from dlrm_bench.bench.doctor.findings import Finding, Seen, findings_of, seen_by
+from dlrm_bench.bench.doctor.judge import Place
+from dlrm_bench.bench.doctor.rank_file import MARKED_ITERATION, RankFile, read_rank_files, trace_path
+from dlrm_bench.bench.doctor.remedies import UNKNOWN, Prediction, predict, suggestion
+from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.records.json_file import read_json
+
+SCHEMA = 1
+
+
+class RankSummary(TypedDict):
+    """An iteration of one rank; times in milliseconds, counts an iteration."""
+
+    rank: int
+    ms: float
+    median_ms: float
+    cpu_ms: float
+    """CPU time of the process."""
+    thread_ms: float
+    """CPU time of the thread of the training loop."""
+    threads_ms: dict[str, float]
+    """CPU time of the others, by name."""
+    calls: dict[str, float]
+    """Of CUDA: sync, copy, allocator, launch, graph_launch, and copies by direction. Empty without a GPU."""
+    gpu_computing_ms: float | None
+    """What the GPU had to do, collectives left out."""
+    gpu_idle_fraction: float | None
+
+
+class Overhead(TypedDict):
+    """What the doctor itself costs: an iteration in each of its windows, slowest rank."""
+
+    plain_ms: float
+    """Without instruments."""
+    hook_us: float
+    """Of it, the doctor's own."""
+    traced_ms: float
+    """With the profiler on."""
+    marked_ms: float
+    """With each call of torch marked by line."""
+
+
+class Diagnosis(TypedDict):
+    """What `dlrm-bench doctor --json` writes."""
+
+    schema: int
+    created: str
+    command: list[str]
+    device: str
+    gpu: str | None
+    versions: dict[str, str]
+    world_size: int
+    found_by: str
+    """What iterations were found by: mark, progress (of a pipeline) or optimizer (its step)."""
+    iterations: int
+    """Those that were timed."""
+    iteration_ms: float
+    """Of the slowest rank, without instruments."""
+    overhead: Overhead
+    ranks: list[RankSummary]
+    findings: list[Finding]
+    """Costliest first."""
+    predictions: list[Prediction]
+    notes: list[str]
+
+
+class Bar(NamedTuple):
+    """A span of the timeline of one iteration, in milliseconds from its beginning."""
+
+    row: str
+    start_ms: float
+    ms: float
+
+
+class Timeline(NamedTuple):
+    """One marked iteration of one rank."""
+
+    rank: int
+    length_ms: float
+    bars: list[Bar]
+
+
+def diagnose(folder: Path, command: Sequence[str], needed: int) -> tuple[Diagnosis, Timeline]:
+    """The diagnosis, and the timeline of an iteration of the slowest rank.
+
+    folder: of the ranks' files. needed: iterations that the script had to make. ValueError if it made too few, or none
+    was found.
+    """
+    ranks = _complete_ranks(folder, needed)
+    events = {rank["rank"]: read_trace(trace_path(folder, rank["rank"])) for rank in ranks}
+    seen, summaries = [], []
+    for rank in ranks:
+        own = events[rank["rank"]]
+        traced, marked = cuda.cuda_calls(own, ITERATION), cuda.cuda_calls(own, MARKED_ITERATION)
+        cuda.take_costs(marked, traced)
+        seen.append((rank, seen_by(rank, marked)))
+        summaries.append(_summary(rank, own, traced))
+    slowest = max(range(len(ranks)), key=lambda i: ranks[i]["plain"]["ms"])
+    iteration_ms = ranks[slowest]["plain"]["ms"]
+    placed = findings_of(seen, suggestion)
+    findings = [finding for _, finding in placed]
+    gpu_ms = max((s["gpu_computing_ms"] for s in summaries if s["gpu_computing_ms"] is not None), default=None)
+    first = ranks[0]
+    diagnosis = Diagnosis(
+        schema=SCHEMA,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=list(command),
+        device=first["device"],
+        gpu=first["gpu"],
+        versions=first["versions"],
+        world_size=first["world_size"],
+        found_by=first["found_by"],
+        iterations=first["plain"]["iterations"],
+        iteration_ms=iteration_ms,
+        overhead=Overhead(
+            plain_ms=iteration_ms,
+            hook_us=max(rank["plain"]["hook_us"] for rank in ranks),
+            traced_ms=max(rank["traced"]["ms"] for rank in ranks),
+            marked_ms=max(rank["marked"]["ms"] for rank in ranks),
+        ),
+        ranks=summaries,
+        findings=findings,
+        predictions=predict(findings, iteration_ms, gpu_ms),
+        notes=_notes(ranks),
+    )
+    rank, own_seen = seen[slowest]
+    return diagnosis, _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])
+
+
+def read_diagnosis(path: Path) -> Diagnosis:
+    """What --json wrote. ValueError if it is something else."""
+    content = read_json(path, ": write it again with dlrm-bench doctor --json")
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA or "findings" not in content:
+        raise ValueError(f"{path} is no diagnosis of schema {SCHEMA}: write it with dlrm-bench doctor --json")
+    return Diagnosis(**content)  # type: ignore[typeddict-item]
+
+
+def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
+    """Writes the JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(diagnosis, indent=2) + "\n", encoding="utf-8")
+
+
+def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
+    errors = sorted(folder.glob("rank*.error"))
+    if errors:
+        raise RuntimeError(f"the examination itself failed on {errors[0].stem}:\n{errors[0].read_text('utf-8')}")
+    ranks = read_rank_files(folder)
+    if not ranks:
+        raise ValueError(
+            "no iteration was found in any process of the command: the doctor looks for progress() of a TorchRec "
+            "pipeline and for steps of torch.optim's optimizers; other loops put `with dlrm_bench.bench.doctor."
+            "iteration():` around an iteration. Python's flags -E, -I and -S keep the doctor out"
+        )
+    short = [rank for rank in ranks if not rank["complete"]]
+    if short:
+        raise ValueError(
+            f"the script made {short[0]['steps']} iterations on rank {short[0]['rank']}, and {needed} are needed: "
+            "train longer, or lower --warmup and --iterations"
+        )
+    return ranks
+
+
+def _summary(rank: RankFile, events: list[dict[str, object]], traced: list[cuda.CudaCall]) -> RankSummary:
+    trace = summarize_trace(events)
+    plain = rank["plain"]
+    return RankSummary(
+        rank=rank["rank"],
+        ms=plain["ms"],
+        median_ms=median(plain["times_ms"]),
+        cpu_ms=plain["cpu_ms"],
+        thread_ms=plain["thread_ms"],
+        threads_ms=plain["threads_ms"],
+        calls=cuda.counts(traced, rank["traced"]["iterations"]),
+        gpu_computing_ms=trace.gpu_computing_ms,
+        gpu_idle_fraction=trace.gpu_idle_fraction,
+    )
+
+
+def _notes(ranks: Sequence[RankFile]) -> list[str]:
+    first = ranks[0]
+    notes = []
+    if first["device"] != "cuda":
+        notes.append(
+            "no GPU here: findings are what the lines would do to tensors on a GPU, tensors that a GPU script keeps on "
+            "the host included, and their times are those of the host's work, not of waits."
+        )
+    if first["reduced"]:
+        notes.append("the script compiles functions: only reads and copies of values were looked for, no launches.")
+    if len(ranks) < first["world_size"]:
+        notes.append(f"{len(ranks)} of {first['world_size']} ranks are of this node; the others were not looked at.")
+    thread, wall = (fmean(rank["plain"][name] for rank in ranks) for name in ("thread_ms", "ms"))
+    notes.append(f"the loop's thread computed for {thread:.3f} of {wall:.3f} ms; otherwise it waited, or was not run.")
+    return [*notes, *UNKNOWN]
+
+
+def _timeline(
+    rank: RankFile, seen: dict[Place, Seen], places: Sequence[Place], events: Sequence[dict[str, object]]
+) -> Timeline:
+    """The first marked iteration: calls of torch, those of each finding by its number, and the GPU's work."""
+    begin, end = rank["marked_starts_us"][:2]
+    bars = []
+
+    def add(row: str, start_us: float, us: float) -> None:
+        if 0 <= start_us <= end - begin:
+            bars.append(Bar(row, start_us / 1000, us / 1000))
+
+    for call in rank["calls"]:
+        if call["iteration"] == 0 and call["main"]:
+            add("calls of torch", call["start_us"] - begin, call["us"])
+    for number, place in enumerate(places, start=1):
+        for call in seen[place].calls if place in seen else ():
+            if call["iteration"] == 0:
+                add(f"{number} {place.kind}", call["start_us"] - begin, call["us"])
+    ranges = [e for e in events if e["name"] == MARKED_ITERATION and e.get("cat") == "user_annotation"]
+    zero = min(float(str(e["ts"])) for e in ranges)
+    rows = {"kernel": "GPU: kernels", "gpu_memcpy": "GPU: copies"}
+    for event in events:
+        row = rows.get(str(event.get("cat")))
+        if row is not None:
+            add(row, float(str(event["ts"])) - zero, float(str(event["dur"])))
+    return Timeline(rank["rank"], (end - begin) / 1000, bars)

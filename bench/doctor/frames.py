@@ -1,0 +1,64 @@
+"""Whose line it was: the user's and the library's frame of a stack."""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.doctor.rank_file import Frame
+
+_OURS = tuple(f"{ROOT}{os.sep}{floor}{os.sep}" for floor in ("bench", "dlrm", "kernels", "launch", "pipeline"))
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
+class Frames:
+    """Tells the files of libraries from the user's own."""
+
+    def __init__(self, libraries: Sequence[str]) -> None:
+        """libraries: folders of installed packages and of Python's own modules."""
+        self._folders = (*(f"{folder}{os.sep}" for folder in libraries), *_OURS)
+
+    def is_library(self, frame: Frame) -> bool:
+        """Whether the frame belongs to an installed package, to Python, or to this project."""
+        return frame["file"].startswith("<") or _real(frame["file"]).startswith(self._folders)
+
+    def user(self, stack: Sequence[Frame]) -> Frame:
+        """The user's frame nearest to the call; the outermost frame of all where the user has none."""
+        return next((frame for frame in stack if not self.is_library(frame)), stack[-1])
+
+    def library(self, stack: Sequence[Frame]) -> list[Frame]:
+        """The library's frame nearest to the call, below the user's, and the one that called it.
+
+        Those of torch itself only where there are no others; none where the user's line makes the call.
+        """
+        below = []
+        for frame in stack:
+            if not self.is_library(frame):
+                break
+            below.append(frame)
+        # Its outermost frame is the user's where nothing else is.
+        below = [frame for frame in below if frame is not self.user(stack)]
+        return ([frame for frame in below if not is_torch(frame)] or below)[:2]
+
+
+def is_torch(frame: Frame) -> bool:
+    """Whether the frame is of torch itself, or of Python's own modules that it calls through."""
+    return _TORCH in frame["file"] or re.search(r"/lib/python3\.\d+/[\w/]+\.py$", frame["file"]) is not None
+
+
+def short_path(file: str) -> str:
+    """A path as text shows it: from the package on for installed ones, from the working directory on below it."""
+    installed = re.search(r"/(?:site|dist)-packages/(.*)", file)
+    if installed:
+        return installed[1]
+    real = _real(file)
+    for folder in (os.getcwd(), str(ROOT)):
+        if real.startswith(folder + os.sep):
+            return os.path.relpath(real, folder)
+    return real
+
+
+@cache
+def _real(file: str) -> str:
+    return os.path.realpath(file)

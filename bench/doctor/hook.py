@@ -1,0 +1,189 @@
+"""What the doctor changes in a process: it waits for modules to be imported, and wraps a few of their functions.
+
+Imports nothing of torch: this module is loaded at the start of every Python process of the examined command, most of
+which are no ranks. A wrapped function costs one more call until the rank reaches its marked iterations.
+"""
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from dlrm_bench.bench.doctor.site_folder import Settings, settings_of
+
+if TYPE_CHECKING:
+    from dlrm_bench.bench.doctor.rank import Examination
+
+OPTIMIZER, PROGRESS, MARK = "optimizer", "progress", "mark"
+"""What an iteration was found by, the least reliable first."""
+
+Marker = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_PIPELINES = "torchrec.distributed.train_pipeline."
+_FIVE_STAGE = "five_stage.pipeline"
+# Functions that torch's own override protocol does not pass on, by module: they wait for the device, for other ranks,
+# or make process groups. The names that they are recorded by are those in the module.
+_FUNCTIONS = {
+    "torch.cuda": ("synchronize", "empty_cache"),
+    "torch.cpu": ("synchronize",),
+    "torch.accelerator": ("synchronize",),
+    "torch.cuda.streams": ("Stream.synchronize", "Event.synchronize"),
+    "torch.distributed.distributed_c10d": (
+        "init_process_group",
+        "new_group",
+        "destroy_process_group",
+        "barrier",
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+    ),
+}
+_BACKWARD = "torch.autograd.graph"
+_OPTIMIZERS = "torch.optim.optimizer"
+
+
+class _State:
+    """This process's; nothing in it before the script's first iteration."""
+
+    settings: Settings | None = None
+    examination: "Examination | None" = None
+    marker: Marker | None = None
+    """Set while calls are recorded: runs a wrapped function."""
+    around_backward: Callable[[], Any] | None = None
+    """Set while calls are recorded: a context for autograd's engine, which torch's override protocol leaves out."""
+    inside_progress = threading.local()
+    leader: int | None = None
+    """The optimizer whose steps are iterations, by id: the first one that made a step."""
+
+
+state = _State()
+
+
+def install() -> None:
+    """Watches for the modules to come, if this process belongs to an examined command."""
+    state.settings = settings_of(os.environ)
+    if state.settings is not None:
+        sys.meta_path.insert(0, _Watcher())
+
+
+def boundary(found_by: str) -> None:
+    """Tells the examination of this rank that an iteration begins; makes it with the first one."""
+    if state.settings is None:
+        return
+    if state.examination is None:
+        from dlrm_bench.bench.doctor.rank import Examination
+
+        state.examination = Examination(state.settings)
+    state.examination.boundary(found_by)
+
+
+class _Watcher(MetaPathFinder):
+    """Finds the modules to be changed as the other finders do, and changes them as soon as they have run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        change = _change_of(fullname)
+        if change is None:
+            return None
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                _run_after(spec.loader, change)
+                return spec
+        return None
+
+
+def _run_after(loader: Loader, change: Callable[[ModuleType], None]) -> None:
+    """Changes a module once this loader has run it; the loader stays what it is for all who ask it for sources."""
+    run = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        run(module)
+        change(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def _change_of(module: str) -> Callable[[ModuleType], None] | None:
+    if module in _FUNCTIONS:
+        return functools.partial(_wrap_functions, names=_FUNCTIONS[module])
+    if module == _BACKWARD:
+        return _wrap_backward
+    if module == _OPTIMIZERS:
+        return _watch_optimizers
+    return _wrap_pipelines if module.startswith(_PIPELINES) or module.endswith(_FIVE_STAGE) else None
+
+
+def _wrap_functions(module: ModuleType, names: Sequence[str]) -> None:
+    for name in names:
+        *classes, last = name.split(".")
+        owner = functools.reduce(lambda value, part: getattr(value, part, None), classes, module)  # type: ignore[arg-type,return-value]
+        if owner is not None and hasattr(owner, last):
+            setattr(owner, last, recorded(f"{module.__name__}.{name}", getattr(owner, last)))
+
+
+def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of whose calls the marker is told while there is one."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        marker = state.marker
+        return function(*args, **kwargs) if marker is None else marker(name, function, args, kwargs)
+
+    return call
+
+
+def _wrap_backward(module: ModuleType) -> None:
+    run = module._engine_run_backward  # torch.autograd takes it from here when it is imported, after this
+
+    @functools.wraps(run)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        around = state.around_backward
+        if around is None:
+            return run(*args, **kwargs)
+        with around():
+            return run(*args, **kwargs)
+
+    module._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
+def _watch_optimizers(module: ModuleType) -> None:
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if getattr(state.inside_progress, "depth", 0) == 0:
+            if state.leader is None:
+                state.leader = id(optimizer)
+            if state.leader == id(optimizer):
+                boundary(OPTIMIZER)
+
+    module.register_optimizer_step_post_hook(after_step)
+
+
+def _wrap_pipelines(module: ModuleType) -> None:
+    for value in list(vars(module).values()):
+        ours = isinstance(value, type) and value.__module__ == module.__name__ and not value.__name__.startswith("Eval")
+        if ours and "progress" in vars(value):
+            value.progress = _progress(value.progress)
+
+
+def _progress(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pipeline's progress(), the outermost call of which begins an iteration: one pipeline may call another's."""
+
+    @functools.wraps(function)
+    def progress(*args: Any, **kwargs: Any) -> Any:
+        inside = state.inside_progress
+        depth = getattr(inside, "depth", 0)
+        if depth == 0:
+            boundary(PROGRESS)
+        inside.depth = depth + 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside.depth = depth
+
+    return progress

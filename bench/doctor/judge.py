@@ -1,0 +1,186 @@
+"""Which calls of an iteration are worth a finding, of which kind, and at whose line.
+
+On a GPU, what a line did is what CUDA recorded: it waited, copied, allocated. Without one, calls are judged by what
+they would do to tensors on a GPU.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dlrm_bench.bench.doctor import cuda_calls as cuda
+from dlrm_bench.bench.doctor.cuda_calls import CudaCall
+from dlrm_bench.bench.doctor.frames import Frames
+from dlrm_bench.bench.doctor.rank_file import Call, Frame, RankFile
+
+SYNC = "sync"
+SYNCHRONIZE = "synchronize"
+PRINT = "print"
+METRIC = "metric"
+FROM_LIST = "tensor_from_list"
+PAGEABLE = "pageable_copy"
+D2H = "d2h_copy"
+ALLOCATOR = "allocator"
+OPTIMIZER_LOOP = "optimizer_loop"
+BURST = "launch_burst"
+PROCESS_GROUP = "process_group"
+SHAPE = "shape_change"
+KINDS = (
+    SYNC,
+    SYNCHRONIZE,
+    PRINT,
+    METRIC,
+    FROM_LIST,
+    PAGEABLE,
+    D2H,
+    ALLOCATOR,
+    OPTIMIZER_LOOP,
+    BURST,
+    PROCESS_GROUP,
+    SHAPE,
+)
+WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, PAGEABLE)
+"""Kinds that stop the host until the GPU has done something, or would."""
+
+REPEATS = 8
+"""Calls from one stack in an iteration that make a loop of it."""
+LAUNCHES = 16
+"""Launches of such loops at a line, in an iteration, that make a burst: fewer cost less than 0.1 ms."""
+
+_METRICS = re.compile(r"/(torchmetrics|torcheval|sklearn/metrics|torchrec/metrics)/")
+_READS = re.compile(
+    r"\.(item|tolist|numpy|__array__|__bool__|__int__|__float__|__index__|__contains__|is_nonzero|nonzero|argwhere"
+    r"|masked_select|unique|unique_consecutive|_unique2|equal|allclose|cpu)$|^torch\.distributed\..*(barrier|_object(_list)?)$"
+)
+_PRINTS = re.compile(r"^torch\.Tensor\.(__repr__|__format__|__str__)$")
+_LAUNCHES_NOTHING = re.compile(
+    r"\.(view|view_as|reshape|detach|unbind|split|chunk|narrow|select|permute|transpose|t|expand|expand_as|squeeze"
+    r"|unsqueeze|flatten|size|dim|numel|stride|data_ptr|is_\w+|element_size|requires_grad_|__len__|__hash__|__iter__"
+    r"|record_stream|storage_offset|untyped_storage|item|tolist)$"
+)
+
+
+class Line(NamedTuple):
+    """A frame."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+class Place(NamedTuple):
+    """What makes calls one finding."""
+
+    kind: str
+    user: Line
+    """Without a file where no line of Python is known."""
+    library: tuple[Line, ...]
+    """The line that makes the call, and the one that calls its function; none where it is the user's."""
+
+
+class Judge:
+    """Tells kinds of calls of one rank."""
+
+    def __init__(self, rank: RankFile) -> None:
+        self._rank = rank
+        self._gpu = rank["device"] == "cuda"
+        self._frames = Frames(rank["libraries"])
+        self._metrics = [any(_METRICS.search(frame["file"]) for frame in stack) for stack in rank["stacks"]]
+        self._optim = [any("/torch/optim/" in frame["file"] for frame in stack) for stack in rank["stacks"]]
+
+    def kind(self, call: Call, below: Sequence[CudaCall]) -> str | None:
+        """The kind of finding that a call is; None for most."""
+        name = call["name"]
+        if name.endswith((".new_group", ".init_process_group", ".destroy_process_group")):
+            return PROCESS_GROUP
+        if name.endswith(".synchronize"):
+            return SYNCHRONIZE
+        waits = self._waits(call, below)
+        if self._metrics[call["stack"]]:
+            return METRIC
+        if _PRINTS.match(name):
+            return PRINT if waits or not self._gpu else None
+        if waits:
+            if call["about"].get("from_list"):
+                return FROM_LIST
+            return PAGEABLE if self._moves_in(call, below) else SYNC
+        if any((c.direction or "").startswith("DtoH") for c in below):
+            return D2H
+        if self._moves_in(call, below):
+            return PAGEABLE
+        return ALLOCATOR if any(c.kind == cuda.ALLOCATOR for c in below) else None
+
+    def _waits(self, call: Call, below: Sequence[CudaCall]) -> bool:
+        """Whether the host waited in a call; without a GPU, whether it would."""
+        if self._gpu:
+            return any(c.kind == cuda.SYNC for c in below)
+        if self._optim[call["stack"]]:
+            return False  # counters of steps, which optimizers keep on the host
+        about = call["about"]
+        return bool(_READS.search(call["name"]) or about.get("mask") or about.get("from_list"))
+
+    def _moves_in(self, call: Call, below: Sequence[CudaCall]) -> bool:
+        """Whether a call copies pageable memory to the device; without a GPU, whether it would to one."""
+        if self._gpu:
+            return any(c.direction == "HtoD pageable" for c in below)
+        about = call["about"]
+        moves = call["name"] in ("torch.Tensor.to", "torch.Tensor.cuda") and about.get("names_device", False)
+        return moves and about.get("pinned") is False
+
+    def place(self, kind: str, call: Call) -> Place:
+        """The lines of a call; of what a library does in many lines, its function alone."""
+        stack = self._rank["stacks"][call["stack"]]
+        user, library = self._frames.user(stack), self._frames.library(stack)
+        if kind == METRIC:
+            library = [frame for frame in library if _METRICS.search(frame["file"])][-1:]
+        elif kind == PRINT:
+            library = []
+        elif kind == OPTIMIZER_LOOP:
+            named = [frame for frame in stack if "/torch/optim/" in frame["file"]]
+            library = [Frame(file=frame["file"], line=0, function=frame["function"], text="") for frame in named[:1]]
+        return Place(kind, _line(user), tuple(_line(frame) for frame in library))
+
+    def bursts(self, below: dict[int, list[CudaCall]]) -> Iterator[tuple[str, Call, list[CudaCall]]]:
+        """Calls of loops in Python, each with what it launched: many small launches from one place."""
+        repeats: Counter[tuple[int, int]] = Counter()
+        launching = []
+        for number, call in enumerate(self._rank["calls"]):
+            stack = self._rank["stacks"][call["stack"]]
+            launches = [c for c in below[number] if c.kind == cuda.LAUNCH]
+            does = bool(launches) if self._gpu else not _LAUNCHES_NOTHING.search(call["name"])
+            # Modules in a row are different work, and no loop over data.
+            if does and not any(frame["file"].endswith("torch/nn/modules/container.py") for frame in stack):
+                repeats[call["iteration"], call["stack"]] += 1
+                launching.append((call, launches))
+        grouped: defaultdict[tuple[str, Place], list[tuple[Call, list[CudaCall]]]] = defaultdict(list)
+        for call, launches in launching:
+            if repeats[call["iteration"], call["stack"]] >= REPEATS and not self._metrics[call["stack"]]:
+                kind = OPTIMIZER_LOOP if self._optim[call["stack"]] else BURST
+                grouped[kind, self.place(kind, call)].append((call, launches))
+        for (kind, _), calls in grouped.items():
+            if sum(max(1, len(launches)) for _, launches in calls) >= LAUNCHES * self._rank["marked"]["iterations"]:
+                yield from ((kind, call, launches) for call, launches in calls)
+
+    def first_change(self) -> Call | None:
+        """The first call of an iteration whose result has another shape in another one: where it comes from."""
+        shapes: defaultdict[tuple[int, str, int], dict[int, tuple[list[int], Call]]] = defaultdict(dict)
+        counted: Counter[tuple[int, int, str]] = Counter()
+        for call in self._rank["calls"]:
+            if "shape" in call["about"]:
+                site = (call["iteration"], call["stack"], call["name"])
+                counted[site] += 1
+                where = (call["stack"], call["name"], counted[site])
+                shapes[where][call["iteration"]] = (call["about"]["shape"], call)
+        n = self._rank["marked"]["iterations"]
+        changing = [
+            seen[0][1]
+            for seen in shapes.values()
+            if len(seen) == n and any(shape != seen[0][0] for shape, _ in seen.values())
+        ]
+        return min(changing, key=lambda call: call["start_us"], default=None)
+
+
+def _line(frame: Frame) -> Line:
+    return Line(frame["file"], frame["line"], frame["function"], frame["text"])

@@ -1,0 +1,237 @@
+"""Which Python line makes which call of torch: every call of a few iterations, with the stack that it comes from.
+
+Torch's override protocol (torch.overrides) passes each call of its Python API on, operators, item() and custom ops
+included, and this without a change of what runs. Each call is within a range of the profiler, MARK and its number in
+the list of calls: the CUDA calls below it in the trace are those of its line. What the protocol leaves out is wrapped
+by hook.py.
+"""
+
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch._C._profiler import _RecordFunctionFast
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, resolve_name
+
+from dlrm_bench.bench.doctor import hook
+from dlrm_bench.bench.doctor.rank_file import MARK, About, Call, Frame
+
+_OWN = str(Path(__file__).parent)  # as the names of its files are in frames
+_OVERRIDES = torch.overrides.__file__
+_SILENT = ("profiler.", "torch.autograd.profiler", "_set_grad_enabled", "torch.Tensor.register_hook")
+_MOVES = frozenset(f"torch.Tensor.{name}" for name in ("to", "cuda", "cpu", "copy_", "pin_memory"))
+_FROM_DATA = frozenset(("torch.tensor", "torch.as_tensor", "torch.Tensor.new_tensor", "torch.asarray"))
+# What a script under torch.compile is marked by: a mode would have every compiled function compiled anew.
+_READS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "to",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__repr__",
+)
+
+
+class Marks:
+    """The calls of torch from switch_on() to switch_off(), by iteration and stack."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.iteration = -1
+        """The one that calls belong to now; those of a negative one are not kept."""
+        self.reduced = _compiles()
+        """Whether only reads of values are marked, because the script compiles functions."""
+        self._stacks: dict[tuple[CodeType | int, ...], int] = {}
+        self._frames: list[list[Frame]] = []
+        self._names: dict[Any, str | None] = {}
+        self._mode = _Mode(self)
+        self._thread = threading.get_ident()
+        self._backward: list[FrameType] = []
+        self._replaced: list[str] = []
+
+    @property
+    def stacks(self) -> list[list[Frame]]:
+        """Frames of each stack, the innermost first."""
+        return self._frames
+
+    def switch_on(self) -> None:
+        """From now on, on this thread, and on those of autograd's engine that work for it."""
+        hook.state.marker = self.marked
+        if self.reduced:
+            for name in _READS:
+                self._replaced += [name] if name not in vars(Tensor) else []
+                setattr(Tensor, name, hook.recorded(f"torch.Tensor.{name}", getattr(Tensor, name)))
+            return
+        # At the bottom of the stack of modes: the script may leave one of its own before this one is switched off.
+        others = _popped_modes()
+        _push_mode(self._mode)
+        for mode in others:
+            _push_mode(mode)
+        hook.state.around_backward = self._around_backward
+
+    def switch_off(self) -> None:
+        """Leaves everything as it was."""
+        hook.state.marker = hook.state.around_backward = None
+        if self.reduced:
+            for name in _READS:
+                original = getattr(Tensor, name).__wrapped__
+                if name in self._replaced:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, original)
+            return
+        for mode in [mode for mode in _popped_modes() if mode is not self._mode]:
+            _push_mode(mode)
+
+    def of_torch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function of torch's API."""
+        name = self._name(function)
+        return function(*args, **kwargs) if name is None else self.marked(name, function, args, kwargs)
+
+    def marked(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the function within a range, and keeps the call."""
+        if self.iteration < 0:
+            return function(*args, **kwargs)
+        about = _about_arguments(name, args, kwargs)
+        call = Call(
+            iteration=self.iteration,
+            name=name,
+            stack=self._stack(),
+            start_us=0.0,
+            us=0.0,
+            about=about,
+            main=self._main(),
+        )
+        with _RecordFunctionFast(f"{MARK}{len(self.calls)}"):
+            self.calls.append(call)
+            call["start_us"] = time.perf_counter() * 1e6
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                call["us"] = time.perf_counter() * 1e6 - call["start_us"]
+        _about_result(about, name, args, result)
+        return result
+
+    def _name(self, function: Callable[..., Any]) -> str | None:
+        """Of a function that is worth a mark: getters of attributes, such as grad, launch nothing."""
+        if function not in self._names:
+            name = resolve_name(function) or getattr(function, "__name__", repr(function))
+            self._names[function] = (
+                None if name.endswith((".__get__", ".__set__")) or name.startswith(_SILENT) else name
+            )
+        return self._names[function]
+
+    def _main(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _stack(self) -> int:
+        """The number of the stack of the caller, without the doctor's frames and torch's dispatch of overrides."""
+        frames = list(_walk(sys._getframe(2)))
+        if not self._main():
+            frames += self._backward  # autograd's own thread begins where backward() was called
+        key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
+        if key not in self._stacks:
+            self._stacks[key] = len(self._frames)
+            self._frames.append([_frame(frame) for frame in frames])
+        return self._stacks[key]
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """backward() is itself a call of the API, in which the mode is off: it is on again for what autograd calls."""
+        frames, self._backward = self._backward, list(_walk(sys._getframe(2)))
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._backward = frames
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._marks.of_torch(func, args, kwargs or {})
+
+
+def _compiles() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
+
+
+def _popped_modes() -> list[Any]:
+    """All modes of this thread, which are off now; the outermost first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+
+
+def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file != _OVERRIDES and not file.startswith(_OWN) and not file.endswith("contextlib.py"):
+            yield frame
+        frame = frame.f_back
+
+
+def _frame(frame: FrameType) -> Frame:
+    file = frame.f_code.co_filename
+    return Frame(
+        file=file,
+        line=frame.f_lineno,
+        function=frame.f_code.co_qualname,
+        text=linecache.getline(file, frame.f_lineno).strip(),
+    )
+
+
+def _tensor_in(values: Any) -> Tensor | None:
+    """The first tensor of the arguments, also within a list of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+            return value[0]
+    return None
+
+
+def _about_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> About:
+    about = About()
+    tensor = _tensor_in(args)
+    if tensor is not None:
+        about["device"] = tensor.device.type
+        if name == "torch.Tensor.copy_" and len(args) > 1 and isinstance(args[1], Tensor):
+            tensor = args[1]  # the source
+            about["device"] = tensor.device.type
+        if name in _MOVES and tensor.device.type == "cpu":
+            about["pinned"] = tensor.is_pinned()
+            about["names_device"] = any(isinstance(value, torch.device | str) for value in (*args, *kwargs.values()))
+    if name == "torch.Tensor.__getitem__":
+        about["mask"] = any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1:])
+    if name in _FROM_DATA:
+        about["from_list"] = not any(isinstance(value, Tensor) for value in args)
+    return about
+
+
+def _about_result(about: About, name: str, args: tuple[Any, ...], result: Any) -> None:
+    if isinstance(result, Tensor):
+        about["shape"] = list(result.shape)
+        if name in _MOVES:
+            target = args[0] if name == "torch.Tensor.copy_" else result
+            about["to_device"] = target.device.type
+            about["bytes"] = result.nbytes

@@ -1,0 +1,275 @@
+"""The examination of one rank, from inside: which of its iterations are measured how, and what is kept of them.
+
+After the warm-up come iterations without instruments, which give the time; iterations under torch.profiler alone,
+which give what calls of CUDA cost; and iterations whose calls are marked by line, which run slower and give the lines.
+All ranks count the same iterations, so that instruments slow them down together.
+"""
+
+import atexit
+import json
+import os
+import site
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dlrm_bench.bench.doctor import hook
+from dlrm_bench.bench.doctor.marks import Marks
+from dlrm_bench.bench.doctor.rank_file import (
+    MARKED,
+    MARKED_ITERATION,
+    SCHEMA,
+    SETTLING,
+    TRACED,
+    Plain,
+    RankFile,
+    Window,
+    rank_path,
+    trace_path,
+)
+from dlrm_bench.bench.doctor.site_folder import Settings
+from dlrm_bench.bench.measure.thread_times import spent_ms, thread_times_ms
+
+ITERATION = "iteration"
+"""The range around a traced iteration, the one that bench/measure/trace.py looks for."""
+_PATIENCE_S = 60
+"""How long a rank that is done waits for the others of its node, which may still be in a collective with it."""
+_RELIABILITY = (hook.OPTIMIZER, hook.PROGRESS, hook.MARK)
+
+
+class Examination:
+    """Counts the iterations of this process and measures them as their turn comes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._folder = Path(settings.folder)
+        self._thread = threading.get_ident()
+        self._found_by = hook.OPTIMIZER
+        self._steps = -1
+        self._over = False
+        self._file: dict[str, Any] = {}
+        self._starts: list[float] = []
+        self._hook_s = 0.0
+        self._marks: Marks | None = None
+        self._profile: profile | None = None
+        self._range: record_function | None = None
+        self._opened = 0.0
+        self._turns = self._schedule()
+        atexit.register(self._leave_what_there_is)
+
+    def boundary(self, found_by: str) -> None:
+        """An iteration begins; what begins earlier ones ends. Errors of the doctor's own end the examination, alone."""
+        if self._over or threading.get_ident() != self._thread or not self._counts(found_by):
+            return
+        begin = time.perf_counter()
+        self._steps += 1
+        try:
+            self._take_turn()
+        except Exception:
+            self._over = True
+            error = self._folder / f"rank{_rank()}.error"
+            error.write_text(traceback.format_exc(), encoding="utf-8")
+        self._hook_s += time.perf_counter() - begin
+
+    def _counts(self, found_by: str) -> bool:
+        """Whether this sign of an iteration is the best one there is; a better one in the warm-up starts it again."""
+        if found_by == self._found_by:
+            return True
+        better = _RELIABILITY.index(found_by) > _RELIABILITY.index(self._found_by)
+        if better and self._steps <= self._settings.warmup:
+            self._found_by, self._steps = found_by, -1
+            self._starts.clear()
+            return True
+        return False
+
+    def _schedule(self) -> dict[int, Any]:
+        plain = self._settings.warmup
+        traced = plain + self._settings.iterations
+        marked = traced + SETTLING + TRACED
+        return {
+            plain: self._begin_plain,
+            traced: self._end_plain,
+            traced + SETTLING: self._open,
+            marked: self._begin_marked,
+            marked + SETTLING: self._open,
+            marked + SETTLING + MARKED: self._end_marked,
+        }
+
+    def _take_turn(self) -> None:
+        turn = self._turns.get(self._steps)
+        if self._marks is not None and self._marks.iteration >= 0:
+            self._starts.append(time.perf_counter() * 1e6)
+            self._marks.iteration += 1
+        elif self._opened:
+            self._starts.append(time.perf_counter() * 1e3)
+        if self._range is not None:
+            self._next_range(last=turn is not None)
+        if turn is not None:
+            turn()
+
+    # Iterations without instruments
+
+    def _begin_plain(self) -> None:
+        _synchronize()
+        self._starts.clear()
+        self._hook_s = 0.0
+        self._threads = thread_times_ms()
+        self._cpu, self._thread_s = time.process_time(), time.thread_time()
+        self._opened = time.perf_counter()
+        self._starts.append(self._opened * 1e3)
+
+    def _end_plain(self) -> None:
+        n = self._settings.iterations
+        cpu, thread_s = time.process_time() - self._cpu, time.thread_time() - self._thread_s
+        threads = spent_ms(self._threads, thread_times_ms())
+        hook_s = self._hook_s
+        _synchronize()
+        self._file["plain"] = Plain(
+            iterations=n,
+            ms=(time.perf_counter() - self._opened) / n * 1e3,
+            times_ms=[b - a for a, b in zip(self._starts, self._starts[1:], strict=False)],
+            cpu_ms=cpu / n * 1e3,
+            thread_ms=thread_s / n * 1e3,
+            threads_ms={name: ms / n for name, ms in threads.items()},
+            hook_us=hook_s / n * 1e6,
+        )
+        self._opened = 0.0
+        self._start_profile()
+
+    # Iterations with instruments
+
+    def _start_profile(self) -> None:
+        """One profile for both kinds: a range that is open when a profile ends must not end in another one."""
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _cuda() else [])],
+            # Threads that began before the profiler would have no ranges.
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        )
+        self._profile.start()
+
+    def _open(self) -> None:
+        _synchronize()
+        self._starts.clear()
+        if self._marks is not None:
+            self._marks.iteration = 0
+            self._starts.append(time.perf_counter() * 1e6)
+        self._opened = time.perf_counter()
+        self._open_range()
+
+    def _open_range(self) -> None:
+        self._range = record_function(ITERATION if self._marks is None else MARKED_ITERATION)
+        self._range.__enter__()
+
+    def _next_range(self, last: bool) -> None:
+        assert self._range is not None
+        self._range.__exit__(None, None, None)
+        self._range = None
+        if not last:
+            self._open_range()
+
+    def _window(self, iterations: int) -> Window:
+        _synchronize()
+        begin, self._opened = self._opened, 0.0
+        return Window(iterations=iterations, ms=(time.perf_counter() - begin) / iterations * 1e3)
+
+    def _begin_marked(self) -> None:
+        self._file["traced"] = self._window(TRACED)
+        self._marks = Marks()
+        self._marks.switch_on()
+
+    def _end_marked(self) -> None:
+        assert self._profile is not None
+        assert self._marks is not None
+        self._marks.switch_off()
+        self._over = True
+        self._file["marked"] = self._window(MARKED)
+        self._file["marked_starts_us"] = self._starts
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(trace_path(self._folder, _rank())))
+        self._write(complete=True)
+        if not self._settings.keep_running:
+            self._leave()
+
+    # The end
+
+    def _leave_what_there_is(self) -> None:
+        """The script ended before its examination did."""
+        if not self._over and os.getpid() == _PID:
+            self._write(complete=False)
+
+    def _write(self, complete: bool) -> None:
+        cuda = _cuda()
+        content = RankFile(
+            schema=SCHEMA,
+            rank=_rank(),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            device="cuda" if cuda else "cpu",
+            gpu=torch.cuda.get_device_name() if cuda else None,
+            versions=_versions(),
+            found_by=self._found_by,
+            steps=max(self._steps, 0),
+            complete=complete,
+            reduced=self._marks is not None and self._marks.reduced,
+            libraries=_libraries(),
+            stacks=[] if self._marks is None else self._marks.stacks,
+            calls=[] if self._marks is None else self._marks.calls,
+            **self._file,  # type: ignore[typeddict-item]
+        )
+        path = rank_path(self._folder, _rank())
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        unfinished.rename(path)
+
+    def _leave(self) -> None:
+        """Ends this process: the script has shown what it had to, and might train for days."""
+        deadline = time.monotonic() + _PATIENCE_S
+        peers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        while len(list(self._folder.glob("rank*.json"))) < peers and time.monotonic() < deadline:
+            if any(self._folder.glob("rank*.error")):
+                break
+            time.sleep(0.05)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+_PID = os.getpid()
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _synchronize() -> None:
+    if _cuda():
+        torch.cuda.synchronize()
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, and of the libraries that the script has imported."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("torch", "torchrec", "fbgemm_gpu"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            versions[name] = str(version)
+    return versions
+
+
+def _libraries() -> list[str]:
+    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return sorted({os.path.realpath(path) for path in [*paths, *site.getsitepackages(), site.getusersitepackages()]})

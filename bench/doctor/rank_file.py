@@ -1,0 +1,141 @@
+"""What a rank leaves for the doctor: how its iterations went, and the calls of a few of them.
+
+rank<R>.json, and beside it a Chrome trace, rank<R>_trace.json.gz: iterations with nothing but the profiler on, and then
+iterations whose calls are marked by line.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+MARK = "doctor:"
+"""Name of the range around a marked call in the trace, followed by the call's number."""
+MARKED_ITERATION = "marked iteration"
+"""Name of the range around an iteration whose calls are marked."""
+SCHEMA = 1
+
+SETTLING = 2
+"""Iterations with an instrument on that are not looked at: its start slows them down."""
+TRACED = 5
+"""Iterations in the trace that gives costs."""
+MARKED = 4
+"""Iterations whose calls are marked; shapes that change are found among them."""
+
+
+class Frame(TypedDict):
+    """A line of Python."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+class About(TypedDict, total=False):
+    """What a call is about, where it matters to a finding."""
+
+    device: str
+    """Of its first tensor, or of the source of a copy: cpu, cuda."""
+    to_device: str
+    """Of a copy's result."""
+    pinned: bool
+    """Whether the host memory that a copy reads is page-locked."""
+    names_device: bool
+    """Whether a copy is asked for by a device's name, and not for another type alone."""
+    bytes: int
+    mask: bool
+    """Whether the index holds a tensor of booleans."""
+    from_list: bool
+    """Whether a tensor was made of Python's numbers."""
+    shape: list[int]
+    """Of the result."""
+
+
+class Call(TypedDict):
+    """A call of torch."""
+
+    iteration: int
+    name: str
+    stack: int
+    """Its number in the file's stacks."""
+    start_us: float
+    us: float
+    about: About
+    main: bool
+    """Whether on the thread of the training loop."""
+
+
+class Window(TypedDict):
+    """A span of iterations, which begins and ends with the device idle."""
+
+    iterations: int
+    ms: float
+    """Wall time of an iteration."""
+
+
+class Plain(Window):
+    """Without instruments."""
+
+    times_ms: list[float]
+    """From one beginning of an iteration to the next, on the host."""
+    cpu_ms: float
+    """CPU time of the whole process, an iteration."""
+    thread_ms: float
+    """CPU time of the thread of the training loop, an iteration."""
+    threads_ms: dict[str, float]
+    """CPU time of the other threads, by name, an iteration."""
+    hook_us: float
+    """Time that the doctor's own code took, an iteration."""
+
+
+class RankFile(TypedDict):
+    """rank<R>.json."""
+
+    schema: int
+    rank: int
+    local_world_size: int
+    world_size: int
+    device: str
+    """cpu or cuda."""
+    gpu: str | None
+    versions: dict[str, str]
+    found_by: str
+    steps: int
+    """Iterations that the script made until the file was written."""
+    complete: bool
+    reduced: bool
+    """Whether only reads of values were marked, because the script compiles functions."""
+    libraries: list[str]
+    """Folders of installed packages and of Python's own modules."""
+    plain: NotRequired[Plain]
+    traced: NotRequired[Window]
+    marked: NotRequired[Window]
+    marked_starts_us: NotRequired[list[float]]
+    """Beginning of each marked iteration, and the last one's end, on the clock of the calls."""
+    stacks: list[list[Frame]]
+    """Innermost frame first."""
+    calls: list[Call]
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Where a rank's file is."""
+    return folder / f"rank{rank}.json"
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """Where a rank's trace is."""
+    return folder / f"rank{rank}_trace.json.gz"
+
+
+def read_rank_files(folder: Path) -> list[RankFile]:
+    """All that ranks left in the folder, by rank. ValueError for one that is damaged or of another version."""
+    files: list[RankFile] = []
+    for path in folder.glob("rank*.json"):
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            if content["schema"] != SCHEMA:
+                raise ValueError(f"schema {content['schema']} and not {SCHEMA}: the doctor's versions differ")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no rank's file: {error}") from error
+        files.append(content)
+    return sorted(files, key=lambda file: file["rank"])

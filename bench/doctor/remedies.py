@@ -1,0 +1,139 @@
+"""What to do about findings, and what an iteration would take then, as far as the measured parts can say."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypedDict
+
+from dlrm_bench.bench.doctor import judge
+from dlrm_bench.bench.doctor.findings import Finding
+from dlrm_bench.bench.doctor.judge import Place
+
+_SUGGESTIONS = {
+    judge.SYNC: "keep the value on the device, or read it every few hundred iterations, or a batch later from pinned "
+    "memory with an event",
+    judge.SYNCHRONIZE: "leave it out: the stream keeps the order, and a timer needs events (torch.cuda.Event)",
+    judge.PRINT: "print every few hundred iterations: a printed tensor is copied to the host and waited for",
+    judge.METRIC: "update the metric every few hundred iterations, or collect predictions on the device and compute it "
+    "at the evaluation",
+    judge.FROM_LIST: "make the tensor once and keep it, or fill pinned memory and copy it with non_blocking=True: each "
+    "such call is a blocking copy from pageable memory",
+    judge.PAGEABLE: "read batches into pinned memory (DataLoader(pin_memory=True), Tensor.pin_memory()) and copy them "
+    "with non_blocking=True",
+    judge.D2H: "do without the copy, or make it every few hundred iterations",
+    judge.ALLOCATOR: "keep shapes constant, so that the caching allocator finds its blocks again; see "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    judge.OPTIMIZER_LOOP: "give the optimizer fused=True or foreach=True: it updates all parameters with a few "
+    "launches instead of several for each",
+    judge.BURST: "do it for all elements with one call on the whole tensor, instead of a loop in Python",
+    judge.PROCESS_GROUP: "make process groups once, before the loop: each is a rendezvous of all ranks, and NCCL "
+    "connects anew",
+    judge.SHAPE: "give batches one shape (drop_last=True, padding): changing shapes keep CUDA graphs out, have "
+    "torch.compile compile again, and the allocator search",
+}
+_TORCHREC_SUGGESTIONS = {
+    judge.SYNC: "TorchRec reads sizes that it needs on the host here: with bags of fixed sizes a trimmed input dist "
+    "does without, otherwise read them through pinned memory (pipeline/five_stage: TrimmedEBCSharder, pinned_d2h)",
+    judge.FROM_LIST: "TorchRec makes this tensor anew from a list for each batch: with bags of fixed sizes a trimmed "
+    "input dist does without (pipeline/five_stage: TrimmedEBCSharder)",
+}
+
+
+class Prediction(TypedDict):
+    """What a change would take away."""
+
+    remedy: str
+    findings: list[int]
+    """Their numbers, from 1."""
+    removes_ms: float
+    """Host time in them, an iteration."""
+    at_best_ms: float
+    """The iteration without that time; the GPU's own work is a floor of it."""
+    caution: str
+
+
+class Remedy(NamedTuple):
+    """A change, the findings that it takes away, and what would keep it from doing so."""
+
+    name: str
+    removes: Callable[[Finding], bool]
+    caution: str
+
+
+def suggestion(place: Place) -> str:
+    """What to do about findings at a place."""
+    library = place.library[0].file if place.library else ""
+    if "/torchrec/" in library and place.kind in _TORCHREC_SUGGESTIONS:
+        return _TORCHREC_SUGGESTIONS[place.kind]
+    return _SUGGESTIONS[place.kind]
+
+
+def _of_torchrec(finding: Finding) -> bool:
+    return finding["library"] is not None and finding["library"]["file"].startswith("torchrec/")
+
+
+def _in_input_dist(finding: Finding) -> bool:
+    return _of_torchrec(finding) and finding["kind"] in (judge.SYNC, judge.FROM_LIST)
+
+
+def _own(finding: Finding) -> bool:
+    library = finding["library"]
+    outside = library is None or re.match(r"torch(metrics|eval)?/", library["file"]) is not None
+    return finding["file"] is not None and outside and finding["kind"] not in (judge.SHAPE, judge.PAGEABLE)
+
+
+REMEDIES = (
+    Remedy(
+        "the script's own lines changed as suggested",
+        _own,
+        "a wait that is left out may be met at the next one, if the GPU is behind",
+    ),
+    Remedy(
+        "TorchRec: inplace_copy_batch_to_gpu=True, and batches in pinned memory",
+        lambda finding: finding["kind"] == judge.PAGEABLE,
+        "the copy itself stays, beside other work",
+    ),
+    Remedy(
+        "five-stage pipeline: pinned_d2h",
+        lambda finding: _of_torchrec(finding) and finding["kind"] in (judge.SYNC, judge.D2H),
+        "values are still waited for where they are needed, later",
+    ),
+    Remedy(
+        "five-stage pipeline: trimmed input dist (TrimmedEBCSharder)",
+        _in_input_dist,
+        "only for bags of fixed sizes and tables that are not split by rows",
+    ),
+    Remedy(
+        "five-stage pipeline: cuda_graph='dense'",
+        lambda finding: finding["kind"] == judge.OPTIMIZER_LOOP,
+        "counts the optimizer's launches alone; those of the dense forward and backward, which it replays too, are no "
+        "findings, so that more may be gained. It replays a step of torch.optim.Adagrad",
+    ),
+)
+UNKNOWN = (
+    "avoid_record_streams and launch_threads take away no finding; what they would gain here is not known.",
+    "launches that no loop makes, and time in which the host only computes, are in no finding and in no prediction.",
+)
+
+
+def predict(findings: Sequence[Finding], iteration_ms: float, gpu_ms: float | None) -> list[Prediction]:
+    """What each remedy would take away here, most first. gpu_ms: what the GPU has to do in an iteration."""
+    shape_changes = any(finding["kind"] == judge.SHAPE for finding in findings)
+    predictions = []
+    for remedy in REMEDIES:
+        numbers = [number for number, finding in enumerate(findings, start=1) if remedy.removes(finding)]
+        removes = sum(findings[number - 1]["ms"] or 0.0 for number in numbers)
+        if not numbers:
+            continue
+        caution = remedy.caution
+        if "fixed sizes" in caution and shape_changes:
+            caution += "; shapes change in this script, so it may not apply"
+        predictions.append(
+            Prediction(
+                remedy=remedy.name,
+                findings=numbers,
+                removes_ms=removes,
+                at_best_ms=max(iteration_ms - removes, gpu_ms or 0.0),
+                caution=caution,
+            )
+        )
+    return sorted(predictions, key=lambda prediction: -prediction["removes_ms"])

@@ -1,0 +1,48 @@
+"""The way into an unchanged script: a folder on PYTHONPATH whose sitecustomize.py loads the hook.
+
+It reaches every Python process below the command, whatever starts it: torchrun, srun, a shell script, a fork server.
+Rewriting the command line instead would have to know the flags of each of these, and would change __main__.
+Processes of Python's flags -E, -I and -S are not reached.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dlrm_bench.bench import ROOT
+
+SETTINGS = "DLRM_BENCH_DOCTOR"
+"""Environment variable that holds the settings, as JSON; without it the hook does nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a rank is to do."""
+
+    folder: str
+    """Where it leaves its files."""
+    warmup: int
+    """Iterations that nothing is measured in."""
+    iterations: int
+    """Iterations that are timed without instruments."""
+    keep_running: bool
+    """Go on with the script after the last measurement, instead of ending the process."""
+
+
+def environment_with_hook(folder: Path, settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which Python processes load the hook; makes `folder`, which must last as long as they do."""
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("sitecustomize.py"), folder)
+    # The package alone: the folder that holds it may hold modules that would hide the script's own.
+    (folder / "dlrm_bench").symlink_to(ROOT, target_is_directory=True)
+    path = [str(folder), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path), SETTINGS: json.dumps(asdict(settings))}
+
+
+def settings_of(environment: Mapping[str, str]) -> Settings | None:
+    """The settings that the doctor left in the environment, if it did."""
+    text = environment.get(SETTINGS)
+    return None if text is None else Settings(**json.loads(text))

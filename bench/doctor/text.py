@@ -1,0 +1,134 @@
+"""A diagnosis as a short text."""
+
+import shlex
+from collections.abc import Iterator
+
+from dlrm_bench.bench.doctor.baseline import Change, Comparison
+from dlrm_bench.bench.doctor.diagnosis import Diagnosis
+from dlrm_bench.bench.doctor.findings import Finding
+
+SHOWN = 12
+"""Findings in the text; JSON and page hold all."""
+COLUMNS = (
+    "rank",
+    "ms",
+    "median",
+    "CPU",
+    "loop",
+    "launches",
+    "graphs",
+    "syncs",
+    "H2D page",
+    "H2D pin",
+    "D2H",
+    "alloc",
+    "idle",
+)
+
+
+def heading(diagnosis: Diagnosis) -> str:
+    """What was examined, and how long an iteration takes."""
+    found = {
+        "mark": "marks of the script",
+        "progress": "the pipeline's progress()",
+        "optimizer": "the optimizer's step",
+    }
+    versions = ", ".join(f"{name} {version}" for name, version in diagnosis["versions"].items())
+    return (
+        f"{shlex.join(diagnosis['command'])}\n"
+        f"{len(diagnosis['ranks'])} rank(s), {diagnosis['gpu'] or 'CPU'}, {versions}\n"
+        f"{diagnosis['iteration_ms']:.3f} ms an iteration (slowest rank, mean of {diagnosis['iterations']}; iterations "
+        f"found by {found[diagnosis['found_by']]})"
+    )
+
+
+def overhead(diagnosis: Diagnosis) -> str:
+    """What the doctor itself cost."""
+    o = diagnosis["overhead"]
+    return (
+        f"the doctor's own cost: an iteration takes {o['plain_ms']:.3f} ms without instruments (its hook "
+        f"{o['hook_us']:.1f} us of it), {o['traced_ms']:.3f} with the profiler, {o['marked_ms']:.3f} with calls marked "
+        "by line"
+    )
+
+
+def rank_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+    """Cells of COLUMNS for each rank: milliseconds, and counts an iteration."""
+    rows = []
+    for rank in diagnosis["ranks"]:
+        calls, gpu = rank["calls"], diagnosis["device"] == "cuda"
+        d2h = calls.get("DtoH pageable", 0.0) + calls.get("DtoH pinned", 0.0)
+        names = ("launch", "graph_launch", "sync", "HtoD pageable", "HtoD pinned")
+        counted = (*(calls.get(name, 0.0) for name in names), d2h, calls.get("allocator", 0.0))
+        times = (rank["ms"], rank["median_ms"], rank["cpu_ms"], rank["thread_ms"])
+        idle = rank["gpu_idle_fraction"]
+        rows.append(
+            (
+                str(rank["rank"]),
+                *(f"{ms:.3f}" for ms in times),
+                *(f"{count:.4g}" if gpu else "" for count in counted),
+                "" if idle is None else f"{idle:.0%}",
+            )
+        )
+    return rows
+
+
+def finding_lines(number: int, finding: Finding) -> list[str]:
+    """A finding in a few lines: cost, the user's line, the library's, and what to do."""
+    cost = "cost not known" if finding["ms"] is None else f"{finding['ms']:.3f} ms"
+    lines = [f"{number}. {finding['kind']}: {cost} an iteration, {finding['count']:.4g} call(s){_cuda(finding)}"]
+    lines += [f"   {place}" for place in places(finding)]
+    return [*lines, f"   do: {finding['suggestion']}"]
+
+
+def places(finding: Finding) -> list[str]:
+    """The user's line, and the library's if there is one."""
+    if finding["file"] is None:
+        return [f"no line of Python: {finding['function']}"]
+    lines = [_place(finding["file"], finding["line"], finding["function"], finding["text"])]
+    library = finding["library"]
+    if library is not None:
+        lines.append("in " + _place(library["file"], library["line"], library["function"], library["text"]))
+    caller = finding["called_from"]
+    if caller is not None:
+        lines.append("called from " + _place(caller["file"], caller["line"], caller["function"], caller["text"]))
+    return lines
+
+
+def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """What each remedy would give at best."""
+    for p in diagnosis["predictions"]:
+        which = ", ".join(map(str, p["findings"]))
+        yield (
+            f"{p['remedy']}: finding(s) {which}, {p['removes_ms']:.3f} ms; {p['at_best_ms']:.3f} ms an iteration at "
+            f"best, if all of it is on the critical path ({p['caution']})"
+        )
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """What changed since the baseline."""
+    before, after, predicted = comparison.before_ms, comparison.after_ms, comparison.predicted_ms
+    yield f"since the baseline: {before:.3f} ms an iteration then, {after:.3f} now ({after / before - 1:+.1%})"
+    for word, changes in (("new", comparison.new), ("gone", comparison.gone)):
+        for change in changes:
+            yield f"{word}: {_change(change)}"
+    if comparison.gone:
+        yield (
+            f"what is gone took {before - predicted:.3f} ms then: {predicted:.3f} was predicted, {after:.3f} came; "
+            f"waits at unchanged places grew by {comparison.moved_ms:+.3f} ms"
+        )
+
+
+def _change(change: Change) -> str:
+    return f"{change.finding['kind']}, {change.count:+.4g} call(s), {change.ms:+.3f} ms: {places(change.finding)[0]}"
+
+
+def _place(file: str, line: int, function: str, text: str) -> str:
+    where = f"{file}:{line}" if line else file
+    return f"{where} in {function}" + (f": {text}" if text else "")
+
+
+def _cuda(finding: Finding) -> str:
+    parts = [f"{finding['waits']:.4g} wait(s)"] if finding["waits"] else []
+    parts += [f"{count:.4g} {name}" for name, count in finding["copies"].items()]
+    return f" ({', '.join(parts)})" if parts else ""
