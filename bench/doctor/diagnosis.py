@@ -208,7 +208,7 @@ def _timeline(
     rank: RankFile, seen: dict[Place, Seen], places: Sequence[Place], events: Sequence[dict[str, object]]
 ) -> Timeline:
     """The first marked iteration: calls of torch, those of each finding by its number, and the GPU's work."""
-    begin, end = rank["marked_starts_us"][:2]
+    begin, end = rank["marked"]["starts_us"][:2]
     bars = []
 
     def add(row: str, start_us: float, us: float) -> None:

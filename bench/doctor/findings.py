@@ -32,7 +32,11 @@ class Finding(TypedDict):
     count: float
     """Calls of torch that did it; of the CUDA API where no line is known."""
     ms: float | None
-    """Time that the host spent in them; None where it cannot be told from the rest."""
+    """Time that the host spent in them; None where it cannot be told from the rest.
+
+    Waits, copies and allocations of a GPU as they took without marks; else the time of the marked calls themselves,
+    divided by how much slower a marked iteration is, so that all of them fit into one without instruments.
+    """
     worst_ms: float | None
     """That of the rank with the most."""
     waits: float
@@ -56,6 +60,7 @@ class Seen:
 def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
     """What a rank saw. calls: the CUDA calls of the marked iterations, with their costs; empty without a GPU."""
     judge = Judge(rank)
+    slower = _slower(rank)
     below: defaultdict[int, list[CudaCall]] = defaultdict(list)
     seen: defaultdict[Place, Seen] = defaultdict(Seen)
     for call in calls:
@@ -70,9 +75,9 @@ def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
         if kind is not None:
             us = sum(c.us for c in below[number] if c.kind not in (cuda.LAUNCH, cuda.GRAPH_LAUNCH))
             whole = not below[number] or kind in (METRIC, PRINT, PROCESS_GROUP)
-            _add(seen[judge.place(kind, marked)], marked["us"] if whole else us, below[number], marked)
+            _add(seen[judge.place(kind, marked)], marked["us"] / slower if whole else us, below[number], marked)
     for kind, marked, launches in judge.bursts(below):
-        _add(seen[judge.place(kind, marked)], marked["us"], launches, marked)
+        _add(seen[judge.place(kind, marked)], marked["us"] / slower, launches, marked)
     changed = judge.first_change()
     if changed is not None:
         place = judge.place(SHAPE, changed)
@@ -107,6 +112,12 @@ def findings_of(
         )
         findings.append((place, finding))
     return sorted(findings, key=lambda each: -1.0 if each[1]["ms"] is None else each[1]["ms"], reverse=True)
+
+
+def _slower(rank: RankFile) -> float:
+    """How many times longer a marked iteration takes than one without instruments, the marks' own time left out."""
+    marked = rank["marked"]
+    return max(1.0, (marked["ms"] - marked["marks_ms"]) / rank["plain"]["ms"])
 
 
 def _frame(line: Line) -> Frame:

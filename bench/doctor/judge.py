@@ -49,6 +49,7 @@ LAUNCHES = 16
 """Launches of such loops at a line, in an iteration, that make a burst: fewer cost less than 0.1 ms."""
 
 _METRICS = re.compile(r"/(torchmetrics|torcheval|sklearn/metrics|torchrec/metrics)/")
+_OPTIMIZERS = re.compile(r"/torch/optim/")
 _READS = re.compile(
     r"\.(item|tolist|numpy|__array__|__bool__|__int__|__float__|__index__|__contains__|is_nonzero|nonzero|argwhere"
     r"|masked_select|unique|unique_consecutive|_unique2|equal|allclose|cpu)$|^torch\.distributed\..*(barrier|_object(_list)?)$"
@@ -88,7 +89,7 @@ class Judge:
         self._gpu = rank["device"] == "cuda"
         self._frames = Frames(rank["libraries"])
         self._metrics = [any(_METRICS.search(frame["file"]) for frame in stack) for stack in rank["stacks"]]
-        self._optim = [any("/torch/optim/" in frame["file"] for frame in stack) for stack in rank["stacks"]]
+        self._optim = [any(_OPTIMIZERS.search(frame["file"]) for frame in stack) for stack in rank["stacks"]]
 
     def kind(self, call: Call, below: Sequence[CudaCall]) -> str | None:
         """The kind of finding that a call is; None for most."""
@@ -133,13 +134,13 @@ class Judge:
         """The lines of a call; of what a library does in many lines, its function alone."""
         stack = self._rank["stacks"][call["stack"]]
         user, library = self._frames.user(stack), self._frames.library(stack)
-        if kind == METRIC:
-            library = [frame for frame in library if _METRICS.search(frame["file"])][-1:]
-        elif kind == PRINT:
+        if kind == PRINT:
             library = []
-        elif kind == OPTIMIZER_LOOP:
-            named = [frame for frame in stack if "/torch/optim/" in frame["file"]]
-            library = [Frame(file=frame["file"], line=0, function=frame["function"], text="") for frame in named[:1]]
+        elif kind in (METRIC, OPTIMIZER_LOOP):
+            # Which metric it is, the function says that is entered first; of an optimizer's, the last one.
+            own = _METRICS if kind == METRIC else _OPTIMIZERS
+            named = [frame for frame in stack if own.search(frame["file"])]
+            library = [_whole(named[-1] if kind == METRIC else named[0])]
         return Place(kind, _line(user), tuple(_line(frame) for frame in library))
 
     def bursts(self, below: dict[int, list[CudaCall]]) -> Iterator[tuple[str, Call, list[CudaCall]]]:
@@ -149,7 +150,7 @@ class Judge:
         for number, call in enumerate(self._rank["calls"]):
             stack = self._rank["stacks"][call["stack"]]
             launches = [c for c in below[number] if c.kind == cuda.LAUNCH]
-            does = bool(launches) if self._gpu else not _LAUNCHES_NOTHING.search(call["name"])
+            does = bool(launches) if self._gpu else _launches(call)
             # Modules in a row are different work, and no loop over data.
             if does and not any(frame["file"].endswith("torch/nn/modules/container.py") for frame in stack):
                 repeats[call["iteration"], call["stack"]] += 1
@@ -180,6 +181,18 @@ class Judge:
             if len(seen) == n and any(shape != seen[0][0] for shape, _ in seen.values())
         ]
         return min(changing, key=lambda call: call["start_us"], default=None)
+
+
+def _launches(call: Call) -> bool:
+    """Whether a call would launch something on a GPU: views do not."""
+    if call["name"].endswith(".__getitem__"):
+        return call["about"].get("gathers", False)
+    return not _LAUNCHES_NOTHING.search(call["name"])
+
+
+def _whole(frame: Frame) -> Frame:
+    """The frame's function, whichever line of it."""
+    return Frame(file=frame["file"], line=0, function=frame["function"], text="")
 
 
 def _line(frame: Frame) -> Line:

@@ -53,6 +53,8 @@ class Marks:
         self.calls: list[Call] = []
         self.iteration = -1
         """The one that calls belong to now; those of a negative one are not kept."""
+        self.own_us = 0.0
+        """Time that the marks themselves took, in all iterations that are kept."""
         self.reduced = _compiles()
         """Whether only reads of values are marked, because the script compiles functions."""
         self._stacks: dict[tuple[CodeType | int, ...], int] = {}
@@ -106,6 +108,7 @@ class Marks:
         """Runs the function within a range, and keeps the call."""
         if self.iteration < 0:
             return function(*args, **kwargs)
+        begin = time.perf_counter()
         about = _about_arguments(name, args, kwargs)
         call = Call(
             iteration=self.iteration,
@@ -124,6 +127,7 @@ class Marks:
             finally:
                 call["us"] = time.perf_counter() * 1e6 - call["start_us"]
         _about_result(about, name, args, result)
+        self.own_us += (time.perf_counter() - begin) * 1e6 - call["us"]
         return result
 
     def _name(self, function: Callable[..., Any]) -> str | None:
@@ -222,7 +226,9 @@ def _about_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             about["pinned"] = tensor.is_pinned()
             about["names_device"] = any(isinstance(value, torch.device | str) for value in (*args, *kwargs.values()))
     if name == "torch.Tensor.__getitem__":
-        about["mask"] = any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1:])
+        indices = args[1] if isinstance(args[1], tuple) else args[1:]
+        about["gathers"] = any(isinstance(index, Tensor | list) for index in indices)
+        about["mask"] = any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
     if name in _FROM_DATA:
         about["from_list"] = not any(isinstance(value, Tensor) for value in args)
     return about

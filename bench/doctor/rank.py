@@ -29,6 +29,7 @@ from dlrm_bench.bench.doctor.rank_file import (
     SCHEMA,
     SETTLING,
     TRACED,
+    Marked,
     Plain,
     RankFile,
     Window,
@@ -77,7 +78,8 @@ class Examination:
             self._over = True
             error = self._folder / f"rank{_rank()}.error"
             error.write_text(traceback.format_exc(), encoding="utf-8")
-        self._hook_s += time.perf_counter() - begin
+        if self._steps != self._settings.warmup:  # whose turn belongs to no iteration that is timed
+            self._hook_s += time.perf_counter() - begin
 
     def _counts(self, found_by: str) -> bool:
         """Whether this sign of an iteration is the best one there is; a better one in the warm-up starts it again."""
@@ -190,8 +192,8 @@ class Examination:
         assert self._marks is not None
         self._marks.switch_off()
         self._over = True
-        self._file["marked"] = self._window(MARKED)
-        self._file["marked_starts_us"] = self._starts
+        own_ms = self._marks.own_us / 1e3 / MARKED
+        self._file["marked"] = Marked(**self._window(MARKED), marks_ms=own_ms, starts_us=self._starts)
         self._profile.stop()
         self._profile.export_chrome_trace(str(trace_path(self._folder, _rank())))
         self._write(complete=True)

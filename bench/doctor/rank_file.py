@@ -43,6 +43,8 @@ class About(TypedDict, total=False):
     names_device: bool
     """Whether a copy is asked for by a device's name, and not for another type alone."""
     bytes: int
+    gathers: bool
+    """Whether the index holds a tensor or list, so that it makes no view."""
     mask: bool
     """Whether the index holds a tensor of booleans."""
     from_list: bool
@@ -71,6 +73,15 @@ class Window(TypedDict):
     iterations: int
     ms: float
     """Wall time of an iteration."""
+
+
+class Marked(Window):
+    """With each call of torch marked by line."""
+
+    marks_ms: float
+    """Time of an iteration that the marks themselves took."""
+    starts_us: list[float]
+    """Beginning of each iteration, and the last one's end, on the clock of the calls."""
 
 
 class Plain(Window):
@@ -109,9 +120,7 @@ class RankFile(TypedDict):
     """Folders of installed packages and of Python's own modules."""
     plain: NotRequired[Plain]
     traced: NotRequired[Window]
-    marked: NotRequired[Window]
-    marked_starts_us: NotRequired[list[float]]
-    """Beginning of each marked iteration, and the last one's end, on the clock of the calls."""
+    marked: NotRequired[Marked]
     stacks: list[list[Frame]]
     """Innermost frame first."""
     calls: list[Call]

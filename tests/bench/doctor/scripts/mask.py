@@ -1,0 +1,21 @@
+"""Finds out in Python which samples to keep."""
+
+import torch
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(13, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+dense = torch.randn(64, 13, device=device)
+labels = torch.randint(0, 2, (64, 1), device=device).float()
+
+
+for _ in range(80):
+    keep = torch.zeros(64, dtype=torch.bool, device=device)
+    for i in range(64):
+        keep[i] = dense[i, 0] > 0  # planted
+    weights = keep.float().unsqueeze(1)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels, weights)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
