@@ -21,6 +21,7 @@ class Identity(NamedTuple):
     function: str
     library_file: str | None
     library_function: str | None
+    caller: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,14 @@ class Comparison(NamedTuple):
 
 def identity(finding: Finding) -> Identity:
     """Of a finding, without line numbers."""
-    library = finding["library"]
+    library, caller = finding["library"], finding["called_from"]
     return Identity(
         finding["kind"],
         finding["file"],
         finding["function"],
         library["file"] if library else None,
         library["function"] if library else None,
+        caller["function"] if caller else None,
     )
 
 

@@ -90,8 +90,7 @@ def examine(
     settings = Settings(folder=str(folder), warmup=warmup, iterations=iterations, keep_running=keep_running)
     status = _run(command, environment_with_hook(folder / "site", settings, environment))
     needed = warmup + iterations + SETTLING + TRACED + SETTLING + MARKED
-    done = any(folder.glob("rank*.json"))
-    if status and not done:
+    if status and not any(folder.glob("rank*.*")):
         raise FailedError(f"`{shlex.join(command)}` ended with status {status} before the doctor was done")
     try:
         diagnosis, timeline = diagnose(folder, command, needed)

@@ -64,6 +64,7 @@ class Marks:
         self._thread = threading.get_ident()
         self._backward: list[FrameType] = []
         self._replaced: list[str] = []
+        self._numbering = threading.Lock()  # autograd's thread and others make calls too
 
     @property
     def stacks(self) -> list[list[Frame]]:
@@ -119,8 +120,10 @@ class Marks:
             about=about,
             main=self._main(),
         )
-        with _RecordFunctionFast(f"{MARK}{len(self.calls)}"):
+        with self._numbering:
+            number = len(self.calls)
             self.calls.append(call)
+        with _RecordFunctionFast(f"{MARK}{number}"):
             call["start_us"] = time.perf_counter() * 1e6
             try:
                 result = function(*args, **kwargs)

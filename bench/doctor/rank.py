@@ -67,7 +67,7 @@ class Examination:
         atexit.register(self._leave_what_there_is)
 
     def boundary(self, found_by: str) -> None:
-        """An iteration begins; what begins earlier ones ends. Errors of the doctor's own end the examination, alone."""
+        """An iteration begins, and the one before it ends."""
         if self._over or threading.get_ident() != self._thread or not self._counts(found_by):
             return
         begin = time.perf_counter()
@@ -78,6 +78,8 @@ class Examination:
             self._over = True
             error = self._folder / f"rank{_rank()}.error"
             error.write_text(traceback.format_exc(), encoding="utf-8")
+            if not self._settings.keep_running:
+                os._exit(1)  # other ranks end after their examination: this one would wait for them
         if self._steps != self._settings.warmup:  # whose turn belongs to no iteration that is timed
             self._hook_s += time.perf_counter() - begin
 

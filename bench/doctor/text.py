@@ -120,7 +120,8 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _change(change: Change) -> str:
-    return f"{change.finding['kind']}, {change.count:+.4g} call(s), {change.ms:+.3f} ms: {places(change.finding)[0]}"
+    where = ", ".join(places(change.finding)[:2])
+    return f"{change.finding['kind']}, {change.count:+.4g} call(s), {change.ms:+.3f} ms: {where}"
 
 
 def _place(file: str, line: int, function: str, text: str) -> str:

@@ -147,10 +147,7 @@ for _ in range(60):
     assert (finding["line"], finding["count"]) == (11, 1)
 
 
-def test_what_autograd_calls_is_marked_with_the_line_of_backward(tmp_path):
-    script = written(
-        tmp_path,
-        """
+READS_IN_BACKWARD = """
 import torch
 class Reads(torch.autograd.Function):
     @staticmethod
@@ -160,26 +157,62 @@ class Reads(torch.autograd.Function):
     def backward(ctx, gradient):
         gradient.sum().item()
         return gradient * 2
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(60):
+    Reads.apply(model(torch.ones(8, 4))).sum().backward()
+    optimizer.step()
 """
-        + TRAINING.format(iterations=60, more="")
-        .replace(".sum()", ".sum()")
-        .replace("model(", "Reads.apply(model(", 1)
-        .replace("torch.ones(8, 4))", "torch.ones(8, 4)))"),
-    )
-    (finding,) = examined(script, tmp_path / "out")["findings"]
+
+
+def test_what_autograd_calls_is_found(tmp_path):
+    (finding,) = examined(written(tmp_path, READS_IN_BACKWARD), tmp_path / "out")["findings"]
     assert (finding["kind"], finding["text"]) == ("sync", "gradient.sum().item()")
 
 
-def test_a_script_that_compiles_is_not_compiled_anew(tmp_path):
+COMPILES = """
+import torch
+model = torch.compile(torch.nn.Linear(4, 1), backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(60):
+    loss = model(torch.ones(8, 4)).sum()
+    loss.item()
+    loss.backward()
+    optimizer.step()
+    with open("frames.txt", "a") as file:
+        print(torch._dynamo.utils.counters["frames"]["ok"], file=file)
+"""
+
+
+def test_a_script_that_compiles_is_not_compiled_anew(tmp_path, monkeypatch):
     """Its reads are found all the same."""
-    source = TRAINING.format(iterations=60, more="loss.item()").replace(
-        "optimizer =", 'model = torch.compile(model, backend="eager")\noptimizer =', 1
-    )
-    script = written(
-        tmp_path, source + "\nprint(torch._dynamo.utils.counters['frames'], file=open('frames.txt', 'w'))\n"
-    )
-    diagnosis = examined(script, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    diagnosis = examined(written(tmp_path, COMPILES), tmp_path / "out")
     assert any("compiles" in note for note in diagnosis["notes"])
+    assert [finding["text"] for finding in diagnosis["findings"]] == ["loss.item()"]
+    frames = (tmp_path / "frames.txt").read_text().split()
+    assert len(frames) >= 20
+    assert len(set(frames[3:])) == 1
+
+
+READS_IN_WORKERS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(480, 4))
+    for (batch,) in DataLoader(data, batch_size=8, num_workers=1, multiprocessing_context="forkserver"):
+        loss = model(batch).sum()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+"""
+
+
+def test_workers_of_a_fork_server_are_no_ranks(tmp_path):
+    diagnosis = examined(written(tmp_path, READS_IN_WORKERS), tmp_path / "out")
+    assert len(diagnosis["ranks"]) == 1
     assert [finding["text"] for finding in diagnosis["findings"]] == ["loss.item()"]
 
 

@@ -1,0 +1,124 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench.doctor import judge
+from dlrm_bench.bench.doctor.baseline import compare
+from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Overhead, read_diagnosis, write_diagnosis
+from dlrm_bench.bench.doctor.findings import Finding
+from dlrm_bench.bench.doctor.remedies import predict
+from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines
+from tests.bench.doctor.made import frame
+
+
+def finding(kind: str = judge.SYNC, *, line: int = 9, ms: float | None = 0.5, library: str = "") -> Finding:
+    return Finding(
+        kind=kind,
+        file="train.py",
+        line=line,
+        function="main",
+        text="loss.item()",
+        library=frame(library, 5, "g") if library else None,
+        called_from=None,
+        count=1.0,
+        ms=ms,
+        worst_ms=ms,
+        waits=1.0,
+        copies={},
+        suggestion="leave it out",
+    )
+
+
+def diagnosis(ms: float, *findings: Finding, device: str = "cuda") -> Diagnosis:
+    return Diagnosis(
+        schema=1,
+        created="2026-11-22T00:00:00+00:00",
+        command=["train.py"],
+        device=device,
+        gpu=None,
+        versions={},
+        world_size=1,
+        found_by="progress",
+        iterations=50,
+        iteration_ms=ms,
+        overhead=Overhead(plain_ms=ms, hook_us=1.0, traced_ms=ms, marked_ms=ms),
+        ranks=[],
+        findings=list(findings),
+        predictions=[],
+        notes=[],
+    )
+
+
+def test_lines_that_moved_are_the_same():
+    result = compare(diagnosis(2.0, finding(line=9)), diagnosis(2.0, finding(line=30)))
+    assert (result.new, result.gone) == ([], [])
+
+
+def test_a_second_sync_in_a_function_is_new():
+    result = compare(diagnosis(2.0, finding()), diagnosis(2.5, finding(), finding(line=12)))
+    (change,) = result.new_syncs()
+    assert (change.count, change.ms) == (1, 0.5)
+
+
+def test_only_what_makes_the_host_wait_is_a_new_sync():
+    result = compare(diagnosis(2.0), diagnosis(2.0, finding(judge.BURST), finding(judge.SHAPE, ms=None)))
+    assert len(result.new) == 2
+    assert result.new_syncs() == []
+
+
+def test_a_sync_that_only_moved_is_seen():
+    before = diagnosis(2.0, finding(), finding(judge.PRINT, ms=0.1))
+    after = diagnosis(1.95, finding(judge.PRINT, ms=0.55))
+    result = compare(before, after)
+    assert [change.finding["kind"] for change in result.gone] == [judge.SYNC]
+    assert result.predicted_ms == pytest.approx(1.5)
+    assert result.moved_ms == pytest.approx(0.45)
+    text = "\n".join(comparison_lines(result))
+    assert "1.500 was predicted, 1.950 came" in text
+    assert "+0.450" in text
+
+
+def test_a_baseline_of_another_device_is_refused():
+    with pytest.raises(ValueError, match="--baseline was made on cpu"):
+        compare(diagnosis(2.0, device="cpu"), diagnosis(2.0))
+
+
+def test_a_written_diagnosis_reads_the_same(tmp_path):
+    path = tmp_path / "new" / "d.json"
+    write_diagnosis(diagnosis(2.0, finding()), path)
+    assert read_diagnosis(path) == diagnosis(2.0, finding())
+
+
+@pytest.mark.parametrize("content", ["[]", json.dumps({"schema": 7, "findings": []}), "{", json.dumps({"schema": 1})])
+def test_what_is_no_diagnosis_is_refused(tmp_path: Path, content):
+    path = tmp_path / "d.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"d\.json"):
+        read_diagnosis(path)
+
+
+def test_predictions_stop_at_what_the_gpu_has_to_do():
+    torchrec = finding(ms=3.0, library="torchrec/distributed/dist_data.py")
+    predictions = {p["remedy"].partition(":")[2]: p for p in predict([torchrec, finding(ms=1.0)], 5.0, 2.5)}
+    trimmed = predictions[" trimmed input dist (TrimmedEBCSharder)"]
+    assert (trimmed["findings"], trimmed["removes_ms"], trimmed["at_best_ms"]) == ([1], 3.0, 2.5)
+    (own,) = (p for p in predictions.values() if p["remedy"].startswith("the script's own"))
+    assert (own["findings"], own["at_best_ms"]) == ([2], 4.0)
+
+
+def test_a_trimmed_input_dist_is_doubted_where_shapes_change():
+    torchrec = finding(library="torchrec/distributed/dist_data.py")
+    predictions = predict([torchrec, finding(judge.SHAPE, ms=None)], 5.0, None)
+    assert any("shapes change in this script" in p["caution"] for p in predictions)
+
+
+def test_a_findings_text_has_both_lines_and_what_to_do():
+    found = finding(library="torchrec/a.py")
+    found["copies"] = {"DtoH pageable": 1.0}
+    assert finding_lines(3, found) == [
+        "3. sync: 0.500 ms an iteration, 1 call(s) (1 wait(s), 1 DtoH pageable)",
+        "   train.py:9 in main: loss.item()",
+        "   in torchrec/a.py:5 in g",
+        "   do: leave it out",
+    ]

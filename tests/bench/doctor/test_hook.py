@@ -1,0 +1,95 @@
+"""In processes of their own: the hook changes modules as they are imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
+
+PIPELINES = """
+class Base:
+    def progress(self, batches):
+        return next(batches)
+class Derived(Base):
+    def progress(self, batches):
+        return super().progress(batches)
+class EvalPipeline(Base):
+    def progress(self, batches):
+        return next(batches)
+"""
+
+
+def run(program: str, folder: Path, **environment: str) -> str:
+    settings = Settings(folder=str(folder), warmup=3, iterations=5, keep_running=True)
+    hooked = environment_with_hook(folder / "site", settings, os.environ | environment)
+    done = subprocess.run([sys.executable, "-c", program], env=hooked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_process_starts_without_torch_and_with_the_package_alone(tmp_path):
+    program = "import sys, dlrm_bench.bench; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    assert run(program, tmp_path) == "False False"
+
+
+def test_the_path_of_the_environment_is_kept(tmp_path):
+    found = run("import os; print(os.environ['PYTHONPATH'])", tmp_path, PYTHONPATH="/theirs").split(os.pathsep)
+    assert found == [str(tmp_path / "site"), "/theirs"]
+
+
+def test_a_pipelines_outermost_progress_begins_an_iteration(tmp_path):
+    package = tmp_path / "theirs" / "five_stage"
+    package.mkdir(parents=True)
+    (package / "pipeline.py").write_text(PIPELINES, encoding="utf-8")
+    program = """
+from dlrm_bench.bench.doctor import hook
+calls = []
+hook.boundary = lambda found_by: calls.append(found_by)
+from five_stage.pipeline import Derived, EvalPipeline
+Derived().progress(iter([1]))
+EvalPipeline().progress(iter([1]))
+print(calls, Derived.progress.__name__)
+"""
+    assert run(program, tmp_path, PYTHONPATH=str(tmp_path / "theirs")) == "['progress'] progress"
+
+
+def test_functions_are_wrapped_before_anyone_takes_them(tmp_path):
+    program = """
+import torch
+from dlrm_bench.bench.doctor import hook
+from torch.cuda import synchronize
+from torch.distributed import new_group
+names = []
+hook.state.marker = lambda name, function, args, kwargs: names.append(name)
+synchronize(); new_group([0]); torch.cpu.synchronize(); torch.cuda.Event.synchronize(None)
+hook.state.marker = None
+torch.cpu.synchronize()
+print(*names)
+"""
+    assert run(program, tmp_path).split() == [
+        "torch.cuda.synchronize",
+        "torch.distributed.distributed_c10d.new_group",
+        "torch.cpu.synchronize",
+        "torch.cuda.streams.Event.synchronize",
+    ]
+
+
+def test_the_first_optimizer_that_steps_leads(tmp_path):
+    program = """
+import torch
+from dlrm_bench.bench.doctor import hook
+calls = []
+hook.boundary = lambda found_by: calls.append(found_by)
+first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+for _ in range(3):
+    first.step(); second.step()
+print(calls)
+"""
+    assert run(program, tmp_path) == "['optimizer', 'optimizer', 'optimizer']"
+
+
+def test_without_the_doctor_a_mark_does_nothing():
+    program = "from dlrm_bench.bench.doctor import iteration, hook\nwith iteration(): print(hook.state.examination)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
