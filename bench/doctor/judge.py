@@ -19,7 +19,7 @@ SYNCHRONIZE = "synchronize"
 PRINT = "print"
 METRIC = "metric"
 FROM_LIST = "tensor_from_list"
-PAGEABLE = "pageable_copy"
+H2D = "h2d_copy"
 D2H = "d2h_copy"
 ALLOCATOR = "allocator"
 OPTIMIZER_LOOP = "optimizer_loop"
@@ -32,7 +32,7 @@ KINDS = (
     PRINT,
     METRIC,
     FROM_LIST,
-    PAGEABLE,
+    H2D,
     D2H,
     ALLOCATOR,
     OPTIMIZER_LOOP,
@@ -40,7 +40,7 @@ KINDS = (
     PROCESS_GROUP,
     SHAPE,
 )
-WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, PAGEABLE)
+WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, H2D)
 """Kinds that stop the host until the GPU has done something, or would."""
 
 REPEATS = 8
@@ -106,11 +106,11 @@ class Judge:
         if waits:
             if call["about"].get("from_list"):
                 return FROM_LIST
-            return PAGEABLE if self._moves_in(call, below) else SYNC
+            return H2D if self._moves_in(call, below) else SYNC
         if any((c.direction or "").startswith("DtoH") for c in below):
             return D2H
         if self._moves_in(call, below):
-            return PAGEABLE
+            return H2D
         return ALLOCATOR if any(c.kind == cuda.ALLOCATOR for c in below) else None
 
     def _waits(self, call: Call, below: Sequence[CudaCall]) -> bool:
@@ -123,9 +123,14 @@ class Judge:
         return bool(_READS.search(call["name"]) or about.get("mask") or about.get("from_list"))
 
     def _moves_in(self, call: Call, below: Sequence[CudaCall]) -> bool:
-        """Whether a call copies pageable memory to the device; without a GPU, whether it would to one."""
+        """Whether a call copies pageable memory to the device, or waits for a copy to it.
+
+        Without a GPU, whether it would copy pageable memory to one.
+        """
         if self._gpu:
-            return any(c.direction == "HtoD pageable" for c in below)
+            directions = {c.direction for c in below}
+            waits = any(c.kind == cuda.SYNC for c in below)
+            return "HtoD pageable" in directions or (waits and "HtoD pinned" in directions)
         about = call["about"]
         moves = call["name"] in ("torch.Tensor.to", "torch.Tensor.cuda") and about.get("names_device", False)
         return moves and about.get("pinned") is False

@@ -64,6 +64,8 @@ class Marks:
         self._thread = threading.get_ident()
         self._backward: list[FrameType] = []
         self._replaced: list[str] = []
+        self._inside = False
+        """Whether a marked call is running; a mode is off within it, the replaced methods of reduced marks are not."""
         self._numbering = threading.Lock()  # autograd's thread and others make calls too
 
     @property
@@ -107,7 +109,7 @@ class Marks:
 
     def marked(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function within a range, and keeps the call."""
-        if self.iteration < 0:
+        if self.iteration < 0 or (self.reduced and self._inside):
             return function(*args, **kwargs)
         begin = time.perf_counter()
         about = _about_arguments(name, args, kwargs)
@@ -124,11 +126,13 @@ class Marks:
             number = len(self.calls)
             self.calls.append(call)
         with _RecordFunctionFast(f"{MARK}{number}"):
+            inside, self._inside = self._inside, True
             call["start_us"] = time.perf_counter() * 1e6
             try:
                 result = function(*args, **kwargs)
             finally:
                 call["us"] = time.perf_counter() * 1e6 - call["start_us"]
+                self._inside = inside
         _about_result(about, name, args, result)
         self.own_us += (time.perf_counter() - begin) * 1e6 - call["us"]
         return result

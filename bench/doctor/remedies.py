@@ -17,7 +17,7 @@ _SUGGESTIONS = {
     "at the evaluation",
     judge.FROM_LIST: "make the tensor once and keep it, or fill pinned memory and copy it with non_blocking=True: each "
     "such call is a blocking copy from pageable memory",
-    judge.PAGEABLE: "read batches into pinned memory (DataLoader(pin_memory=True), Tensor.pin_memory()) and copy them "
+    judge.H2D: "read batches into pinned memory (DataLoader(pin_memory=True), Tensor.pin_memory()) and copy them "
     "with non_blocking=True",
     judge.D2H: "do without the copy, or make it every few hundred iterations",
     judge.ALLOCATOR: "keep shapes constant, so that the caching allocator finds its blocks again; see "
@@ -78,7 +78,7 @@ def _in_input_dist(finding: Finding) -> bool:
 def _own(finding: Finding) -> bool:
     library = finding["library"]
     outside = library is None or re.match(r"torch(metrics|eval)?/", library["file"]) is not None
-    return finding["file"] is not None and outside and finding["kind"] not in (judge.SHAPE, judge.PAGEABLE)
+    return finding["file"] is not None and outside and finding["kind"] not in (judge.SHAPE, judge.H2D)
 
 
 REMEDIES = (
@@ -89,7 +89,7 @@ REMEDIES = (
     ),
     Remedy(
         "TorchRec: inplace_copy_batch_to_gpu=True, and batches in pinned memory",
-        lambda finding: finding["kind"] == judge.PAGEABLE,
+        lambda finding: finding["kind"] == judge.H2D,
         "the copy itself stays, beside other work",
     ),
     Remedy(

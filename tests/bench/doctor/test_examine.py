@@ -23,7 +23,7 @@ PLANTED = {
     "shapes": "shape_change",
     "synchronize": "synchronize",
     "unfused": "optimizer_loop",
-    "unpinned": "pageable_copy",
+    "unpinned": "h2d_copy",
 }
 TRAINING = """
 import torch
@@ -88,7 +88,7 @@ def test_the_planted_line_is_named_first_on_a_gpu(name, tmp_path):
     if PLANTED[name] in ("sync", "print", "synchronize"):
         assert first["waits"] >= 1
         assert rank["calls"]["sync"] >= 1
-    if PLANTED[name] == "pageable_copy":
+    if PLANTED[name] == "h2d_copy":
         assert first["copies"]["HtoD pageable"] == 1
 
 

@@ -3,7 +3,7 @@ import pytest
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.cuda_calls import cuda_calls, take_costs
 from dlrm_bench.bench.doctor.findings import Finding, findings_of, seen_by
-from dlrm_bench.bench.doctor.rank_file import MARKED_ITERATION, RankFile
+from dlrm_bench.bench.doctor.rank_file import MARK, MARKED_ITERATION, RankFile
 from dlrm_bench.bench.doctor.remedies import suggestion
 from dlrm_bench.bench.measure.trace import ITERATION
 from tests.bench.doctor.made import (
@@ -18,6 +18,7 @@ from tests.bench.doctor.made import (
     stock_events,
     stock_rank,
 )
+from tests.bench.measure.gpu_traces import call, event, on_gpu
 
 
 def findings(*ranks: RankFile) -> list[Finding]:
@@ -75,7 +76,7 @@ def cpu(name: str, stack: list[object] | None = None, repeats: int = 1, **about:
         ("torch.distributed.distributed_c10d.barrier", {}, judge.SYNC),
         ("torch.Tensor.__repr__", {}, judge.PRINT),
         ("torch.tensor", {"from_list": True}, judge.FROM_LIST),
-        ("torch.Tensor.to", {"pinned": False, "names_device": True}, judge.PAGEABLE),
+        ("torch.Tensor.to", {"pinned": False, "names_device": True}, judge.H2D),
         ("torch.cuda.synchronize", {}, judge.SYNCHRONIZE),
         ("torch.cuda.streams.Event.synchronize", {}, judge.SYNCHRONIZE),
         ("torch.distributed.distributed_c10d.new_group", {}, judge.PROCESS_GROUP),
@@ -105,6 +106,33 @@ def test_what_is_no_finding_without_a_gpu(name, about):
 def test_a_read_of_a_tensor_on_the_host_is_no_finding_on_a_gpu():
     rank = rank_file([[USER]], [made_call("torch.Tensor.item", i, 0, 1000.0 * i, device="cpu") for i in range(2)])
     assert seen_by(rank, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("memory", "waits", "kind"),
+    [("Pageable", True, judge.H2D), ("Pageable", False, judge.H2D), ("Pinned", True, judge.H2D)],
+)
+def test_copies_to_a_gpu(memory, waits, kind):
+    """One that neither waits nor reads pageable memory is none."""
+    assert [finding["kind"] for finding in copied(memory, waits)] == [kind]
+    assert copied("Pinned", False) == []
+
+
+def copied(memory: str, waits: bool) -> list[Finding]:
+    """Findings of a copy in each of two iterations."""
+    events = []
+    for i in range(2):
+        t = 1000.0 * i
+        events += [
+            event("user_annotation", MARKED_ITERATION, t, 1000),
+            event("cpu_op", f"{MARK}{i}", t + 10, 200),
+            call("cudaMemcpyAsync", t + 20, 20, 10 * i + 1),
+            on_gpu(f"Memcpy HtoD ({memory} -> Device)", t + 30, 2, 10 * i + 1),
+            *([call("cudaStreamSynchronize", t + 50, 20, 10 * i + 2)] if waits else []),
+        ]
+    rank = rank_file([[USER]], [made_call("torch.Tensor.to", i, 0, 1000.0 * i + 10) for i in range(2)])
+    seen = seen_by(rank, cuda_calls(events, MARKED_ITERATION))
+    return [finding for _, finding in findings_of([(rank, seen)], suggestion)]
 
 
 def test_counters_of_an_optimizer_are_on_the_host():
