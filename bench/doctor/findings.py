@@ -1,7 +1,7 @@
 """What costs an iteration its time, line by line: findings of the ranks' files and traces."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypedDict
@@ -90,6 +90,7 @@ def findings_of(
 ) -> list[tuple[Place, Finding]]:
     """Means over the ranks, costliest first, those of unknown cost last. suggest(place): what to do about it."""
     findings = []
+    libraries = {folder for rank, _ in ranks for folder in rank["libraries"]}
     for place in {place: None for _, seen in ranks for place in seen}:
         each = [(seen.get(place, Seen()), rank["marked"]["iterations"]) for rank, seen in ranks]
         known = [one.us / n / 1000 for one, n in each if one.us is not None]
@@ -97,12 +98,12 @@ def findings_of(
         directions = {direction for one, _ in each for direction in one.copies}
         finding = Finding(
             kind=place.kind,
-            file=short_path(place.user.file) if place.user.file else None,
+            file=short_path(place.user.file, libraries) if place.user.file else None,
             line=place.user.line,
             function=place.user.function,
             text=place.user.text,
-            library=_frame(place.library[0]) if place.library else None,
-            called_from=_frame(place.library[1]) if len(place.library) > 1 else None,
+            library=_frame(place.library[0], libraries) if place.library else None,
+            called_from=_frame(place.library[1], libraries) if len(place.library) > 1 else None,
             count=fmean(one.count / n for one, n in each),
             ms=fmean(known) if costs else None,
             worst_ms=max(known) if costs else None,
@@ -120,8 +121,8 @@ def _slower(rank: RankFile) -> float:
     return max(1.0, (marked["ms"] - marked["marks_ms"]) / rank["plain"]["ms"])
 
 
-def _frame(line: Line) -> Frame:
-    return Frame(file=short_path(line.file), line=line.line, function=line.function, text=line.text)
+def _frame(line: Line, libraries: Collection[str]) -> Frame:
+    return Frame(file=short_path(line.file, libraries), line=line.line, function=line.function, text=line.text)
 
 
 def _add(seen: Seen, us: float, cuda_calls: Iterable[CudaCall], call: Call | None = None) -> None:

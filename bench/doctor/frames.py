@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 
 from dlrm_bench.bench import ROOT
@@ -47,13 +47,10 @@ def is_torch(frame: Frame) -> bool:
     return _TORCH in frame["file"] or re.search(r"/lib/python3\.\d+/[\w/]+\.py$", frame["file"]) is not None
 
 
-def short_path(file: str) -> str:
+def short_path(file: str, libraries: Collection[str] = ()) -> str:
     """A path as text shows it: from the package on for installed ones, from the working directory on below it."""
-    installed = re.search(r"/(?:site|dist)-packages/(.*)", file)
-    if installed:
-        return installed[1]
     real = _real(file)
-    for folder in (os.getcwd(), str(ROOT)):
+    for folder in (*sorted(libraries, key=len, reverse=True), os.getcwd(), str(ROOT)):
         if real.startswith(folder + os.sep):
             return os.path.relpath(real, folder)
     return real

@@ -276,4 +276,6 @@ def _versions() -> dict[str, str]:
 
 def _libraries() -> list[str]:
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return sorted({os.path.realpath(path) for path in [*paths, *site.getsitepackages(), site.getusersitepackages()]})
+    # Wherever torch is: pip can install into any folder (--target).
+    own = str(Path(torch.__file__).parents[1])
+    return sorted({os.path.realpath(p) for p in [*paths, *site.getsitepackages(), site.getusersitepackages(), own]})

@@ -30,7 +30,8 @@ def test_without_a_line_of_the_users_the_outermost_one_stands_for_it():
 
 
 def test_paths_are_shown_from_the_package_or_the_working_directory_on(tmp_path, monkeypatch):
-    assert short_path(f"{PACKAGES}/torchrec/a.py") == "torchrec/a.py"
+    assert short_path(f"{PACKAGES}/torchrec/a.py", LIBRARIES) == "torchrec/a.py"
+    assert short_path("/env/lib/python3.12/queue.py", LIBRARIES) == "queue.py"
     monkeypatch.chdir(tmp_path)
     assert short_path(str(tmp_path / "src" / "train.py")) == "src/train.py"
     assert short_path("/home/me/train.py") == "/home/me/train.py"
