@@ -110,6 +110,7 @@ REMEDIES = (
     ),
 )
 UNKNOWN = (
+    "remedies overlap: what they take away does not add up.",
     "avoid_record_streams and launch_threads take away no finding; what they would gain here is not known.",
     "launches that no loop makes, and time in which the host only computes, are in no finding and in no prediction.",
 )
