@@ -21,7 +21,7 @@ help:  ## List these targets
 bench:  ## First minutes: install, make data, train to a target, compare three pipelines. ARGS='--seed 1' go to training
 	$(STEP) "[1/4] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/4] data: a small data set of known best AUC, in the real file formats" \
-		$(VENV)/bin/python -m dlrm_bench.dlrm.data.planted --preset smoke --path data/smoke
+		$(VENV)/bin/dlrm-bench data generate --preset smoke --path data/smoke
 	$(STEP) "[3/4] train: tiny tables on $(NPROC) processes until the AUC target (a minute), then MLPerf's log checker" \
 		$(VENV)/bin/torchrun --nproc_per_node $(NPROC) launch/dlrm.py --preset smoke $(ARGS)
 	$(STEP) "[4/4] ladder: three pipelines, $(ROUNDS) short runs of each, in turn (a minute or two, longer beside other load)" \

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -275,12 +275,35 @@ class Doctor:
         return doctor(console, forwarded, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Data:
+    """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise preprocess and check.
+
+    generate: planted samples, whose best possible AUC is known. preprocess: Criteo's raw days to MLPerf's formats.
+    check: whether the files of a directory are whole and what they should be.
+    """
+
+    what: Positional[Literal["generate", "preprocess", "check"]]
+    """What to do; its own flags follow."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Hands the flags on; returns the exit status."""
+        if self.what == "generate":
+            from dlrm_bench.dlrm.data.planted import main
+        elif self.what == "preprocess":
+            from dlrm_bench.dlrm.data.preprocess import main
+        else:
+            from dlrm_bench.dlrm.data.check import main
+        return main(forwarded)
+
+
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
     | Annotated[Host, tyro.conf.subcommand("host")]
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -292,10 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     starts = (i for i, word in enumerate(arguments) if word == "--" or word.partition("=")[0] == "--preset")
-    end = next(starts, len(arguments))
+    end = 2 if list(arguments[:1]) == ["data"] else next(starts, len(arguments))
     forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
-    if not isinstance(command, Doctor):  # whose command has flags of its own
+    if not isinstance(command, Data | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
     return command.run(_console(), forwarded)
 

@@ -139,7 +139,7 @@ def diagnose(folder: Path, command: Sequence[str], needed: int) -> tuple[Diagnos
 
 def read_diagnosis(path: Path) -> Diagnosis:
     """What --json wrote. ValueError if it is something else."""
-    content = read_json(path, ": write it again with dlrm-bench doctor --json")
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or "findings" not in content:
         raise ValueError(f"{path} is no diagnosis of schema {SCHEMA}: write it with dlrm-bench doctor --json")
     return Diagnosis(**content)  # type: ignore[typeddict-item]

@@ -1,4 +1,4 @@
-"""Checks a directory of day files: python -m dlrm_bench.dlrm.data.check DIR
+"""Checks a directory of day files: dlrm-bench data check DIR
 
 Each line on stdout is one finding, which names a file and what to do; the exit status is 2 if there is any. Files that
 the manifest knows are compared with their checksums; of all others, such as MLPerf's own, every value is read: types,
@@ -17,7 +17,6 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, exit_status
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data import criteo
@@ -26,6 +25,7 @@ from dlrm_bench.dlrm.data.expansion import ExpansionTables
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.data.steps import Advance, step
+from dlrm_bench.dlrm.presets import training
 
 READ_SAMPLES = 1 << 15
 DAY_FILE = re.compile(r"day_(\d+)_(dense\.npy|labels\.npy|sparse\.npy|sparse_multi_hot\.npz)")
@@ -69,7 +69,7 @@ class Checked:
 def check(config: CheckConfig) -> Checked:
     """Check a directory; ValueError if it is none, or the preset is unknown."""
     directory = config.directory
-    run = preset(config.preset)
+    run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory: name that of the day files")
@@ -200,7 +200,7 @@ def _run(args: Sequence[str] | None) -> int:
     config = tyro.cli(
         CheckConfig,
         args=args,
-        prog="python -m dlrm_bench.dlrm.data.check",
+        prog="dlrm-bench data check",
         description=__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )

@@ -101,13 +101,13 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     if not path.is_dir():
         raise ValueError(
             f"--data.path {path} is not a directory: generate a small data set with "
-            f"'python -m dlrm_bench.dlrm.data.planted --preset smoke --path {path}', or name the directory of "
+            f"'dlrm-bench data generate --preset smoke --path {path}', or name the directory of "
             "MLPerf's day files"
         )
     if (path / MARKER).exists():
         raise ValueError(
             f"{path} holds an unfinished data set: its generator still runs, or was interrupted; then start the same "
-            "'python -m dlrm_bench.dlrm.data.planted' or 'python -m dlrm_bench.dlrm.data.preprocess' again"
+            "'dlrm-bench data generate' or 'dlrm-bench data preprocess' again"
         )
     manifest = read_manifest(path)
     if manifest is None:
@@ -116,7 +116,7 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     findings = list(changed_files(path, manifest.files, _file_names(data, path)))
     if findings:
         more = f" (one of {len(findings)} such files)" if len(findings) > 1 else ""
-        raise ValueError(f"{findings[0]}{more}; 'python -m dlrm_bench.dlrm.data.check {path}' checks every byte")
+        raise ValueError(f"{findings[0]}{more}; 'dlrm-bench data check {path}' checks every byte")
     return manifest.best_auc if data.train_days == len(manifest.samples_per_day) - 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Generates day files whose best possible AUC is known: python -m dlrm_bench.dlrm.data.planted --preset smoke
+"""Generates day files whose best possible AUC is known: dlrm-bench data generate --preset smoke
 
 A teacher with fixed weights gives each sample its probability, from which the label is drawn. A model that learns
 approaches the teacher's own AUC, which the manifest keeps; no model can expect to pass it. Both formats are written,
@@ -8,6 +8,7 @@ multi-hot and 1-hot, and hold the same samples; or, with --raw tsv, days in Crit
 import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -238,15 +239,16 @@ def _expand(one_hot: Ids, tables: ExpansionTables) -> list[Ids]:
     return blocks
 
 
-def main() -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
-    return exit_status(_run)
+    return exit_status(lambda: _run(args))
 
 
-def _run() -> int:
+def _run(args: Sequence[str] | None) -> int:
     config = tyro.cli(
         PlantedConfig,
-        prog="python -m dlrm_bench.dlrm.data.planted",
+        args=args,
+        prog="dlrm-bench data generate",
         description=__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_NAMES, HASH_NAMES, NAMES
@@ -30,6 +29,8 @@ def write_lines(file: IO[bytes], labels: NDArray[np.int32], dense: NDArray[np.fl
     The lines have the counts, and a hash for each id. Zeros are empty fields, as missing values are: the most frequent
     id of every feature is one.
     """
+    import polars as pl  # here: only raw days need it
+
     counts = np.rint(np.expm1(dense.astype(np.float64))).astype(np.int32)
     hashes = ids.astype(np.uint32) * FACTOR
     columns: dict[str, NDArray[np.generic]] = {"label": labels}

@@ -1,4 +1,4 @@
-"""Criteo's raw days to MLPerf's files: python -m dlrm_bench.dlrm.data.preprocess RAW OUT
+"""Criteo's raw days to MLPerf's files: dlrm-bench data preprocess RAW OUT
 
 RAW holds day_0, day_1, ... (or day_0.gz, ...); the last day evaluates. OUT gets both of MLPerf's formats, 1-hot and
 multi-hot, with a manifest of checksums. The files are those of the reference (mlcommons/training, recommendation_v2,
@@ -27,13 +27,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
+from dlrm_bench.dlrm.presets import training
 
 VERSION = 1  # Raised when equal raw files would give other files.
 
@@ -65,7 +65,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
 
     Raises ValueError where raw files are malformed, or the directory holds anything else.
     """
-    run = preset(config.preset)
+    run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     if (model.dense_in_features, model.num_features) != (DENSE_FIELDS, HASH_FIELDS):
         raise ValueError(
@@ -97,9 +97,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
 def _check_generated(directory: Path, raw: Sequence[Path]) -> None:
     """ValueError if the raw days are generated ones, but not as they were when their generator ended."""
     if (directory / MARKER).exists():
-        raise ValueError(
-            f"{directory} holds an unfinished data set: end 'python -m dlrm_bench.dlrm.data.planted' first"
-        )
+        raise ValueError(f"{directory} holds an unfinished data set: end 'dlrm-bench data generate' first")
     if manifest := read_manifest(directory):
         for finding in changed_files(directory, manifest.files, [path.name for path in raw]):
             raise ValueError(finding)
@@ -123,9 +121,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(
-        PreprocessConfig, args=args, prog="python -m dlrm_bench.dlrm.data.preprocess", description=__doc__
-    )
+    config = tyro.cli(PreprocessConfig, args=args, prog="dlrm-bench data preprocess", description=__doc__)
     manifest, done = preprocess(config)
     print(
         f"{'wrote' if done else 'nothing to do, complete with these parameters:'} {config.out}: "

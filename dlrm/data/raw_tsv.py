@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
@@ -28,7 +27,6 @@ BLOCK_BYTES = 1 << 26
 DENSE_NAMES = [f"int_{field}" for field in range(DENSE_FIELDS)]
 HASH_NAMES = [f"cat_{field}" for field in range(HASH_FIELDS)]
 NAMES = ["label", *DENSE_NAMES, *HASH_NAMES]
-SCHEMA = pl.Schema({name: pl.String if name in HASH_NAMES else pl.Int32 for name in NAMES})
 INTEGER = re.compile(rb"[-+]?[0-9]+")
 HASH = re.compile(rb"[0-9a-fA-F]{1,8}")
 GZIP_MAGIC = b"\x1f\x8b"
@@ -111,11 +109,14 @@ def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _parse(path: Path, text: bytes, first_line: int, file_bytes: int) -> Block:
+    import polars as pl  # here: training needs neither raw days nor what reads them
+
+    schema = pl.Schema({name: pl.String if name in HASH_NAMES else pl.Int32 for name in NAMES})
     symbols = np.frombuffer(text, dtype=np.uint8)
     lines = int(np.count_nonzero(symbols == ord("\n")))
     tabs = int(np.count_nonzero(symbols == ord("\t")))
     try:
-        table = pl.read_csv(text, separator="\t", has_header=False, schema=SCHEMA, quote_char=None)
+        table = pl.read_csv(text, separator="\t", has_header=False, schema=schema, quote_char=None)
         if tabs != lines * (len(NAMES) - 1) or len(table) != lines:
             raise ValueError(f"{tabs} tabs in {lines} lines")
         table = table.with_columns(pl.col(HASH_NAMES).str.to_integer(base=16, dtype=pl.UInt32)).fill_null(0)

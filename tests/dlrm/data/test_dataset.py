@@ -100,7 +100,7 @@ def test_too_few_samples_for_one_batch(tmp_path: Path, model: ModelConfig, array
 
 
 def test_a_missing_directory_names_the_generator(tmp_path: Path, model: ModelConfig) -> None:
-    with pytest.raises(ValueError, match=r"--data.path .*nowhere.*python -m dlrm_bench.dlrm.data.planted"):
+    with pytest.raises(ValueError, match=r"--data.path .*nowhere.*dlrm-bench data generate"):
         open_dataset(config(tmp_path / "nowhere"), model, seed=0)
 
 
