@@ -37,7 +37,7 @@ class Change:
 
 
 class Comparison(NamedTuple):
-    """Of a diagnosis with an earlier one."""
+    """What a diagnosis shows beside an earlier one."""
 
     new: list[Change]
     gone: list[Change]
@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
 
 
 def identity(finding: Finding) -> Identity:
-    """Of a finding, without line numbers."""
+    """What tells a finding from others in both diagnoses: all but its line numbers."""
     library, caller = finding["library"], finding["called_from"]
     return Identity(
         finding["kind"],

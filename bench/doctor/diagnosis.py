@@ -41,13 +41,13 @@ class Overhead(TypedDict):
     """What the doctor itself costs: an iteration in each of its windows, slowest rank."""
 
     plain_ms: float
-    """Without instruments."""
+    """An iteration without instruments."""
     hook_us: float
-    """Of it, the doctor's own."""
+    """The doctor's own share of plain_ms."""
     traced_ms: float
-    """With the profiler on."""
+    """The same with the profiler on."""
     marked_ms: float
-    """With each call of torch marked by line."""
+    """The same with each call of torch marked by line."""
 
 
 class Diagnosis(TypedDict):
@@ -65,7 +65,7 @@ class Diagnosis(TypedDict):
     iterations: int
     """Those that were timed."""
     iteration_ms: float
-    """Of the slowest rank, without instruments."""
+    """An iteration of the slowest rank, without instruments."""
     overhead: Overhead
     ranks: list[RankSummary]
     findings: list[Finding]

@@ -74,7 +74,7 @@ class Marks:
         return self._frames
 
     def switch_on(self) -> None:
-        """From now on, on this thread, and on those of autograd's engine that work for it."""
+        """Marks calls from now on, on this thread and on those of autograd's engine that work for it."""
         hook.state.marker = self.marked
         if self.reduced:
             for name in _READS:
@@ -138,7 +138,7 @@ class Marks:
         return result
 
     def _name(self, function: Callable[..., Any]) -> str | None:
-        """Of a function that is worth a mark: getters of attributes, such as grad, launch nothing."""
+        """Name of a function that is worth a mark, else None: getters of attributes, such as grad, launch nothing."""
         if function not in self._names:
             name = resolve_name(function) or getattr(function, "__name__", repr(function))
             self._names[function] = (

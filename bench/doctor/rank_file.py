@@ -35,9 +35,9 @@ class About(TypedDict, total=False):
     """What a call is about, where it matters to a finding."""
 
     device: str
-    """Of its first tensor, or of the source of a copy: cpu, cuda."""
+    """Kind of device of the first tensor, or of the source of a copy: cpu, cuda."""
     to_device: str
-    """Of a copy's result."""
+    """Kind of device of a copy's result."""
     pinned: bool
     """Whether the host memory that a copy reads is page-locked."""
     names_device: bool
@@ -50,7 +50,7 @@ class About(TypedDict, total=False):
     from_list: bool
     """Whether a tensor was made of Python's numbers."""
     shape: list[int]
-    """Of the result."""
+    """Shape of the result."""
 
 
 class Call(TypedDict):
@@ -76,7 +76,7 @@ class Window(TypedDict):
 
 
 class Marked(Window):
-    """With each call of torch marked by line."""
+    """The window in which each call of torch is marked by line."""
 
     marks_ms: float
     """Time of an iteration that the marks themselves took."""
@@ -85,10 +85,10 @@ class Marked(Window):
 
 
 class Plain(Window):
-    """Without instruments."""
+    """The window without instruments."""
 
     times_ms: list[float]
-    """From one beginning of an iteration to the next, on the host."""
+    """Host time from one beginning of an iteration to the next."""
     cpu_ms: float
     """CPU time of the whole process, an iteration."""
     thread_ms: float

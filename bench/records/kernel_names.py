@@ -49,7 +49,7 @@ _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
 _TABLE_UPDATE = re.compile(r"^_sorted_adagrad_kernel$|embedding\w*_(backward|grad)")
 _TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
 _BARRIER = re.compile(r"symmetric_memory::.*barrier_kernel")
-"""Of peer memory."""
+"""Barriers of peer memory."""
 _BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel")
 """Kernels that write to other ranks' memory, after which a barrier makes it known."""
 

@@ -1,4 +1,4 @@
-"""From one id per feature to several: the seeded tables of the MLPerf reference.
+"""Expands one id per feature to several, by the seeded tables of the MLPerf reference.
 
 The reference (mlcommons/training, recommendation_v2/torchrec_dlrm/multi_hot.py) draws, after np.random.seed(0), one
 table for each feature in turn: row r of a feature is r itself followed by randint(0, rows, size=(rows, hot - 1))[r].

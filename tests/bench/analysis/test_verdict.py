@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dlrm_bench.bench.analysis.ladder import rung_results
+from dlrm_bench.bench.analysis.verdict import latest_ladder, main, verdict
 from dlrm_bench.bench.ladder.rungs import LADDERS
 from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.records.ladder import LADDER_JSON, LADDER_SCHEMA, Ladder
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.launch.verdict import latest_ladder, main, verdict
 from tests.bench.made_records import H200, configured, recorded_runs, write
 from tests.pipelines import changed
 

@@ -1,4 +1,4 @@
-"""Says in plain words what a ladder shows and what it cannot: python -m dlrm_bench.launch.verdict [FOLDER]
+"""Says in plain words what a ladder shows and what it cannot: python -m dlrm_bench.bench.analysis.verdict [FOLDER]
 
 FOLDER is that of a ladder, or one of records (`results` where none is named), of which it takes the ladder that was
 written last. `make bench` ends with it.
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         if len(given) > 1 or any(argument.startswith("-") for argument in given):
-            raise ValueError("name one folder: python -m dlrm_bench.launch.verdict [FOLDER]")
+            raise ValueError("name one folder: python -m dlrm_bench.bench.analysis.verdict [FOLDER]")
         folder = latest_ladder(Path(given[0] if given else "results"))
         print(f"What {folder} shows:\n")
         for paragraph in verdict(folder):
