@@ -1,0 +1,130 @@
+"""How often to run what, in which order, and what so many runs can show.
+
+A run is the unit here: its metric (a median, say) is one number, and runs of one program differ. What runs can show
+follows from that difference alone, however many iterations each has.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import nctdtrinc, ndtr, stdtr, stdtrit
+
+CONFIDENCE = 0.95
+POWER = 0.8
+
+
+def student_t(probability: float, freedom: float) -> float:
+    """Quantile of Student's t distribution; of the normal distribution for infinite degrees of freedom."""
+    return float(stdtrit(min(freedom, 1e12), probability))
+
+
+def two_sided_p(statistic: float, freedom: float) -> float:
+    """Probability of a t statistic at least as far from zero where nothing differs; nan where it is not known."""
+    if math.isnan(statistic) or math.isnan(freedom):
+        return math.nan
+    return float(2 * (ndtr(-abs(statistic)) if math.isinf(freedom) else stdtr(freedom, -abs(statistic))))
+
+
+def detectable(spread: float, runs: int, paired: bool) -> float:
+    """The smallest relative difference that `runs` runs a side find with a probability of 80 %, at 95 % confidence.
+
+    spread: standard deviation of the logarithms of the runs' metric on one side; if paired, of their differences within
+    a pair. 0.02 means 2 %; inf with one run. From the noncentral t distribution of the test's statistic (Chow, Shao and
+    Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
+    """
+    if runs < 2:
+        return math.inf
+    freedom = runs - 1 if paired else 2 * (runs - 1)
+    error = spread * math.sqrt((1 if paired else 2) / runs)
+    return math.expm1(float(nctdtrinc(freedom, 1 - POWER, student_t((1 + CONFIDENCE) / 2, freedom))) * error)
+
+
+def runs_needed(spread: float, difference: float, paired: bool, most: int = 10_000) -> int | None:
+    """The least number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over `most`."""
+    low, high = 2, 2
+    while detectable(spread, high, paired) > difference:
+        low, high = high + 1, high * 2
+        if low > most:
+            return None
+    while low < high:
+        middle = (low + high) // 2
+        if detectable(spread, middle, paired) <= difference:
+            high = middle
+        else:
+            low = middle + 1
+    return high if high <= most else None
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p value corrected for all of them being looked at (Holm, Scandinavian Journal of Statistics 6, 1979).
+
+    Rejecting those of at most 0.05 keeps the probability of any false rejection at 0.05. nan stays nan and is not
+    counted.
+    """
+    known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    corrected, largest = list(map(float, p_values)), 0.0
+    for rank, (p, i) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        corrected[i] = largest
+    return corrected
+
+
+def balanced_orders(items: int, rounds: int, seed: int) -> list[list[int]]:
+    """For each round an order of `items` things, [rounds][items], in which a linear drift cancels.
+
+    Rounds come in pairs: the second one runs the first one's order backwards, so that every thing has the same mean
+    position over the pair (A B, B A for two things: ABBA). The first orders of pairs are the rows of a Williams square
+    (Australian Journal of Scientific Research A 2(2), 1949), in which each thing follows each other one equally often,
+    with rows and things shuffled by the seed. A last round without a partner is left as it is.
+    """
+    rng = np.random.default_rng(seed)
+    names, rows = rng.permutation(items), rng.permutation(items)
+    zigzag = [i // 2 if i % 2 == 0 else items - (i + 1) // 2 for i in range(items)]
+    orders: list[list[int]] = []
+    for pair in range((rounds + 1) // 2):
+        row = int(rows[pair % items]) if items else 0
+        order = [int(names[(position + row) % items]) for position in zigzag]
+        orders += [order, order[::-1]]
+    return orders[:rounds]
+
+
+def drift_cancels(sides: Sequence[int]) -> bool:
+    """Whether runs of two sides (0 and 1) in this order have equal mean positions, so that a linear drift cancels."""
+    positions: dict[int, list[int]] = {0: [], 1: []}
+    for position, side in enumerate(sides):
+        positions[side].append(position)
+    a, b = positions[0], positions[1]
+    return bool(a and b) and sum(a) * len(b) == sum(b) * len(a)
+
+
+def block_length(series: np.ndarray) -> int:
+    """Length of the blocks in which a series [n] is resampled, from its autocorrelation; between n^(1/3) and n / 3.
+
+    The automatic choice of Politis and White (Econometric Reviews 23(1), 2004; corrected by Patton, Politis and White,
+    28(4), 2009) for the circular block bootstrap, b = (2 G^2 / D)^(1/3) n^(1/3), of the ranks of the series: a few slow
+    iterations must not hide the correlation of the rest, and medians see ranks only.
+    """
+    n = len(series)
+    least, most = math.ceil(n ** (1 / 3)), max(1, n // 3)
+    if n < 8 or np.all(series == series[0]):
+        return max(1, min(least, n))
+    ranks = np.argsort(np.argsort(series, kind="stable"), kind="stable").astype(np.float64)
+    ranks -= ranks.mean()
+    lags = min(n - 1, math.ceil(math.sqrt(n)) + max(5, math.ceil(math.log10(n))))
+    size = 1 << (2 * n - 1).bit_length()
+    spectrum = np.fft.rfft(ranks, size)
+    covariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: lags + 1] / n
+    significant = 2 * math.sqrt(math.log10(n) / n)
+    run = max(5, math.ceil(math.sqrt(math.log10(n))))
+    small = np.abs(covariance[1:] / covariance[0]) < significant
+    first = next((k for k in range(len(small) - run + 1) if small[k : k + run].all()), None)
+    cut = 2 * first if first is not None else lags
+    reach = np.arange(-min(cut, lags), min(cut, lags) + 1)
+    if len(reach) == 1:
+        return max(1, min(least, most))
+    window = np.clip(2 * (1 - np.abs(reach) / reach[-1]), 0, 1)  # flat-top
+    weighted = window * covariance[np.abs(reach)]
+    g, d = float(np.sum(np.abs(reach) * weighted)), 4 / 3 * float(np.sum(weighted)) ** 2
+    chosen = (2 * g**2 / d) ** (1 / 3) * n ** (1 / 3) if d > 0 else most
+    return int(min(max(least, math.ceil(chosen)), most))
