@@ -20,8 +20,7 @@ from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
-from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
 stock = "--stock" in sys.argv
 cuda = torch.cuda.is_available()

@@ -6,7 +6,6 @@ dlrm-bench compare A B [...]: every side after the first is compared with the fi
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,19 @@ from dlrm_bench.bench.analysis.comparability import SM_CLOCK, caveats_of_side, d
 from dlrm_bench.bench.analysis.mlperf_logs import MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.records.distinct import distinct
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.records.statistics import Comparison, Metric, Ratio, Verdict, compare, mean_statistics
+from dlrm_bench.bench.records.repetitions import detectable, drift_left, runs_needed
+from dlrm_bench.bench.records.statistics import (
+    Comparison,
+    Metric,
+    Ratio,
+    Verdict,
+    compare,
+    mean_statistics,
+    summary_statistics,
+)
 
 _NAMES: dict[Metric, str] = {"p50": "median", "p90": "p90", "p99": "p99", "mean": "mean"}
+_DRIFT_LEFT = 0.5  # runs by which one side may come later in the mean, for pairs to be compared as such
 _CLOCK_TOLERANCE = 0.02  # between the median SM clocks of two runs
 
 
@@ -143,9 +152,9 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
 
 
 def compare_sides(a: Side, b: Side) -> Result:
-    """Compares B with A; pair by pair where their runs alternate in time, so that drift cancels."""
-    paired = _alternate(a.finished, b.finished)
-    comparison = compare(a.series, b.series, paired=paired)
+    """Compares B with A; pair by pair where their runs alternate in time in a balanced order, so that drift cancels."""
+    order = _order(a.finished, b.finished)
+    comparison = compare(a.series, b.series, paired=_alternate(order) and abs(drift_left(order)) < _DRIFT_LEFT)
     return Result(a=a, b=b, comparison=comparison, differences=[*_differences(a, b)], notes=[*_notes(a, b, comparison)])
 
 
@@ -206,6 +215,24 @@ def _notes(a: Side, b: Side, comparison: Comparison) -> Iterator[str]:
             "all runs of one side came before those of the other: a drift of the machine would look like a difference; "
             "alternate them, as `dlrm-bench ladder` does"
         )
+    elif not comparison.paired and _alternate(order := _order(a.finished, b.finished)):
+        first = (a if drift_left(order) > 0 else b).label
+        yield (
+            f"the runs alternate, but {first} came first in most pairs: a drift of the machine would look like a "
+            "difference, so they are not compared pair by pair; swap every other pair (A B B A), as `dlrm-bench "
+            "ladder` does"
+        )
+    if comparison.between_runs:
+        spread = _spread(a, b, comparison.paired)
+        least = detectable(spread, min(comparison.runs), comparison.paired)
+        runs = f"{comparison.runs[0]} and {comparison.runs[1]} runs"
+        seen = comparison.ratios["mean" if a.mean_only or b.mean_only else "p50"].value
+        needed = runs_needed(spread, abs(seen - 1), comparison.paired)
+        yield f"{runs} that differ like these find differences from {least:.2%} on" + (
+            f"; one of the size seen here takes about {needed} a side"
+            if needed and needed > min(comparison.runs)
+            else ""
+        )
     if a.mean_only or b.mean_only:
         yield (
             "an MLPerf log gives the mean over a whole run, evaluations left out, and neither percentiles nor the "
@@ -216,12 +243,24 @@ def _notes(a: Side, b: Side, comparison: Comparison) -> Iterator[str]:
         yield f"p99 of a run of {min(short)} iterations is little more than its largest value"
 
 
-def _alternate(a: Sequence[str], b: Sequence[str]) -> bool:
+def _order(a: Sequence[str], b: Sequence[str]) -> list[int]:
+    """Sides of all runs, 0 for A and 1 for B, in the order in which they ended; empty where that is not known."""
+    return [side for _, side in sorted([*((time, 0) for time in a), *((time, 1) for time in b)])]
+
+
+def _alternate(order: Sequence[int]) -> bool:
     """Whether each pair of runs that are neighbours in time has one run of each side."""
-    if len(a) != len(b) or not a:
-        return False
-    order = [side for _, side in sorted([*((time, "a") for time in a), *((time, "b") for time in b)])]
-    return all(first != second for i, (first, second) in enumerate(pairwise(order)) if i % 2 == 0)
+    pairs = list(zip(order[::2], order[1::2], strict=False))
+    return bool(pairs) and len(order) % 2 == 0 and all(first != second for first, second in pairs)
+
+
+def _spread(a: Side, b: Side, paired: bool) -> float:
+    """Standard deviation of the logarithms of the runs' metric: of the pairs' differences, or pooled over the sides."""
+    metric: Metric = "mean" if a.mean_only or b.mean_only else "p50"
+    logs = [np.log([summary_statistics(run)[metric] for run in side.series]) for side in (a, b)]
+    if paired:
+        return float(np.std(logs[1] - logs[0], ddof=1))
+    return math.sqrt(sum(float(np.var(each, ddof=1)) * (len(each) - 1) for each in logs) / (sum(map(len, logs)) - 2))
 
 
 def result_as_json(result: Result) -> dict[str, Any]:

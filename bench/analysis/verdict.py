@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlrm_bench.bench.analysis.ladder import proven
 from dlrm_bench.bench.ladder.rungs import LADDERS
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult, read_ladder
 from dlrm_bench.bench.records.record import read_record
@@ -53,7 +54,8 @@ def verdict(folder: Path) -> list[str]:
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
     first, *others = ladder["rungs"]
     said = [f"{rung['name']}: {_pipeline(run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
-    said += [_against(first, rung, ladder["rounds"]) for rung in others]
+    differing = proven(ladder, "first")
+    said += [_against(first, rung, ladder["rounds"], rung["name"] in differing) for rung in others]
     said.append(_losses(ladder))
     if runs[0]["machine"]["gpu"] is None:
         static = any(run["config"]["pipeline"]["name"] == "static" for run in runs)
@@ -67,7 +69,7 @@ def _pipeline(run: RunRecord) -> str:
     return _PIPELINES.get(name, name)
 
 
-def _against(first: RungResult, rung: RungResult, rounds: int) -> str:
+def _against(first: RungResult, rung: RungResult, rounds: int, is_proven: bool) -> str:
     """What the rounds prove of a rung against the first."""
     times, interval = f"{rung['speedup_vs_first']:.2f} times as fast as {first['name']}", rung["ci95"]
     if interval is None:
@@ -77,8 +79,8 @@ def _against(first: RungResult, rung: RungResult, rounds: int) -> str:
         )
     low, high = interval
     runs = f"in {rounds} rounds (95 % interval {low:.2f} to {high:.2f})"
-    if low > 1 or high < 1:
-        return f"{rung['name']} is {'faster' if low > 1 else 'slower'}, proven: {times} {runs}."
+    if is_proven:
+        return f"{rung['name']} is {'faster' if rung['speedup_vs_first'] > 1 else 'slower'}, proven: {times} {runs}."
     return (
         f"{rung['name']}: no difference proven, {times} {runs}. Ratios up to about {math.sqrt(high / low):.3g} cannot "
         "be told from this machine's noise in so few rounds."

@@ -3,8 +3,9 @@
 dlrm-bench ladder --preset launch-bound [--field value ...]
 
 Every run has fresh processes of its own (bench/ladder/launching.py), so no rung inherits another's memory, graphs or
-communicators. Each round runs every rung once, in an order drawn from the seed, on the same batches (equal --seed). A
-rung is compared with another round by round. With --host a profiled run of each rung follows the last round.
+communicators. Each round runs every rung once on the same batches (equal --seed), in an order drawn from the seed that
+the next round runs backwards, so that a linear drift cancels. A rung is compared with another round by round. With
+--host a profiled run of each rung follows the last round.
 ladder.json and the members' records and output stay together in one folder.
 """
 
@@ -14,19 +15,17 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-
 from dlrm_bench.bench.analysis.ladder import host_cost, rung_results
 from dlrm_bench.bench.ladder.launching import MEASURE, run_forked
 from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.ladder import LADDER_JSON, LADDER_SCHEMA, HostCost, Ladder
 from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.records.repetitions import balanced_orders
 
 
 def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int, Rung]]:
-    """Pairs (round, rung) in the order to run them: every rung once in each round, shuffled within the round."""
-    rng = np.random.default_rng(seed)
-    return [(r, rungs[i]) for r in range(rounds) for i in rng.permutation(len(rungs))]
+    """Pairs (round, rung) in the order to run them: every rung once in each round, balanced over pairs of rounds."""
+    return [(r, rungs[i]) for r, order in enumerate(balanced_orders(len(rungs), rounds, seed)) for i in order]
 
 
 def run_ladder(

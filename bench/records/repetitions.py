@@ -8,19 +8,24 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import nctdtrinc, ndtr, stdtr, stdtrit
 
-CONFIDENCE = 0.95
+from dlrm_bench.bench.records.statistics import CONFIDENCE
+
+# scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
 
 
 def student_t(probability: float, freedom: float) -> float:
     """Quantile of Student's t distribution; of the normal distribution for infinite degrees of freedom."""
+    from scipy.special import stdtrit
+
     return float(stdtrit(min(freedom, 1e12), probability))
 
 
 def two_sided_p(statistic: float, freedom: float) -> float:
     """Probability of a t statistic at least as far from zero where nothing differs; nan where it is not known."""
+    from scipy.special import ndtr, stdtr
+
     if math.isnan(statistic) or math.isnan(freedom):
         return math.nan
     return float(2 * (ndtr(-abs(statistic)) if math.isinf(freedom) else stdtr(freedom, -abs(statistic))))
@@ -35,6 +40,8 @@ def detectable(spread: float, runs: int, paired: bool) -> float:
     """
     if runs < 2:
         return math.inf
+    from scipy.special import nctdtrinc
+
     freedom = runs - 1 if paired else 2 * (runs - 1)
     error = spread * math.sqrt((1 if paired else 2) / runs)
     return math.expm1(float(nctdtrinc(freedom, 1 - POWER, student_t((1 + CONFIDENCE) / 2, freedom))) * error)
@@ -89,42 +96,16 @@ def balanced_orders(items: int, rounds: int, seed: int) -> list[list[int]]:
     return orders[:rounds]
 
 
-def drift_cancels(sides: Sequence[int]) -> bool:
-    """Whether runs of two sides (0 and 1) in this order have equal mean positions, so that a linear drift cancels."""
-    positions: dict[int, list[int]] = {0: [], 1: []}
+def drift_left(sides: Sequence[int]) -> float:
+    """How many runs later, in the mean, the runs of side 1 came than those of side 0; inf if a side has none.
+
+    A linear drift of the machine adds so many times its change from run to run to the difference of the sides: 0 for
+    ABBA, 1 for ABABAB, a third for ABBAAB.
+    """
+    positions: tuple[list[int], list[int]] = ([], [])
     for position, side in enumerate(sides):
         positions[side].append(position)
-    a, b = positions[0], positions[1]
-    return bool(a and b) and sum(a) * len(b) == sum(b) * len(a)
-
-
-def block_length(series: np.ndarray) -> int:
-    """Length of the blocks in which a series [n] is resampled, from its autocorrelation; between n^(1/3) and n / 3.
-
-    The automatic choice of Politis and White (Econometric Reviews 23(1), 2004; corrected by Patton, Politis and White,
-    28(4), 2009) for the circular block bootstrap, b = (2 G^2 / D)^(1/3) n^(1/3), of the ranks of the series: a few slow
-    iterations must not hide the correlation of the rest, and medians see ranks only.
-    """
-    n = len(series)
-    least, most = math.ceil(n ** (1 / 3)), max(1, n // 3)
-    if n < 8 or np.all(series == series[0]):
-        return max(1, min(least, n))
-    ranks = np.argsort(np.argsort(series, kind="stable"), kind="stable").astype(np.float64)
-    ranks -= ranks.mean()
-    lags = min(n - 1, math.ceil(math.sqrt(n)) + max(5, math.ceil(math.log10(n))))
-    size = 1 << (2 * n - 1).bit_length()
-    spectrum = np.fft.rfft(ranks, size)
-    covariance = np.fft.irfft(spectrum * np.conj(spectrum), size)[: lags + 1] / n
-    significant = 2 * math.sqrt(math.log10(n) / n)
-    run = max(5, math.ceil(math.sqrt(math.log10(n))))
-    small = np.abs(covariance[1:] / covariance[0]) < significant
-    first = next((k for k in range(len(small) - run + 1) if small[k : k + run].all()), None)
-    cut = 2 * first if first is not None else lags
-    reach = np.arange(-min(cut, lags), min(cut, lags) + 1)
-    if len(reach) == 1:
-        return max(1, min(least, most))
-    window = np.clip(2 * (1 - np.abs(reach) / reach[-1]), 0, 1)  # flat-top
-    weighted = window * covariance[np.abs(reach)]
-    g, d = float(np.sum(np.abs(reach) * weighted)), 4 / 3 * float(np.sum(weighted)) ** 2
-    chosen = (2 * g**2 / d) ** (1 / 3) * n ** (1 / 3) if d > 0 else most
-    return int(min(max(least, math.ceil(chosen)), most))
+    if not all(positions):
+        return math.inf
+    first, second = (sum(each) / len(each) for each in positions)
+    return second - first

@@ -26,6 +26,7 @@ def test_every_round_runs_every_rung_once_in_a_drawn_order() -> None:
     rounds = [[rung.name for r, rung in order if r == round_number] for round_number in range(20)]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert len({tuple(names) for names in rounds}) > 3
+    assert all(backwards == forwards[::-1] for forwards, backwards in zip(rounds[::2], rounds[1::2], strict=True))
     assert [r for r, _ in order] == sorted(r for r, _ in order)
     assert order == draw_order(RUNGS, 20, seed=0) != draw_order(RUNGS, 20, seed=1)
 

@@ -9,9 +9,8 @@ from scipy import stats
 
 from dlrm_bench.bench.records.repetitions import (
     balanced_orders,
-    block_length,
     detectable,
-    drift_cancels,
+    drift_left,
     holm,
     runs_needed,
     student_t,
@@ -98,34 +97,17 @@ def test_orders_follow_from_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sides", "cancels"),
-    [("ABBA", True), ("ABABAB", False), ("AB", False), ("ABBAAB", False), ("ABBABAAB", True), ("AA", False)],
+    ("sides", "left"),
+    [
+        ("ABBA", 0),
+        ("ABBABAAB", 0),
+        ("ABABAB", 1),
+        ("AB", 1),
+        ("BA", -1),
+        ("ABBAAB", 1 / 3),
+        ("AABB", 2),
+        ("AA", math.inf),
+    ],
 )
-def test_drift_cancels(sides: str, cancels: bool) -> None:
-    assert drift_cancels(["AB".index(side) for side in sides]) is cancels
-
-
-def autoregressive(rho: float, n: int, rng: np.random.Generator) -> np.ndarray:
-    series = np.zeros(n + 500)
-    for i, noise in enumerate(rng.normal(size=n + 499), start=1):
-        series[i] = rho * series[i - 1] + noise
-    return series[500:]
-
-
-def test_blocks_grow_with_the_correlation() -> None:
-    rng = np.random.default_rng(0)
-    lengths = [np.median([block_length(autoregressive(rho, 2000, rng)) for _ in range(9)]) for rho in (0, 0.5, 0.9)]
-    assert lengths[0] == math.ceil(2000 ** (1 / 3)) <= lengths[1] < lengths[2]
-    assert lengths[2] > 40
-
-
-def test_blocks_of_ranks_do_not_see_how_slow_an_outlier_is() -> None:
-    series = autoregressive(0.9, 1000, np.random.default_rng(1))
-    slow = series.copy()
-    slow[np.argmax(slow)] *= 1e6
-    assert block_length(slow) == block_length(series)
-
-
-@pytest.mark.parametrize("series", [[1.0], [1.0, 2.0], [3.0] * 50, list(range(7))])
-def test_short_and_constant_series_have_blocks(series: list[float]) -> None:
-    assert 1 <= block_length(np.array(series)) <= len(series)
+def test_drift_left(sides: str, left: float) -> None:
+    assert drift_left(["AB".index(side) for side in sides]) == pytest.approx(left)

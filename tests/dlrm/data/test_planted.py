@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data import planted
 from dlrm_bench.dlrm.data.dataset import open_dataset
@@ -19,8 +18,9 @@ from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER
 from dlrm_bench.dlrm.data.planted import MOST, PlantedConfig, generate
 from dlrm_bench.dlrm.data.preprocess import PreprocessConfig, preprocess
 from dlrm_bench.dlrm.data.raw_tsv import raw_days, read_blocks
+from dlrm_bench.dlrm.presets import training
 
-MODEL = preset("smoke").model
+MODEL = training("smoke").model
 
 
 @pytest.fixture
@@ -251,8 +251,8 @@ def test_raw_days_keep_the_best_auc_through_preprocessing(config: PlantedConfig,
 
 
 def test_raw_days_take_criteos_features(monkeypatch: pytest.MonkeyPatch, config: PlantedConfig) -> None:
-    smoke = preset("smoke")
+    smoke = training("smoke")
     narrow = replace(smoke, model=replace(smoke.model, dense_in_features=5))
-    monkeypatch.setattr(planted, "preset", lambda _: narrow)
+    monkeypatch.setattr(planted, "training", lambda _: narrow)
     with pytest.raises(ValueError, match=r"--raw tsv: Criteo's raw days have 13 dense and 26 .* preset smoke 5 and 26"):
         generate(replace(config, raw="tsv"))

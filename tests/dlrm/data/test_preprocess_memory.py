@@ -1,4 +1,4 @@
-"""Peak memory of preprocessing against the rows of a day, with working sets small enough to see either grow."""
+"""Cross-cutting: peak memory of preprocessing against the rows of a day; small working sets show either grow."""
 
 import subprocess
 import sys
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dlrm.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
 
 ROWS = (30_000, 120_000)
 MEASURED = """
 import sys
-from dlrm.data import permutation, preprocess_job, raw_tsv, shuffled_rows
-from dlrm.data.preprocess import main
+from dlrm_bench.dlrm.data import permutation, preprocess_job, raw_tsv, shuffled_rows
+from dlrm_bench.dlrm.data.preprocess import main
 raw_tsv.BLOCK_BYTES, permutation.BLOCK_ROWS, preprocess_job.ROWS_AT_ONCE = 1 << 20, 1 << 13, 1 << 13
 shuffled_rows.BUCKET_ROWS = preprocess_job.BUCKET_ROWS = 1 << 13
 assert main(sys.argv[1:]) == 0
