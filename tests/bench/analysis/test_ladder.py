@@ -1,12 +1,14 @@
 """What a ladder of recorded runs says of its rungs, and its tables."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.analysis.ladder import ladder_table
-from dlrm_bench.bench.records.ladder import read_ladder
+from dlrm_bench.bench.analysis.ladder import ladder_table, proven
+from dlrm_bench.bench.records.ladder import Ladder, RungResult, read_ladder
+from dlrm_bench.bench.records.repetitions import student_t
 from tests.bench.ladder.made_ladders import made as made
 from tests.bench.ladder.made_ladders import make, pretend_runs
 
@@ -43,3 +45,59 @@ def test_one_round_has_no_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ladder, _ = read_ladder(tmp_path)
     assert ladder["rungs"][1]["ci95"] is None
     assert "one round: unknown" in list(ladder_table(ladder).columns[4].cells)
+
+
+def drawn_ladder(rounds: int, effects: list[float], rng: np.random.Generator) -> Ladder:
+    """A ladder whose rungs' logarithms of time differ from the first rung's by `effects`, with noise of 1 % a run."""
+    first = rng.normal(0, 0.01, rounds)
+    rungs = [rung_of("first", 0.0, 0.0)]
+    for i, effect in enumerate(effects):
+        differences = first - (effect + rng.normal(0, 0.01, rounds))
+        half = student_t(0.975, rounds - 1) * differences.std(ddof=1) / math.sqrt(rounds)
+        rungs.append(rung_of(f"rung-{i}", float(differences.mean()), half))
+    return Ladder(schema=1, id="x", created="", command="", rounds=rounds, seed=0, rungs=rungs, order=[])
+
+
+def rung_of(name: str, log_speedup: float, half_width: float) -> RungResult:
+    speedup, interval = math.exp(log_speedup), [math.exp(log_speedup - half_width), math.exp(log_speedup + half_width)]
+    return RungResult(
+        name=name,
+        flags=[],
+        record="",
+        records=[],
+        median_ms=1.0,
+        speedup_vs_first=speedup,
+        speedup_vs_previous=speedup,
+        ci95=interval,
+        ci95_vs_previous=interval,
+        loss_difference=0.0,
+    )
+
+
+def test_one_rung_is_proven_where_its_interval_leaves_out_1() -> None:
+    rng = np.random.default_rng(0)
+    ladders = [drawn_ladder(4, [effect], rng) for effect in (0.0, -0.02, -0.05) for _ in range(50)]
+    outside = [not ladder["rungs"][1]["ci95"][0] <= 1 <= ladder["rungs"][1]["ci95"][1] for ladder in ladders]  # type: ignore[index]
+    assert [bool(proven(ladder, "first")) for ladder in ladders] == outside
+    assert 0 < sum(outside) < len(outside)
+
+
+def test_a_ladder_of_sixteen_equal_rungs_seldom_proves_anything() -> None:
+    rng = np.random.default_rng(1)
+    ladders = [drawn_ladder(5, [0.0] * 15, rng) for _ in range(300)]
+    assert np.mean([bool(proven(ladder, "first")) for ladder in ladders]) < 0.08
+    alone = [any(not r["ci95"][0] <= 1 <= r["ci95"][1] for r in ladder["rungs"][1:]) for ladder in ladders]  # type: ignore[index]
+    assert np.mean(alone) > 0.3
+
+
+def test_a_large_difference_is_proven_among_many_rungs() -> None:
+    ladder = drawn_ladder(5, [0.0] * 8 + [-0.5] + [0.0] * 7, np.random.default_rng(2))
+    assert proven(ladder, "first") == proven(ladder, "previous") == {"rung-8"}
+
+
+def test_one_round_proves_nothing() -> None:
+    ladder = drawn_ladder(2, [-0.5], np.random.default_rng(0))
+    ladder["rounds"] = 1
+    for rung in ladder["rungs"]:
+        rung["ci95"] = rung["ci95_vs_previous"] = None
+    assert proven(ladder, "first") == set()
