@@ -61,7 +61,7 @@ def test_a_forked_run_is_as_one_under_torchrun(tmp_path: Path) -> None:
     assert f"record       {tmp_path / 'forked'}" in output
 
 
-def test_the_twin_starts_so_too(tmp_path: Path) -> None:
+def test_a_profiled_run_starts_so_too(tmp_path: Path) -> None:
     run_forked(["host", *SMOKE, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log", MEASURE)
     run = read_record(tmp_path / "x").run
     assert run["host"] is not None
