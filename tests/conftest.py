@@ -3,15 +3,18 @@
 import faulthandler
 import gc
 import logging
-import multiprocessing
 import os
+import pickle
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
+from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import start_server
 from tests.launched import free_port, rank_environment
 
@@ -21,6 +24,9 @@ if not torch.cuda.is_available():
 
 # As in launch/dlrm.py, before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+# What every rank of a test would import beside what the fork server has.
+launching._PRELOADED += ["pytest", "hypothesis", "tests.conftest"]
 
 
 def pytest_configure() -> None:
@@ -40,8 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, gpu: bool, function: Callable[..., Any], args: tuple[Any, ...], results: Any
+    rank: int, world_size: int, port: int, gpu: bool, function: Callable[..., Any], args: tuple[Any, ...], results: Path
 ) -> None:
+    gc.freeze()  # what was imported: collections touch it, and so copy a fork's memory, to no end
     if gpu:
         # A collective that a rank never comes to is waited for without end: say where all threads are, and leave.
         faulthandler.dump_traceback_later(float(os.environ.get("RANK_LIMIT_S", 600)), exit=True)
@@ -54,7 +61,7 @@ def _rank_main(
 
     ranks = Ranks.from_environment()
     ranks.init_process_group()
-    results[rank] = function(ranks, *args)
+    (results / str(rank)).write_bytes(pickle.dumps(function(ranks, *args)))
     gc.collect()  # pipelines that nobody closed: NCCL waits for the last graph with a collective in it
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -67,12 +74,11 @@ def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: b
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     if method == "forkserver":
         start_server()
-    port = free_port()
-    with multiprocessing.get_context(method).Manager() as manager:
-        results = manager.dict()
-        arguments = (world_size, port, gpu, function, args, results)
+    with TemporaryDirectory() as folder:
+        results = Path(folder)
+        arguments = (world_size, free_port(), gpu, function, args, results)
         mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method=method)
-        return [results[rank] for rank in range(world_size)]
+        return [pickle.loads((results / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ start in a tenth of a second, torchrun in four.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
@@ -67,6 +68,7 @@ def _rank_main(
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # see tests/conftest.py
     try:
         status = function(*args)
     except SystemExit as leave:

@@ -2,18 +2,18 @@
 
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dlrm_bench.bench.measure import machine
 from dlrm_bench.bench.measure.machine import describe_machine, git_state, platform_name, short_name
 from dlrm_bench.bench.records.schema import Machine
+from dlrm_bench.dlrm.ranks import Ranks
 
 UUID = "11111111-2222-3333-4444-555555555555"
 
@@ -179,17 +179,14 @@ def test_names(fields: dict[str, Any], short: str, platform: str) -> None:
     assert platform_name(named(**fields)) == platform
 
 
-def _describe_on_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
-    socket.gethostname = lambda: f"node{1 - rank // 2}"
+def describe_on_rank(ranks: Ranks) -> tuple[int, list[str]]:
+    socket.gethostname = lambda: f"node{1 - ranks.rank // 2}"
     description = describe_machine()
-    Path(folder, f"rank{rank}").write_text(f"{description['nodes']}: {', '.join(description['hosts'])}")
-    dist.destroy_process_group()
+    return description["nodes"], description["hosts"]
 
 
-def test_nodes_are_the_distinct_hosts_of_all_ranks(tmp_path: Path) -> None:
-    mp.spawn(_describe_on_rank, args=(str(tmp_path),), nprocs=3)
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["2: node1, node0"] * 3
+def test_nodes_are_the_distinct_hosts_of_all_ranks(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(3, describe_on_rank) == [(2, ["node1", "node0"])] * 3
 
 
 def git(root: Path, *arguments: str) -> str:
