@@ -23,7 +23,8 @@ from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline, _collecti
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.five_stage.torchrec_models import DP, PLANS, Kind, Trained, batches, build, drain, state
 
-STEPS = 100
+STEPS = 100  # on GPUs, where sums may differ by a little more each step
+EQUAL_STEPS = 50  # on CPUs, where each step is equal to the bit or the test fails there
 TIMEOUT = 600  # seconds, after which a rank that hangs is killed
 ALL_ON = FiveStageOptions(cuda_graph="dense", launch_threads=2)
 
@@ -61,7 +62,11 @@ def learning_rate(optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
     return set_for
 
 
-def stock(ranks: Ranks, case: Case, steps: int = STEPS) -> Trained:
+def steps_on(ranks: Ranks) -> int:
+    return STEPS if ranks.device.type == "cuda" else EQUAL_STEPS
+
+
+def stock(ranks: Ranks, case: Case, steps: int) -> Trained:
     model, optimizer = build(ranks, case.plan, case.kind)
     pipeline = TrainPipelineSparseDist(model, optimizer, ranks.device)
     trained = drain(pipeline, iter(batches(ranks, steps)), learning_rate(optimizer))
@@ -69,7 +74,7 @@ def stock(ranks: Ranks, case: Case, steps: int = STEPS) -> Trained:
     return trained
 
 
-def five_stage(ranks: Ranks, case: Case, steps: int = STEPS) -> tuple[Trained, dict[str, str]]:
+def five_stage(ranks: Ranks, case: Case, steps: int) -> tuple[Trained, dict[str, str]]:
     model, optimizer = build(ranks, case.plan, case.kind)
     with FiveStagePipeline(model, optimizer, ranks.device, case.options) as pipeline:
         data = iter(batches(ranks, steps, lengths_known=case.lengths_known))
@@ -99,17 +104,18 @@ def parity(ranks: Ranks, cases: list[Case], rtol: float = 0) -> list[dict[str, s
     for case in cases:
         key = (case.plan, case.kind)
         if key not in expected:
-            expected[key] = stock(ranks, case)
-        trained, switched_off = five_stage(ranks, case)
+            expected[key] = stock(ranks, case, steps_on(ranks))
+        trained, switched_off = five_stage(ranks, case, steps_on(ranks))
         assert_equal(trained, expected[key], rtol)
         off.append(switched_off)
     return off
 
 
+# One list, in which the cases of a plan and kind share what stock trains.
 @settings(
-    max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=1, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
-@given(cases=st.lists(CASES, min_size=6, max_size=6, unique=True))
+@given(cases=st.lists(CASES, min_size=12, max_size=12, unique=True))
 def test_trains_bit_by_bit_as_torchrec(run_ranks, cases):
     for of_rank in run_ranks(2, parity, cases):
         for case, off in zip(cases, of_rank, strict=True):
