@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data import check as module
 from dlrm_bench.dlrm.data.check import MLPERF_DAY_SAMPLES, CheckConfig, check, main
 from dlrm_bench.dlrm.data.checksums import checksum
 from dlrm_bench.dlrm.data.dataset import open_dataset
 from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest
+from dlrm_bench.dlrm.presets import training
 
 Writer = Callable[..., dict[str, np.ndarray]]
 DAYS = (37, 5, 20, 31)
@@ -23,7 +23,7 @@ DAYS = (37, 5, 20, 31)
 def small(tmp_path: Path, model: ModelConfig, day_writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Days without a manifest, and a preset that fits them."""
     monkeypatch.setattr(module, "READ_SAMPLES", 8)
-    monkeypatch.setattr(module, "preset", lambda _: replace(preset("smoke"), model=model))
+    monkeypatch.setattr(module, "training", lambda _: replace(training("smoke"), model=model))
     for day, samples in enumerate(DAYS):
         day_writer(tmp_path, day, samples, model)
     return tmp_path
@@ -94,7 +94,7 @@ def test_opening_notices(known: Path, model: ModelConfig) -> None:
     swap(known / "day_0_labels.npy", known / "day_1_labels.npy")
     with pytest.raises(
         ValueError,
-        match=r"day_0_labels\.npy has the content of day_1_labels\.npy: .*\(one of 2 such files\).*dlrm\.data\.check",
+        match=r"day_0_labels\.npy has the content of day_1_labels\.npy: .*\(one of 2 such files\).*dlrm-bench data check",
     ):
         open_dataset(data, model, seed=0)
 
