@@ -94,7 +94,7 @@ def test_opening_notices(known: Path, model: ModelConfig) -> None:
     swap(known / "day_0_labels.npy", known / "day_1_labels.npy")
     with pytest.raises(
         ValueError,
-        match=r"day_0_labels\.npy has the content of day_1_labels\.npy: .*\(one of 2 such files\).*dlrm-bench data check",
+        match=r"day_0_labels\.npy has the content of day_1_labels\.npy: .*\(one of 2 such files\).*-bench data check",
     ):
         open_dataset(data, model, seed=0)
 
