@@ -1,7 +1,7 @@
 """One run: set up, train to the target, log, record. This is the only training loop of the project."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,16 +72,20 @@ class Run:
     def evaluate(self, epoch_num: float) -> float:
         """Exact AUC over the evaluation samples of all ranks."""
         self.log.eval_start(epoch_num)
-        valid: list[int] = []  # the reader thread appends entry i before batch i can come out
+        valid: list[int] = []  # the pipeline reads batch i, which appends entry i, before it yields that batch's logits
         logits: list[torch.Tensor] = []
         labels: list[torch.Tensor] = []
 
-        def prepare(batch: Batch) -> Any:
-            valid.append(batch.num_valid)
-            return self.pipeline.prepare(batch)
+        def prepare(batch: Batch) -> tuple[int, Any]:
+            return batch.num_valid, self.pipeline.prepare(batch)
+
+        def count(batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+            for num_valid, batch in batches:
+                valid.append(num_valid)
+                yield batch
 
         with self._read(self.dataset.eval_batches, prepare) as batches:
-            for i, (batch_logits, batch_labels) in enumerate(self.pipeline.evaluate(batches)):
+            for i, (batch_logits, batch_labels) in enumerate(self.pipeline.evaluate(count(batches))):
                 logits.append(batch_logits[: valid[i]].float())
                 labels.append(batch_labels[: valid[i]])
         auc = distributed_auc(torch.cat(logits), torch.cat(labels))
@@ -120,10 +124,11 @@ class Run:
         """Draws the progress bar on rank 0, while the clock is paused: the ranks meet again before it starts."""
         self.bar.show(iteration, "training" if self.auc is None else f"training, AUC {self.auc:.5f}")
 
-    def _read(self, batches: Callable[..., Iterator[Batch]], prepare: Callable[[Batch], Any]) -> Prefetcher[Any]:
+    def _read(self, batches: Callable[..., Iterable[Batch]], prepare: Callable[[Batch], Any]) -> Prefetcher[Any]:
         ranks = self.ranks
         samples = batches(ranks.rank, ranks.world_size, self.config.local_batch_size, pin=ranks.device.type == "cuda")
-        return Prefetcher(samples, prepare, self.config.data.prefetch_batches)
+        data = self.config.data
+        return Prefetcher(samples, prepare, data.prefetch_batches, data.reader_threads)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -111,7 +111,9 @@ class DataConfig:
     train_days: int = 23
     """Days 0 to train_days - 1 train; the first half of day train_days evaluates (MLPerf: 23)."""
     prefetch_batches: int = 16
-    """Batches that the reader thread keeps ready in pinned memory, ahead of the GPU."""
+    """Batches that the reader threads keep ready in pinned memory, ahead of the GPU."""
+    reader_threads: int = 4
+    """Threads of each rank that read day files; a thread is idle while enough batches are ready."""
     random_batches: int = 32
     """Distinct batches of source random; they are drawn before the run and used in turn."""
     random_skew: float = 1.05
@@ -130,7 +132,7 @@ class DataConfig:
                 self.path is not None,
                 f"--data.path is missing: --data.source {self.source} reads day files from a directory",
             )
-        for flag in ("train_days", "prefetch_batches", "random_batches"):
+        for flag in ("train_days", "prefetch_batches", "reader_threads", "random_batches"):
             require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
         require(
             not self.variable_lengths or self.source == "random",

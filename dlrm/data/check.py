@@ -158,9 +158,11 @@ def _check_values(day: criteo.Day, model: ModelConfig) -> Iterator[str]:
     for start in range(0, day.num_samples, READ_SAMPLES):
         stop = min(start + READ_SAMPLES, day.num_samples)
         dense = np.empty((stop - start, model.dense_in_features), dtype=np.float32)
+        labels = np.empty(stop - start, dtype=np.float32)
         ids = [np.empty((stop - start, size), dtype=np.int32) for size in sizes]
         try:
-            day.read(start, stop, dense, np.empty(stop - start, dtype=np.float32), ids)
+            day.read(start, stop, dense, labels, ids)
+            day.check_values(start, dense, labels, ids)
         except ValueError as error:
             yield str(error)
             return

@@ -1,4 +1,4 @@
-"""MLPerf's Criteo day files: checked when opened, memory-mapped, checked again as they are read.
+"""MLPerf's Criteo day files: checked when opened; their values are checked as they are read.
 
 Day i of N samples is
     day_i_dense.npy              float32 (N, dense features), already log-transformed
@@ -11,15 +11,15 @@ Day i of N samples is
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.data.expansion import ExpansionTables
-from dlrm_bench.dlrm.data.npy import COPY_AGAIN, map_array, member_span, write_header
+from dlrm_bench.dlrm.data.expansion import FOLDER, ExpansionTables
+from dlrm_bench.dlrm.data.npy import COPY_AGAIN, ArrayFile, member_span, open_array, write_header
 
 WRITE_CHUNK = 1 << 16  # Samples.
 
@@ -50,51 +50,64 @@ class Day(ABC):
     """One day, open for reading. Subclasses read the two formats of ids."""
 
     def __init__(self, directory: Path, day: int, model: ModelConfig) -> None:
-        self._directory = directory
-        self._day = day
         self._model = model
         dense, labels = dense_file(directory, day), labels_file(directory, day)
         fix = f"set --model.dense-in-features, or {COPY_AGAIN}"
-        self._dense = _map_file(dense, np.float32, model.dense_in_features, fix)
-        self._labels = _map_file(labels, np.int32, 1)
+        self._dense = _open_file(dense, np.float32, model.dense_in_features, fix)
+        self._labels = _open_file(labels, np.int32, 1)
         self.num_samples = len(self._dense)
-        self._check_samples(labels, self._labels)
+        self._check_samples(self._labels)
 
     def read(
-        self, start: int, stop: int, dense: NDArray[np.float32], labels: NDArray[np.float32], ids: list[Ids]
+        self, start: int, stop: int, dense: NDArray[np.float32], labels: NDArray[np.float32], ids: Sequence[Ids]
     ) -> None:
-        """Read samples [start, stop), n of them, and check every value.
+        """Read samples [start, stop), n of them; any number of threads may.
 
-        dense: [n, dense_in_features], labels: [n], ids: one [n, hot] for each feature; all are written.
+        dense: [n, dense_in_features], labels: [n], ids: one [n, hot] for each feature; all C-ordered, all are written.
+        ValueError names a file that cannot be read any more. The values are as they are in the files: see
+        check_values.
+        """
+        assert 0 <= start < stop <= self.num_samples
+        self._dense.read(start, dense)
+        stored = labels.view(np.int32)
+        self._labels.read(start, stored)
+        np.copyto(labels, stored, casting="same_kind")
+        self._read_ids(start, stop, ids)
+
+    def check_values(
+        self, start: int, dense: NDArray[np.float32], labels: NDArray[np.float32], ids: Sequence[Ids]
+    ) -> None:
+        """Check every value of samples that `read` gave, from sample `start` on.
+
         Raises ValueError with file, feature, value and sample for an id outside its table, a label that is neither
         0 nor 1, and a dense value that is not finite.
         """
-        assert 0 <= start < stop <= self.num_samples
-        np.copyto(dense, self._dense[start:stop])
         finite = np.isfinite(dense)
         if not finite.all():
             row, column = np.argwhere(~finite)[0]
             raise ValueError(
-                f"{dense_file(self._directory, self._day)}: dense feature {column} of sample {start + row} is "
-                f"{dense[row, column]}, which is not finite: {COPY_AGAIN}"
+                f"{self._dense.name}: dense feature {column} of sample {start + row} is {dense[row, column]}, which is "
+                f"not finite: {COPY_AGAIN}"
             )
-        found = self._labels[start:stop, 0]
-        np.copyto(labels, found, casting="same_kind")
-        if found.view(np.uint32).max() > 1:  # Seen as unsigned, negative numbers are large.
-            row = int(np.argmax((found != 0) & (found != 1)))
+        is_label = (labels == 0) | (labels == 1)
+        if not is_label.all():
+            row = int(np.argmin(is_label))
             raise ValueError(
-                f"{labels_file(self._directory, self._day)}: the label of sample {start + row} is {found[row]}, "
-                f"neither 0 nor 1: {COPY_AGAIN}"
+                f"{self._labels.name}: the label of sample {start + row} is {labels[row]:.0f}, neither 0 nor 1: "
+                f"{COPY_AGAIN}"
             )
-        self._read_ids(start, stop, ids)
+        self._check_ids(start, ids)
 
     @abstractmethod
-    def _read_ids(self, start: int, stop: int, out: list[Ids]) -> None: ...
+    def _read_ids(self, start: int, stop: int, out: Sequence[Ids]) -> None: ...
 
-    def _check_samples(self, path: Path, array: NDArray[Any], member: str = "") -> None:
+    @abstractmethod
+    def _check_ids(self, start: int, ids: Sequence[Ids]) -> None: ...
+
+    def _check_samples(self, array: ArrayFile) -> None:
         if len(array) != self.num_samples:
             raise ValueError(
-                f"{path}{member} has {len(array)} samples, but {dense_file(self._directory, self._day).name} has "
+                f"{array.name} has {len(array)} samples, but {Path(self._dense.name).name} has "
                 f"{self.num_samples}: the files of a day belong together; {COPY_AGAIN}"
             )
 
@@ -104,20 +117,23 @@ class MultiHotDay(Day):
 
     def __init__(self, directory: Path, day: int, model: ModelConfig) -> None:
         super().__init__(directory, day, model)
-        self._path = multi_hot_file(directory, day)
-        self._members = map_members(self._path, model.multi_hot_sizes)
-        for feature, member in enumerate(self._members):
-            self._check_samples(self._path, member, f"[{feature}.npy]")
+        self._members = open_members(multi_hot_file(directory, day), model.multi_hot_sizes)
+        for member in self._members:
+            self._check_samples(member)
 
-    def _read_ids(self, start: int, stop: int, out: list[Ids]) -> None:
-        for feature, (member, rows, block) in enumerate(zip(self._members, self._model.rows, out, strict=True)):
-            np.copyto(block, member[start:stop])
-            if block.view(np.uint32).max() >= rows:
-                row, column = np.argwhere((block < 0) | (block >= rows))[0]
+    def _read_ids(self, start: int, stop: int, out: Sequence[Ids]) -> None:
+        for member, block in zip(self._members, out, strict=True):
+            member.read(start, block)
+
+    def _check_ids(self, start: int, ids: Sequence[Ids]) -> None:
+        for feature, (member, rows, block) in enumerate(zip(self._members, self._model.rows, ids, strict=True)):
+            outside = (block < 0) | (block >= rows)
+            if outside.any():
+                row, column = np.argwhere(outside)[0]
                 raise ValueError(
-                    f"{self._path}[{feature}.npy]: id {block[row, column]} of sample {start + row} (feature "
-                    f"cat_{feature}) is outside its table of {rows} rows: choose --model.num-embeddings and "
-                    "--model.table-scale as the files were made for"
+                    f"{member.name}: id {block[row, column]} of sample {start + row} (feature cat_{feature}) is "
+                    f"outside its table of {rows} rows: choose --model.num-embeddings and --model.table-scale as the "
+                    "files were made for"
                 )
 
 
@@ -133,35 +149,47 @@ class OneHotDay(Day):
 
     def __init__(self, directory: Path, day: int, model: ModelConfig) -> None:
         super().__init__(directory, day, model)
-        self._path = one_hot_file(directory, day)
         fix = f"--model.num-embeddings needs one table for each feature of the files, or {COPY_AGAIN}"
-        self._ids = _map_file(self._path, np.int32, model.num_features, fix)
-        self._check_samples(self._path, self._ids)
+        self._ids = _open_file(one_hot_file(directory, day), np.int32, model.num_features, fix)
+        self._check_samples(self._ids)
+        self._rows = np.asarray(model.rows, dtype=np.int32)
 
-    def _read_ids(self, start: int, stop: int, out: list[Ids]) -> None:
-        ids = self._ids[start:stop]
-        if ids.min() < 0:
-            row, feature = np.argwhere(ids < 0)[0]
-            raise ValueError(
-                f"{self._path}: id {ids[row, feature]} of sample {start + row} (feature cat_{feature}) is negative: "
-                f"{COPY_AGAIN}"
-            )
-        folded = ids % np.asarray(self._model.rows, dtype=np.int32)
+    def _read_ids(self, start: int, stop: int, out: Sequence[Ids]) -> None:
+        """Negative ids, which are none of any table, are an error here already."""
+        ids = np.empty((stop - start, len(self._rows)), dtype=np.int32)
+        self._ids.read(start, ids)
+        if (ids.view(np.uint32) >= self._rows.view(np.uint32)).any():  # Seen as unsigned, negative numbers are large.
+            if ids.min() < 0:
+                row, feature = np.argwhere(ids < 0)[0]
+                raise ValueError(
+                    f"{self._ids.name}: id {ids[row, feature]} of sample {start + row} (feature cat_{feature}) is "
+                    f"negative: {COPY_AGAIN}"
+                )
+            ids %= self._rows
+        of_features = np.ascontiguousarray(ids.T)
         for feature, block in enumerate(out):
-            self.tables.expand(feature, folded[:, feature], block)
+            self.tables.expand(feature, of_features[feature], block)
+
+    def _check_ids(self, start: int, ids: Sequence[Ids]) -> None:
+        for feature, (rows, block) in enumerate(zip(self._model.rows, ids, strict=True)):
+            if (block.view(np.uint32) >= rows).any():
+                raise ValueError(
+                    f"the table that expands feature cat_{feature} is damaged, it holds ids outside [0, {rows}): "
+                    f"remove the folder {FOLDER} beside the day files"
+                )
 
 
-def _map_file(path: Path, dtype: DTypeLike, columns: int, fix: str = COPY_AGAIN) -> NDArray[Any]:
+def _open_file(path: Path, dtype: DTypeLike, columns: int, fix: str = COPY_AGAIN) -> ArrayFile:
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: check --data.path, --data.source and --data.train-days (the day after the last "
             "training day evaluates)"
         )
-    return map_array(path, dtype, columns, fix=fix)
+    return open_array(path, dtype, columns, fix=fix)
 
 
-def map_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[Ids]:
-    """Memory-map the ids of a multi-hot file: one int32 [N, multi_hot_sizes[f]] for each feature."""
+def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
+    """Open the ids of a multi-hot file: one int32 [N, multi_hot_sizes[f]] for each feature."""
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: check --data.path and --data.train-days, or choose --data.source one_hot"
@@ -179,8 +207,9 @@ def map_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[Ids]:
             "--model.num-embeddings and --model.multi-hot-sizes need one number for each feature of the files"
         )
     fix = f"set --model.multi-hot-sizes as the files were made for, or {COPY_AGAIN}"
+    file = FileIO(path)  # One for all members: 24 days of 26 files each would be more than a process may open.
     return [
-        map_array(path, np.int32, hot, fix=fix, member=name, span=member_span(path, infos[name]))
+        open_array(path, np.int32, hot, fix=fix, member=name, span=member_span(path, infos[name]), file=file)
         for name, hot in zip(names, multi_hot_sizes, strict=True)
     ]
 

@@ -1,22 +1,26 @@
 """Which samples each rank reads, in which order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data import criteo
-from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.criteo import Day, MultiHotDay, OneHotDay
 from dlrm_bench.dlrm.data.expansion import open_expansion_tables
+from dlrm_bench.dlrm.data.file_batches import FileBatches
 from dlrm_bench.dlrm.data.manifest import MARKER, read_manifest
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 
 
 class Dataset(Protocol):
     """A source of batches. Global batch i holds samples [i * GBS, (i + 1) * GBS) with GBS = world_size * B; rank r
-    reads [i * GBS + r * B, i * GBS + (r + 1) * B)."""
+    reads [i * GBS + r * B, i * GBS + (r + 1) * B).
+
+    Batches come as a Sequence where each can be read on its own, by any thread, else as an iterator.
+    """
 
     train_samples: int | None
     """Samples of one epoch; None without end."""
@@ -25,11 +29,11 @@ class Dataset(Protocol):
     best_auc: float | None
     """The AUC of the true probabilities on the evaluation samples, where a generator knows it."""
 
-    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Batch]:
         """One epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
         ...
 
-    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Batch]:
         """One evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
         samples are real, possibly none, and the others have id 0, dense 0 and label 0."""
         ...
@@ -53,7 +57,7 @@ class FileDataset:
         self.train_samples: int | None = sum(samples for _, samples in self._train_parts)
         self.eval_samples = self._eval_parts[0][1]
 
-    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
         """As Dataset says; ValueError if there is not one full global batch."""
         assert self.train_samples is not None
         batches = self.train_samples // (world_size * local_batch_size)
@@ -62,38 +66,12 @@ class FileDataset:
                 f"the {self.train_samples} training samples do not fill one global batch of {world_size} * "
                 f"{local_batch_size}: lower --local-batch-size"
             )
-        return self._batches(self._train_parts, batches, rank, world_size, local_batch_size, pin)
+        return FileBatches(self._train_parts, self._model, range(batches), rank, world_size, local_batch_size, pin)
 
-    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
+    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
         """As Dataset says."""
         batches = -(-self.eval_samples // (world_size * local_batch_size))
-        return self._batches(self._eval_parts, batches, rank, world_size, local_batch_size, pin)
-
-    def _batches(
-        self, parts: list[tuple[Day, int]], batches: int, rank: int, world_size: int, batch_size: int, pin: bool
-    ) -> Iterator[Batch]:
-        assert 0 <= rank < world_size
-        for index in range(batches):
-            batch = Batch.empty(batch_size, self._model, pin)
-            _fill(batch, parts, (index * world_size + rank) * batch_size, self._model)
-            yield batch
-
-
-def _fill(batch: Batch, parts: list[tuple[Day, int]], start: int, model: ModelConfig) -> None:
-    """Fill a batch with samples from position `start` of the concatenated parts, and pad where these end."""
-    dense, labels = batch.dense.numpy(), batch.labels.numpy()
-    blocks = [block.numpy() for block in feature_blocks(batch.ids, model.multi_hot_sizes)]
-    filled = 0
-    for day, samples in parts:
-        first, last = max(start, 0), min(start + len(labels), samples)
-        if first < last:
-            rows = slice(filled, filled + last - first)
-            day.read(first, last, dense[rows], labels[rows], [block[rows] for block in blocks])
-            filled = rows.stop
-        start -= samples
-    batch.num_valid = filled
-    for array in (dense, labels, *blocks):
-        array[filled:] = 0
+        return FileBatches(self._eval_parts, self._model, range(batches), rank, world_size, local_batch_size, pin)
 
 
 def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float | None:

@@ -1,8 +1,9 @@
-"""A reader thread that keeps batches ready ahead of the training loop."""
+"""Reader threads that keep batches ready ahead of the training loop."""
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle, repeat
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -21,39 +22,59 @@ class _End:
         self.error = error
 
 
-class Prefetcher(Iterator[T], Generic[T]):
-    """Iterates over `transform(batch) for batch in batches`, up to `depth` results ahead, on a thread of its own.
+class _Lane(Generic[T]):
+    """What one reader thread and the consumer share: the reader takes a ticket for each result, and the consumer gives
+    it back.
 
-    Order is kept. An exception of `batches` or `transform` arrives in its turn, after the results before it, as the
-    same object with the reader's traceback. Close it, or use it as a context manager; closing waits for the batch in
-    work, drops what is ready, and ends the iteration. One left open is closed when collected, or at exit.
+    Two C queues rather than one bounded Queue, whose Python locks would cost the launching thread several microseconds
+    a batch.
     """
 
-    def __init__(self, batches: Iterable[Batch], transform: Callable[[Batch], T], depth: int) -> None:
-        assert depth > 0
-        # Two C queues rather than one bounded Queue, whose Python locks would cost the launching thread several
-        # microseconds a batch: the reader takes a ticket for each item, the consumer gives it back.
-        self._ready: SimpleQueue[T | _End] = SimpleQueue()
-        self._tickets: SimpleQueue[None] = SimpleQueue()
+    __slots__ = ("ready", "tickets")
+
+    def __init__(self, depth: int) -> None:
+        self.ready: SimpleQueue[T | _End] = SimpleQueue()
+        self.tickets: SimpleQueue[None] = SimpleQueue()
         for _ in range(depth):
-            self._tickets.put(None)
+            self.tickets.put(None)
+
+
+class Prefetcher(Iterator[T], Generic[T]):
+    """Iterates over `transform(batch) for batch in batches`, up to `depth` results ahead, on threads of its own.
+
+    A Sequence is read by several threads, each of which reads every so manieth batch; an iterator by one. Order is
+    kept. An exception of `batches` or `transform` arrives in its turn, after the results before it, as the same object
+    with the reader's traceback. Close it, or use it as a context manager; closing waits for the batches in work, drops
+    what is ready, and ends the iteration. One left open is closed when collected, or at exit.
+    """
+
+    def __init__(self, batches: Iterable[Batch], transform: Callable[[Batch], T], depth: int, threads: int = 1) -> None:
+        """threads: at most so many, and not more than `depth`; `transform` runs on all of them."""
+        assert depth > 0
+        assert threads > 0
+        count = min(threads, depth) if isinstance(batches, Sequence) else 1
+        lanes = [_Lane[T]((depth - i + count - 1) // count) for i in range(count)]
         stop = threading.Event()
-        # The thread holds no reference to self. Daemon, because Python joins other threads before it runs the
-        # finalizer at exit, and would wait for ever; the finalizer then stops it while the interpreter still lives.
-        thread = threading.Thread(
-            target=_read,
-            args=(batches, transform, self._ready, self._tickets, stop),
-            name="batch-reader",
-            daemon=True,
-        )
-        self._finalizer = weakref.finalize(self, _shut_down, thread, self._ready, self._tickets, stop)
-        thread.start()
+        readers = []
+        for i, lane in enumerate(lanes):
+            share = batches[i::count] if isinstance(batches, Sequence) else batches
+            # The thread holds no reference to self. Daemon, because Python joins other threads before it runs the
+            # finalizer at exit, and would wait for ever; the finalizer then stops it while the interpreter still lives.
+            arguments = (share, transform, lane, stop)
+            readers.append(threading.Thread(target=_read, args=arguments, name="batch-reader", daemon=True))
+        self._finalizer = weakref.finalize(self, _shut_down, readers, lanes, stop)
+        self._turns: Iterator[_Lane[T]] = cycle(lanes)
+        for reader in readers:
+            reader.start()
 
     def __next__(self) -> T:
-        item = self._ready.get()
+        lane = next(self._turns)
+        item = lane.ready.get()
         if item.__class__ is _End:
-            self._finish(item)
-        self._tickets.put(None)
+            self._turns = repeat(lane)  # Whose end is that of all: the others' next results would come after it.
+            lane.ready.put(item)  # For the next call.
+            raise StopIteration if item.error is None else item.error
+        lane.tickets.put(None)
         return item  # type: ignore[return-value]  # mypy does not narrow on __class__, which beats isinstance here
 
     def close(self) -> None:
@@ -66,42 +87,32 @@ class Prefetcher(Iterator[T], Generic[T]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _finish(self, end: _End) -> None:
-        self._ready.put(end)  # For the next call.
-        raise StopIteration if end.error is None else end.error
 
-
-def _read(
-    batches: Iterable[Batch],
-    transform: Callable[[Batch], T],
-    ready: "SimpleQueue[T | _End]",
-    tickets: "SimpleQueue[None]",
-    stop: threading.Event,
-) -> None:
+def _read(batches: Iterable[Batch], transform: Callable[[Batch], T], lane: _Lane[T], stop: threading.Event) -> None:
     error: BaseException | None = None
     try:
         iterator = iter(batches)
         while True:
-            tickets.get()
+            lane.tickets.get()
             if stop.is_set():
                 break
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            ready.put(transform(batch))
+            lane.ready.put(transform(batch))
     except BaseException as caught:  # The consumer raises it.
         error = caught
-    ready.put(_End(error))
+    lane.ready.put(_End(error))
 
 
-def _shut_down(
-    thread: threading.Thread, ready: "SimpleQueue[T | _End]", tickets: "SimpleQueue[None]", stop: threading.Event
-) -> None:
+def _shut_down(readers: Sequence[threading.Thread], lanes: Sequence[_Lane[T]], stop: threading.Event) -> None:
     stop.set()
-    tickets.put(None)  # Wakes a reader that waits for room.
-    if thread is not threading.current_thread():  # The collector may run this on the reader itself.
-        thread.join()
-    while not ready.empty():
-        ready.get()
-    ready.put(_End(None))
+    for lane in lanes:
+        lane.tickets.put(None)  # Wakes a reader that waits for room.
+    for reader, lane in zip(readers, lanes, strict=True):
+        if reader is not threading.current_thread():  # The collector may run this on a reader itself.
+            reader.join()
+        while not lane.ready.empty():
+            lane.ready.get()
+        lane.ready.put(_End(None))

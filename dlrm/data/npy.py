@@ -1,7 +1,10 @@
-"""Arrays in .npy form, alone in a file or inside an uncompressed zip: written in pieces, mapped where they lie."""
+"""Arrays in .npy form, alone in a file or inside an uncompressed zip: written in pieces, read where they lie."""
 
+import os
 import struct
 import zipfile
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +24,49 @@ def write_header(file: IO[bytes], dtype: DTypeLike, shape: tuple[int, ...]) -> N
     npy_format.write_array_header_1_0(file, header)
 
 
-def map_array(
+@dataclass(frozen=True, slots=True)
+class ArrayFile:
+    """A C-ordered .npy array [N, columns] on disk, open for reading by any number of threads at once.
+
+    Reads rather than a memory map: the kernel copies straight to where the rows are wanted, without a page fault and
+    without Python's interpreter lock, and a file that is cut short under the reader is an error, where a map kills the
+    process.
+    """
+
+    name: str
+    """File and member, for messages."""
+    file: FileIO
+    start: int
+    """Byte position of the first row."""
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def read(self, first: int, out: NDArray[Any]) -> None:
+        """Fills `out`, C-ordered and of this dtype's size, with consecutive rows from row `first`. ValueError names the
+        file if it cannot be read, or has become too short."""
+        assert out.itemsize == self.dtype.itemsize
+        assert out.size % self.shape[1] == 0
+        position, done = self.start + first * self.shape[1] * out.itemsize, 0
+        while done < out.nbytes:
+            rest = out.data if done == 0 else out.data.cast("B")[done:]
+            try:
+                count = os.preadv(self.file.fileno(), [rest], position + done)
+            except OSError as error:
+                raise ValueError(
+                    f"{self.name} cannot be read ({error.strerror or error}): check the disk, or {COPY_AGAIN}"
+                ) from error
+            if count == 0:
+                raise ValueError(
+                    f"{self.name} is truncated: it ends at byte {position + done} and was longer when it was opened: "
+                    f"{COPY_AGAIN}"
+                )
+            done += count
+
+
+def open_array(
     path: Path,
     dtype: DTypeLike,
     columns: int,
@@ -29,23 +74,24 @@ def map_array(
     fix: str = COPY_AGAIN,
     member: str = "",
     span: tuple[int, int] | None = None,
-) -> NDArray[Any]:
-    """Memory-map a C-ordered .npy array [N, columns], N > 0, that fills bytes `span` of a file (default: all of it).
+    file: FileIO | None = None,
+) -> ArrayFile:
+    """Returns the C-ordered .npy array [N, columns], N > 0, that fills bytes `span` of a file (default: all of it).
 
-    The result may lie at an address that its type is not aligned to; numpy copies from there at full speed.
-    Raises ValueError, naming file, member and the way out (`fix`, where the shape is wrong), if it is anything else.
+    file: the file at `path`, where it is open already. Raises ValueError, naming file, member and the way out (`fix`,
+    where the shape is wrong), if it is anything else.
     """
     name = f"{path}[{member}]" if member else str(path)
     start, end = span or (0, path.stat().st_size)
-    with path.open("rb") as file:
-        file.seek(start)
-        try:
-            version = npy_format.read_magic(file)
-            read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-            shape, fortran_order, found = read_header(file)
-        except ValueError as error:
-            raise ValueError(f"{name} is not a .npy array ({error}): {COPY_AGAIN}") from error
-        data_start = file.tell()
+    file = file or FileIO(path)
+    file.seek(start)
+    try:
+        version = npy_format.read_magic(file)
+        read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+        shape, fortran_order, found = read_header(file)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a .npy array ({error}): {COPY_AGAIN}") from error
+    data_start = file.tell()
     if found != dtype:
         raise ValueError(f"{name}: expected dtype {np.dtype(dtype)}, found {found}: convert it with numpy's astype")
     if len(shape) != 2 or shape[1] != columns or shape[0] == 0:
@@ -58,7 +104,14 @@ def map_array(
             f"{name} is truncated: expected {needed} bytes of data for shape {shape}, found "
             f"{max(end - data_start, 0)}: {COPY_AGAIN}"
         )
-    return np.memmap(path, dtype=found, mode="r", offset=data_start, shape=shape).view(np.ndarray)
+    return ArrayFile(name, file, data_start, shape, found)
+
+
+def map_array(path: Path, dtype: DTypeLike, columns: int) -> NDArray[Any]:
+    """Memory-map a file's C-ordered .npy array [N, columns], N > 0; ValueError as for `open_array`."""
+    array = open_array(path, dtype, columns)
+    array.file.close()
+    return np.memmap(path, dtype=array.dtype, mode="r", offset=array.start, shape=array.shape).view(np.ndarray)
 
 
 def member_span(path: Path, info: zipfile.ZipInfo) -> tuple[int, int]:

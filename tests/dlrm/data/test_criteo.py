@@ -22,6 +22,7 @@ def read(day: Day, model: ModelConfig, start: int, stop: int) -> tuple[np.ndarra
     dense, labels = np.empty((n, model.dense_in_features), np.float32), np.empty(n, np.float32)
     ids = [np.empty((n, hot), np.int32) for hot in model.multi_hot_sizes]
     day.read(start, stop, dense, labels, ids)
+    day.check_values(start, dense, labels, ids)
     return dense, labels, ids
 
 

@@ -143,7 +143,7 @@ def test_bad_values_surface_while_reading(
     labels = arrays[2]["labels"].copy()
     labels[3] = 7
     np.save(tmp_path / "day_2_labels.npy", labels)
-    batches = FileDataset(config(tmp_path), model).train_batches(0, 1, 10)
+    batches = iter(FileDataset(config(tmp_path), model).train_batches(0, 1, 10))
     for _ in range(4):
         next(batches)
     with pytest.raises(ValueError, match=r"day_2_labels.npy: the label of sample 3 is 7"):

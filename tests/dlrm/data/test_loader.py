@@ -3,11 +3,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data import loader
@@ -95,6 +97,62 @@ def test_the_sources_exception_arrives_too(model: ModelConfig) -> None:
         assert next(results) == 0
         with pytest.raises(ValueError, match="day_3"):
             next(results)
+
+
+class Numbered(Sequence[Batch]):
+    """A sequence of batches that carry their number; `failing` cannot be read. Slices are sequences too."""
+
+    def __init__(self, model: ModelConfig, numbers: range, failing: int | None = None) -> None:
+        self.model, self.numbers, self.failing = model, numbers, failing
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Numbered(self.model, self.numbers[index], self.failing)
+        if self.numbers[index] == self.failing:
+            raise ValueError(f"batch {self.failing}")
+        batch = Batch.empty(1, self.model)
+        batch.num_valid = self.numbers[index]
+        return batch
+
+
+@given(count=st.integers(0, 30), depth=st.integers(1, 12), threads=st.integers(1, 6))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+def test_several_threads_keep_the_order_of_a_sequence(model: ModelConfig, count: int, depth: int, threads: int) -> None:
+    with Prefetcher(Numbered(model, range(count)), number_of, depth, threads) as results:
+        assert len(readers()) <= min(threads, depth)
+        assert list(results) == list(range(count))
+        assert list(results) == []
+    assert not readers()
+
+
+def test_several_threads_read_a_sequence(model: ModelConfig) -> None:
+    at_once = threading.Barrier(3)  # which one thread alone would wait at for ever
+
+    def meet(batch: Batch) -> int:
+        at_once.wait(timeout=60)
+        return batch.num_valid
+
+    with Prefetcher(Numbered(model, range(9)), meet, 3, threads=3) as results:
+        assert list(results) == list(range(9))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_error_of_one_thread_arrives_in_its_turn(model: ModelConfig, threads: int) -> None:
+    with Prefetcher(Numbered(model, range(12), failing=7), number_of, 6, threads) as results:
+        assert [next(results) for _ in range(7)] == list(range(7))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="batch 7"):
+                next(results)
+    assert not readers()
+
+
+def test_an_iterator_is_read_by_one_thread(model: ModelConfig) -> None:
+    with Prefetcher(numbered(model, 40), number_of, 8, threads=4) as results:
+        assert len(readers()) == 1
+        assert list(results) == list(range(40))
 
 
 @pytest.mark.parametrize("taken", [0, 5])

@@ -1,11 +1,13 @@
+import errno
 import io
+import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.data.npy import map_array, member_span, write_header
+from dlrm_bench.dlrm.data.npy import map_array, member_span, open_array, write_header
 
 
 def test_header_is_numpys() -> None:
@@ -39,7 +41,9 @@ def test_members_are_found_whatever_their_local_header_holds(tmp_path: Path, zip
                 np.save(member, arrays[name])
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
-            found = map_array(path, np.int32, 1, member=info.filename, span=member_span(path, info))
+            member = open_array(path, np.int32, 1, member=info.filename, span=member_span(path, info))
+            found = np.empty(member.shape, np.int32)
+            member.read(0, found)
             np.testing.assert_array_equal(found, arrays[info.filename])
 
 
@@ -67,7 +71,7 @@ def test_a_damaged_local_header(tmp_path: Path) -> None:
 def test_other_arrays_are_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(ValueError, match=message) as caught:
-        map_array(tmp_path / "a.npy", np.int32, 2, fix="use this flag")
+        open_array(tmp_path / "a.npy", np.int32, 2, fix="use this flag")
     assert "a.npy" in str(caught.value)
 
 
@@ -77,6 +81,42 @@ def test_a_truncated_file(tmp_path: Path, keep: int, message: str) -> None:
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:keep])
     with pytest.raises(ValueError, match=message):
         map_array(tmp_path / "a.npy", np.int32, 2)
+
+
+def test_a_file_that_is_cut_short_under_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(8, dtype=np.int32).reshape(4, 2))
+    array, out = open_array(path, np.int32, 2), np.zeros((2, 2), np.int32)
+    array.read(2, out)
+    np.testing.assert_array_equal(out, [[4, 5], [6, 7]])
+    path.write_bytes(path.read_bytes()[:-4])
+    array.read(0, out)
+    with pytest.raises(ValueError, match=r"a.npy is truncated: it ends at byte 156"):
+        array.read(2, out)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    np.save(tmp_path / "a.npy", np.zeros((4, 2), np.int32))
+    array = open_array(tmp_path / "a.npy", np.int32, 2)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ValueError, match=r"a.npy cannot be read \(Input/output error\): check the disk"):
+        array.read(0, np.zeros((4, 2), np.int32))
+
+
+def test_a_read_that_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from network file systems, or beyond 2 GB."""
+    read = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: read(fd, [memoryview(buffers[0]).cast("B")[:7]], offset)
+    )
+    rows = np.arange(20, dtype=np.int32).reshape(10, 2)
+    np.save(tmp_path / "a.npy", rows)
+    out = np.zeros((9, 2), np.int32)
+    open_array(tmp_path / "a.npy", np.int32, 2).read(1, out)
+    np.testing.assert_array_equal(out, rows[1:])
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def auc_after_an_epoch(ranks: Ranks, config: RunConfig, precisions: list[Precisi
     for precision in precisions:
         pipeline = static_pipeline(changed(config, precision=precision), ranks)
         place = (ranks.rank, ranks.world_size, config.local_batch_size)
-        training = dataset.train_batches(*place, pin=True)
+        training = iter(dataset.train_batches(*place, pin=True))
         with suppress(StopIteration):
             while True:
                 pipeline.train_step(training)
