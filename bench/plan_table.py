@@ -1,5 +1,6 @@
 """The table of `--print-plan`: which rank of the static EBC would hold what, and how evenly the work would spread."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,35 +13,38 @@ from rich.table import Table
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, plan_for, rank_loads
+from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, rank_loads
+from dlrm_bench.dlrm.embedding.planner import plan_for
 from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
 from dlrm_bench.dlrm.embedding.torchrec_plan import make_torchrec_plan
 from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts, costs_of
+from dlrm_bench.dlrm.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 
-def print_plan(config: RunConfig, world_size: int, costs: GpuCosts = DEFAULT) -> None:
-    """Prints the plan of `world_size` ranks on GPUs of these costs as a table; ValueError where there is none."""
-    if world_size < 1:
-        raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
+def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT) -> None:
+    """Prints the plan of these ranks on GPUs of these costs as a table; ValueError where there is none."""
+    world_size = topology.world_size
     model, global_batch_size = config.model, config.local_batch_size * world_size
     options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
     if options.plan == "torchrec":
-        plan = make_torchrec_plan(config, world_size, world_size, "cuda", costs.memory_bytes)
+        plan = make_torchrec_plan(config, world_size, topology.gpus_per_node, "cuda", costs.memory_bytes)
     else:
         memory_bytes = int(costs.memory_bytes * HEADROOM)
-        plan = plan_for(config, world_size, memory_bytes, not options.peer_memory, costs)
-    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs)
+        plan = plan_for(config, topology, memory_bytes, not options.peer_memory, options.splits_rows, costs)
+    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs, topology)
     table = Table(
-        title=f"{config.preset} with --pipeline static on {world_size} rank(s), global batch {global_batch_size}",
+        title=f"{config.preset} with --pipeline static on {world_size} rank(s){_nodes(topology)}, "
+        f"global batch {global_batch_size}",
         caption="us: predicted work of an iteration; tables: lookup, sort, update; all: and the all-to-alls. "
-        f"By the costs of {costs.measured_on}",
+        f"By the costs of {costs.measured_on}"
+        + (f"; between nodes {topology.network.name}" if topology.nodes > 1 else ""),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("rank", justify="right")
-    table.add_column("tables [columns]")
+    table.add_column("tables [columns] (part of the rows)")
     for name in ("columns", "tables, us", "all, us", "tables, GB", "state, GB"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank, load in enumerate(loads):
@@ -61,8 +65,23 @@ def print_plan(config: RunConfig, world_size: int, costs: GpuCosts = DEFAULT) ->
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
-    iteration = iteration_us(plan.shards, model, world_size, global_batch_size, config.pooled_bytes, costs)
+    iteration = iteration_us(plan.shards, model, topology, global_batch_size, config.pooled_bytes, costs)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
+
+
+def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float | None) -> Topology:
+    """Returns the topology that --print-plan's flags describe; ValueError names a bad one."""
+    if world_size < 1:
+        raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
+    gpus = gpus_per_node if gpus_per_node is not None else GPUS_PER_NODE
+    if gpus < 1:
+        raise ValueError(f"--gpus-per-node {gpus}: a node has at least one GPU")
+    if network_gb_s is None:
+        return Topology.of(world_size, gpus)
+    if not 0 < network_gb_s < math.inf:
+        raise ValueError(f"--network-gb-s {network_gb_s}: give GB/s of one GPU in one direction, above 0")
+    network = replace(INFINIBAND_400G, name=f"{network_gb_s:g} GB/s a GPU, given", bytes_per_us=network_gb_s * 1e3)
+    return Topology.of(world_size, gpus, network)
 
 
 def costs_at(limits: Path | None) -> GpuCosts:
@@ -108,9 +127,14 @@ def measured_costs(limits: Limits) -> GpuCosts:
 
 
 def _names(shards: Sequence[Shard], model: ModelConfig) -> str:
-    """Tables by feature; of a split one, which columns."""
+    """Tables by feature; of a split one, which columns, and which of how many parts of the rows."""
     return " ".join(
         model.feature_names[shard.table]
         + ("" if shard.columns == model.embedding_dim else f"[{shard.column}:{shard.column + shard.columns}]")
+        + ("" if shard.row_parts == 1 else f"({shard.row_part + 1}/{shard.row_parts})")
         for shard in shards
     )
+
+
+def _nodes(topology: Topology) -> str:
+    return f" of {topology.nodes} nodes" if topology.nodes > 1 else ""

@@ -8,7 +8,8 @@ Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of 
 torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
 would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the
 static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
-those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there.
+those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have
+--gpus-per-node GPUS, 8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
 """
 
 import argparse
@@ -58,6 +59,8 @@ def parse(arguments: list[str]) -> RunConfig:
     first.add_argument("--pipeline", default=TorchRecOptions.name)
     first.add_argument("--print-config", action="store_true")
     first.add_argument("--print-plan", type=int, nargs="?", metavar="RANKS", const=os.environ.get("WORLD_SIZE", "8"))
+    first.add_argument("--gpus-per-node", type=int, metavar="GPUS")
+    first.add_argument("--network-gb-s", type=float, metavar="RATE")
     first.add_argument("--limits", type=Path, metavar="FILE")
     chosen, rest = first.parse_known_args(arguments)
     config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__, os.environ.get("LOCAL_RANK", "0") == "0")
@@ -65,12 +68,15 @@ def parse(arguments: list[str]) -> RunConfig:
         print(json.dumps(as_json(config), indent=2))
         sys.exit()
     if chosen.print_plan is not None:
-        from dlrm_bench.bench.plan_table import costs_at, print_plan
+        from dlrm_bench.bench.plan_table import costs_at, print_plan, topology_of
 
-        print_plan(config, chosen.print_plan, costs_at(chosen.limits))
+        topology = topology_of(chosen.print_plan, chosen.gpus_per_node, chosen.network_gb_s)
+        print_plan(config, topology, costs_at(chosen.limits))
         sys.exit()
-    if chosen.limits is not None:
-        raise ValueError("--limits is for --print-plan: leave it out, or add --print-plan")
+    for flag in ("limits", "gpus_per_node", "network_gb_s"):
+        if getattr(chosen, flag) is not None:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name} is for --print-plan: leave it out, or add --print-plan")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
     return config
 

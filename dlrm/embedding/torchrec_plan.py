@@ -20,7 +20,8 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 
 from dlrm_bench.dlrm.config import ModelConfig, TableOptimizer, TrainingConfig
-from dlrm_bench.dlrm.embedding.plan import NARROWEST, Plan, Shard, can_replicate
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.embedding.planner import NARROWEST, can_replicate
 from dlrm_bench.dlrm.embedding.table_memory import device_memory_bytes
 from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
 from dlrm_bench.dlrm.ranks import Ranks

@@ -40,6 +40,11 @@ class StaticOptions:
             return f"--cuda-graph {self.cuda_graph} needs a GPU: on this machine choose --cuda-graph none"
         return None
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether the plan may split tables by rows: the update from sorted ids leaves out what other ranks have."""
+        return self.presort_ids and not self.peer_memory
+
     def check(self, config: TrainingConfig) -> None:
         """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
         dim, features = config.model.embedding_dim, config.model.num_features

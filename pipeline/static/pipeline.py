@@ -12,7 +12,7 @@ from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.buckets import DenseState
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.embedding.plan import plan_for
+from dlrm_bench.dlrm.embedding.planner import plan_for
 from dlrm_bench.dlrm.embedding.pooled_exchange import PeerInputs
 from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
 from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
@@ -22,6 +22,7 @@ from dlrm_bench.dlrm.gpu_costs import costs_of
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import ModelState, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
@@ -62,7 +63,7 @@ class StaticPipeline:
         else:
             self._plan = plan_for(
                 config,
-                ranks.world_size,
+                Topology.of(ranks.world_size, ranks.local_world_size),
                 table_memory_bytes(ranks),
                 replicate=not options.peer_memory,
                 costs=costs_of(self._gpu),

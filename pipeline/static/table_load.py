@@ -13,6 +13,7 @@ from dlrm_bench.dlrm.embedding.plan import imbalance, rank_loads
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.gpu_costs import costs_of, note
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.topology import Topology
 
 _REPETITIONS = 10
 # GPU clock cycles, some 20 ms, in which the host launches all repetitions: the GPU then never waits for a launch.
@@ -30,7 +31,8 @@ def embedding_load(
     """
     costs = costs_of(gpu)
     global_batch_size = config.local_batch_size * ranks.world_size
-    loads = rank_loads(ebc.plan, config.model, config.optimizer, global_batch_size, config.pooled_bytes, costs)
+    sizes = (global_batch_size, config.pooled_bytes, costs, Topology.of(ranks.world_size, ranks.local_world_size))
+    loads = rank_loads(ebc.plan, config.model, config.optimizer, *sizes)
     times: dict[str, list[float]] = {
         "predicted_embedding_us": [round(load.embedding_us) for load in loads],
         "predicted_tables_us": [round(load.tables_us) for load in loads],

@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.plan_table import measured_costs, print_plan
+from dlrm_bench.bench.plan_table import measured_costs, print_plan, topology_of
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import read_limits
-from dlrm_bench.dlrm.embedding.plan import make_plan
+from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.gpu_costs import H200
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.topology import Topology
+from tests.pipelines import changed
 
 
 def printed(capsys: pytest.CaptureFixture[str], name: str, world_size: int) -> str:
-    print_plan(replace(preset(name), precision="bf16"), world_size)
+    print_plan(replace(preset(name), precision="bf16"), Topology.of(world_size, 8))
     return capsys.readouterr().out
 
 
@@ -39,7 +41,7 @@ def test_mlperf_model_on_eight_ranks(capsys):
         assert ratio == pytest.approx(max(times) * 8 / sum(times), abs=2e-3)
     (iteration,) = re.findall(r"all ranks wait for: (\d+) us", text)
     assert max(us for _, _, us, *_ in by_rank.values()) <= float(iteration)
-    plan = make_plan(MLPERF_MODEL, 8, 55296)
+    plan = make_plan(MLPERF_MODEL, Topology.one_node(8), 55296)
     for feature in range(26):
         parts = sorted((int(start), int(end)) for start, end in re.findall(rf"cat_{feature}\[(\d+):(\d+)\]", text))
         if feature in plan.replicated:
@@ -90,5 +92,33 @@ def test_limits_that_tell_no_costs_are_refused():
 
 def test_the_table_says_whose_costs_it_shows(capsys):
     assert "By the costs of NVIDIA H200\n" in printed(capsys, "launch-bound", 4).replace(" \n", "\n")
-    print_plan(preset("launch-bound"), 4, measured_costs(LIMITS))
+    print_plan(preset("launch-bound"), Topology.of(4, 8), measured_costs(LIMITS))
     assert f"(limits{LIMITS['id']};" in "".join(capsys.readouterr().out.split())
+
+
+def test_many_nodes_split_the_hottest_table_by_rows(capsys):
+    config = changed(preset("launch-bound"), "static", presort_ids=True, precision="bf16")
+    print_plan(config, topology_of(128, None, None))
+    text = capsys.readouterr().out
+    assert "on 128 rank(s) of 16 nodes, global batch 65536" in " ".join(text.split())
+    assert "between nodes one 400 Gb/s adapter a GPU, stated" in " ".join(text.split())
+    parts = {int(parts) for parts in re.findall(r"cat_20\[\d+:\d+\]\(\d+/(\d+)\)", text)}
+    assert len(parts) == 1
+    assert max(parts) > 1
+    assert float(re.findall(r"tables ([\d.]+), all", text)[0]) <= 1.15
+    print_plan(config, topology_of(8, 4, 100.0))
+    assert "between nodes 100 GB/s a GPU, given" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ((0, None, None), "--print-plan 0: a plan is for at least one rank"),
+        ((8, 0, None), "--gpus-per-node 0: a node has at least one GPU"),
+        ((12, None, None), "12 ranks do not fill nodes of 8 GPUs: use a multiple of 8"),
+        ((16, 8, -1.0), "--network-gb-s -1.0: give GB/s of one GPU"),
+    ],
+)
+def test_bad_topologies_are_refused(topology, message):
+    with pytest.raises(ValueError, match=message):
+        topology_of(*topology)

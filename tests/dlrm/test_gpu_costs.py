@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from dlrm_bench.dlrm.embedding.plan import make_plan
+from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.gpu_costs import DEFAULT, H200, costs_of, note
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.topology import Topology
 
 
 def test_an_unknown_gpu_has_default_costs_and_a_note_says_so() -> None:
@@ -18,7 +19,7 @@ def test_an_unknown_gpu_has_default_costs_and_a_note_says_so() -> None:
 def test_plans_follow_the_costs() -> None:
     """With links a hundred times slower the exchange decides, and every rank gets as many columns."""
     slow = replace(H200, all_to_all_bytes_per_us=H200.all_to_all_bytes_per_us / 100)
-    plans = [make_plan(MLPERF_MODEL, 4, 4 * 6912, costs=costs) for costs in (H200, slow)]
+    plans = [make_plan(MLPERF_MODEL, Topology.one_node(4), 4 * 6912, costs=costs) for costs in (H200, slow)]
     columns = [
         [sum(shard.columns for shard in plan.of_rank(rank)) for rank in range(plan.world_size)] for plan in plans
     ]

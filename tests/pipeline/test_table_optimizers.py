@@ -11,9 +11,11 @@ import torch
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan import make_plan, rank_loads
+from dlrm_bench.dlrm.embedding.plan import rank_loads
+from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.pipeline.state import ModelState, table_key
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
@@ -111,7 +113,7 @@ def test_state_moves_and_has_the_columns_that_memory_is_counted_for(trained, emb
 @pytest.mark.parametrize("embedding", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_plan(embedding, world_size):
-    plan = make_plan(MLPERF_MODEL, world_size, 55296, optimizer=embedding)
+    plan = make_plan(MLPERF_MODEL, Topology.one_node(world_size), 55296, optimizer=embedding)
     loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(embedding=embedding), 55296, 2)
     if embedding == "adagrad":
         assert plan.replicated

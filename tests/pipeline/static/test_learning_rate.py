@@ -10,7 +10,7 @@ import torch
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan import REPLICATED_ROWS
+from dlrm_bench.dlrm.embedding.planner import REPLICATED_ROWS
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState
 from tests.cases import GPU_PLACES, PLACES, SMALL_MODEL

@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import open_dataset
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan import REPLICATED_ROWS
+from dlrm_bench.dlrm.embedding.planner import REPLICATED_ROWS
 from dlrm_bench.dlrm.metrics import exact_auc
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline

@@ -1,0 +1,282 @@
+"""The planner: of the plans of two kinds of ranks, the one of the shortest predicted embedding work.
+
+Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables whole.
+Where ranks are too many for that, tables are split by rows as well, each into as many parts as bring its shards down to
+a rank's share of the work.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
+from dlrm_bench.dlrm.embedding.plan import (
+    Plan,
+    Shard,
+    all_to_alls_us,
+    bytes_of_rank,
+    imbalance,
+    picking_us,
+    shard_us,
+    shards_by_rank,
+)
+from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.topology import Topology
+
+# Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
+# peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
+# 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the CPU time.
+REPLICATED_ROWS = 256
+# Narrower column shards cost as much (GpuCosts' hardly fall any more), and the sorted update does not take them.
+NARROWEST = 16
+# A plan that splits rows must be so much faster than the best that does not: every rank of a part looks at all ids of
+# the table, and pooled vectors of the parts add up only where their samples are.
+_ROWS_GAIN = 0.9
+# Many ranks with little to do are not worth a few percent: predictions err by as much, and what such ranks lack the
+# others have. Plans that split rows count as slower where the largest table work exceeds the mean by more than this.
+_MOST_IMBALANCE = 1.15
+_IMBALANCED = 1.1
+# Largest works of one shard that are tried, relative to a rank's share of all work.
+_LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
+
+
+def plan_for(
+    config: TrainingConfig,
+    topology: Topology,
+    memory_bytes: int,
+    replicate: bool = True,
+    split_rows: bool = False,
+    costs: GpuCosts = DEFAULT,
+) -> Plan:
+    """Returns the balanced plan of a run. All arguments and ValueError: see `make_plan`."""
+    return make_plan(
+        config.model,
+        topology,
+        config.local_batch_size * topology.world_size,
+        config.pooled_bytes,
+        config.optimizer.embedding,
+        memory_bytes,
+        replicate,
+        split_rows,
+        costs,
+    )
+
+
+class _Work:
+    """What every candidate is made for, and what its shards cost; a shard's cost does not depend on where it starts."""
+
+    def __init__(
+        self, model: ModelConfig, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts
+    ) -> None:
+        self.model, self.world_size, self.dim = model, topology.world_size, model.embedding_dim
+        self._sizes, self._costs = (model, global_batch_size, costs), costs
+        self._exchange = (topology, global_batch_size, pooled_bytes, costs)
+        self._tables_us: dict[tuple[int, int, int], float] = {}
+        self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
+        """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
+
+    def tables_us(self, shard: Shard) -> float:
+        """Returns what a shard costs its rank without all-to-alls."""
+        key = (shard.table, shard.columns, shard.row_parts)
+        if key not in self._tables_us:
+            self._tables_us[key] = shard_us(shard, *self._sizes)
+        picked = self.picking_us[shard.table] if shard.row_parts > 1 else 0.0
+        return self._tables_us[key] + picked
+
+    def exchange_us(self, columns: float) -> float:
+        """Returns the all-to-alls of a rank that holds so many columns."""
+        return all_to_alls_us(columns, *self._exchange)
+
+    def shard_us(self, shard: Shard) -> float:
+        """Returns what a shard costs its rank, of tables and all-to-alls."""
+        return self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
+
+    def iteration_us(self, shards: Sequence[Shard]) -> float:
+        """Returns plan.py's `iteration_us` of such shards, or more where parts of rows leave the tables imbalanced."""
+        ranks = shards_by_rank(shards, self.world_size)
+        columns = max(sum(shard.columns for shard in own) for own in ranks)
+        tables = [self._costs.us_per_call + self._rank_us(own) for own in ranks]
+        time = max(tables) + self.exchange_us(columns)
+        imbalanced = any(shard.row_parts > 1 for shard in shards) and imbalance(tables) > _MOST_IMBALANCE
+        return _IMBALANCED * time if imbalanced else time
+
+    def _rank_us(self, own: Sequence[Shard]) -> float:
+        time = sum(self.tables_us(shard) for shard in own)
+        if any(shard.row_parts > 1 for shard in own):
+            time += sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
+        return time
+
+    def least_us(self, shards: Sequence[Shard]) -> float:
+        """Returns what no placement of these shards can be faster than: all ranks with as much to do."""
+        tables, columns = sum(map(self.tables_us, shards)), sum(shard.columns for shard in shards)
+        mean = self._costs.us_per_call + tables / self.world_size
+        return mean + self.exchange_us(columns / self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Shards of two kinds, and how many of the ranks hold the first."""
+
+    narrow: list[Shard]
+    wide: list[Shard]
+    narrow_ranks: int
+
+    def place(self, work: _Work) -> list[Shard]:
+        """Returns the shards on their ranks."""
+        narrow_ranks, wide_ranks = range(self.narrow_ranks), range(self.narrow_ranks, work.world_size)
+        return _place(self.narrow, narrow_ranks, work) + _place(self.wide, wide_ranks, work)
+
+    def leaves_no_rank_empty(self, work: _Work) -> bool:
+        """Whether there is a shard of its kind for each rank, and a rank for each kind of shards."""
+        kinds = ((self.narrow, self.narrow_ranks), (self.wide, work.world_size - self.narrow_ranks))
+        return all(len(shards) >= ranks and (ranks > 0) == (len(shards) > 0) for shards, ranks in kinds)
+
+
+def make_plan(
+    model: ModelConfig,
+    topology: Topology,
+    global_batch_size: int,
+    pooled_bytes: int = 2,
+    optimizer: TableOptimizer = "adagrad",
+    memory_bytes: int | None = None,
+    replicate: bool = True,
+    split_rows: bool = False,
+    costs: GpuCosts = DEFAULT,
+) -> Plan:
+    """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
+
+    All numbers of tables split by columns, widths and splits of the ranks are tried; within a kind, the most costly
+    shard goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no columns, and only
+    exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of
+    one rank may take. replicate: whether any table may be. split_rows: whether tables may be split by rows, which they
+    are where it gains. costs: of the GPUs, the same on all ranks. ValueError if there are fewer shards than ranks at
+    every width, or no plan fits.
+    """
+    dim, world_size = model.embedding_dim, topology.world_size
+    work = _Work(model, topology, global_batch_size, pooled_bytes, costs)
+    tables = list(range(model.num_features))
+    replicate = replicate and can_replicate(dim, world_size, optimizer)
+    small = tuple(t for t in tables if replicate and model.rows[t] <= REPLICATED_ROWS)
+    replicated = () if len(tables) - len(small) < world_size else small
+    splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
+    widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
+    best, least_bytes = _fastest(_by_columns(work, replicated, widths), replicated, work, optimizer, memory_bytes)
+    if split_rows and world_size > 1 and len(small) < len(tables):
+        candidates = _by_rows(work, small, widths)
+        by_rows, bytes_by_rows = _fastest(candidates, small, work, optimizer, memory_bytes)
+        least_bytes = min(least_bytes, bytes_by_rows)
+        if by_rows is not None and (best is None or by_rows[0] < _ROWS_GAIN * best[0]):
+            best, replicated = by_rows, small
+    if best is None and memory_bytes is not None and least_bytes < math.inf:
+        raise ValueError(
+            f"no plan of {world_size} rank(s) fits: the fullest rank's tables and optimizer state take at least "
+            f"{least_bytes / 1e9:.1f} GB of the {memory_bytes / 1e9:.1f} GB that a rank has; use more GPUs or "
+            "smaller tables (--model.table-scale)"
+        )
+    if best is None:
+        raise ValueError(
+            f"{model.num_features} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
+            + ("use fewer ranks" if split_rows else "use fewer ranks, or --presort-ids, which splits tables by rows")
+        )
+    plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
+    plan.check(model)
+    return plan
+
+
+def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
+    """Whether replicated.py can hold tables of so many columns, and there is another rank to share them with."""
+    return world_size > 1 and optimizer == "adagrad" and dim & (dim - 1) == 0  # what row_sums can add up
+
+
+def _fastest(
+    candidates: Iterator[_Candidate],
+    replicated: tuple[int, ...],
+    work: _Work,
+    optimizer: TableOptimizer,
+    memory_bytes: int | None,
+) -> tuple[tuple[float, tuple[Shard, ...]] | None, float]:
+    """Returns time and shards of the fastest candidate that fits, and the least memory that any of them takes, where
+    none fits."""
+    best: tuple[float, tuple[Shard, ...]] | None = None
+    least_bytes, state_columns = math.inf, OptimizerConfig(embedding=optimizer).state_columns
+    for candidate in candidates:
+        if not candidate.leaves_no_rank_empty(work):
+            continue
+        if best is not None and work.least_us(candidate.narrow + candidate.wide) >= best[0]:
+            continue
+        shards = candidate.place(work)
+        time = work.iteration_us(shards)
+        if best is not None and time >= best[0]:
+            continue
+        ranks = shards_by_rank(shards, work.world_size)
+        largest = max(sum(bytes_of_rank(own, replicated, work.model, state_columns)) for own in ranks)
+        least_bytes = min(least_bytes, largest)
+        if memory_bytes is None or largest <= memory_bytes:
+            best = (time, tuple(sorted(shards)))
+    return best, least_bytes
+
+
+def _by_columns(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) -> Iterator[_Candidate]:
+    """Yields the candidates that split no rows."""
+    costliest = _costliest(work, replicated)
+    for split, width in product(range(len(costliest) + 1), widths):
+        narrow = [Shard(0, table, column, width) for table in costliest[:split] for column in range(0, work.dim, width)]
+        wide = [Shard(0, table, 0, work.dim) for table in costliest[split:]]
+        for narrow_ranks in range(work.world_size + 1):
+            yield _Candidate(narrow, wide, narrow_ranks)
+
+
+def _by_rows(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) -> Iterator[_Candidate]:
+    """Yields the candidates that split rows: for each largest work of a shard, the fewest parts that keep to it, and
+    the ranks shared out by the work of the two kinds."""
+    costliest = _costliest(work, replicated)
+    whole = sum(work.shard_us(Shard(0, table, 0, work.dim)) for table in costliest)
+    for split, width, factor in product(range(len(costliest) + 1), widths, _LARGEST_SHARDS):
+        if split > 0 and width == work.dim:
+            continue  # one kind only, which split 0 is
+        largest = factor * whole / work.world_size
+        narrow = _row_parts(costliest[:split], width, largest, work)
+        wide = _row_parts(costliest[split:], work.dim, largest, work)
+        if narrow is None or wide is None:
+            continue
+        narrow_us, wide_us = (sum(map(work.shard_us, parts)) for parts in (narrow, wide))
+        share = round(work.world_size * narrow_us / (narrow_us + wide_us))
+        for narrow_ranks in range(max(0, share - 1), min(work.world_size, share + 1) + 1):
+            yield _Candidate(narrow, wide, narrow_ranks)
+
+
+def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[Shard] | None:
+    """Returns shards of this width of the tables, none of which takes longer; None where no number of parts does it."""
+    shards = []
+    for table in tables:
+        whole, parts = work.tables_us(Shard(0, table, 0, width)), 1
+        if whole > largest_us:
+            if work.picking_us[table] >= largest_us:
+                return None
+            parts = math.ceil(whole / (largest_us - work.picking_us[table]))
+            parts = min(parts, work.world_size, work.model.rows[table])
+        shards += [
+            Shard(0, table, column, width, part, parts) for column in range(0, work.dim, width) for part in range(parts)
+        ]
+    return shards
+
+
+def _costliest(work: _Work, replicated: tuple[int, ...]) -> list[int]:
+    """Returns the sharded tables, the costliest first."""
+    tables = set(range(work.model.num_features)) - set(replicated)
+    whole = {table: work.tables_us(Shard(0, table, 0, work.dim)) for table in sorted(tables)}
+    return sorted(whole, key=lambda table: -whole[table])
+
+
+def _place(parts: Sequence[Shard], ranks: range, work: _Work) -> list[Shard]:
+    """Longest processing time first: each part, costliest first, goes to the least loaded rank."""
+    cost = [(work.shard_us(part), part) for part in parts]
+    load = [(0.0, rank) for rank in ranks]
+    shards = []
+    for us, part in sorted(cost, key=lambda pair: -pair[0]):
+        busy, rank = heapq.heappop(load)
+        shards.append(Shard(rank, part.table, part.column, part.columns, part.row_part, part.row_parts))
+        heapq.heappush(load, (busy + us, rank))
+    return shards
