@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dlrm_bench.bench.doctor import cuda_calls as cuda
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis
 from dlrm_bench.bench.doctor.findings import Finding
+from dlrm_bench.bench.doctor.remedies import IN_DENSE
 
 _MORE = 0.5
 """Calls an iteration by which a finding must have grown to be news."""
@@ -45,8 +47,12 @@ class Comparison(NamedTuple):
     """Milliseconds an iteration by which waits at unchanged places have grown: one left out may be met there."""
     before_ms: float
     after_ms: float
+    gone_ms: float
+    """Time that what is gone took in the earlier iteration."""
+    graphs: bool
+    """Whether CUDA graphs are replayed that were not before, so that the dense network's part counts as gone."""
     predicted_ms: float
-    """The earlier iteration without the time of what is gone."""
+    """The earlier iteration without it; the GPU's work is a floor of it."""
 
     def new_syncs(self) -> list[Change]:
         """What is new and stops the host."""
@@ -84,14 +90,23 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
             gone.append(Change(were[0], count, ms))
         elif key.kind in judge.WAITING:
             moved += ms
+    graphs = _graph_launches(after) >= _graph_launches(before) + 1
+    dense_ms = before["parts"]["dense_ms"] if graphs else 0.0
+    gone_ms = dense_ms - sum(c.ms for c in gone if not (dense_ms and c.finding["kind"] in IN_DENSE))
     return Comparison(
         new=sorted(new, key=lambda change: -change.ms),
         gone=sorted(gone, key=lambda change: change.ms),
         moved_ms=moved,
         before_ms=before["iteration_ms"],
         after_ms=after["iteration_ms"],
-        predicted_ms=before["iteration_ms"] + sum(change.ms for change in gone),
+        gone_ms=gone_ms,
+        graphs=graphs,
+        predicted_ms=max(before["iteration_ms"] - gone_ms, before["parts"]["gpu_ms"]),
     )
+
+
+def _graph_launches(diagnosis: Diagnosis) -> float:
+    return max((rank["calls"].get(cuda.GRAPH_LAUNCH, 0.0) for rank in diagnosis["ranks"]), default=0.0)
 
 
 def _grouped(findings: Sequence[Finding]) -> dict[Identity, list[Finding]]:

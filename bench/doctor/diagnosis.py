@@ -1,7 +1,7 @@
 """Everything that the doctor says about a script, from the files that its ranks left."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
@@ -9,13 +9,16 @@ from typing import NamedTuple, TypedDict
 
 from dlrm_bench.bench.doctor import cuda_calls as cuda
 from dlrm_bench.bench.doctor.findings import Finding, Seen, findings_of, seen_by
+from dlrm_bench.bench.doctor.interpreter_lock import Samples
 from dlrm_bench.bench.doctor.judge import Place
+from dlrm_bench.bench.doctor.parts import Parts, parts_of
 from dlrm_bench.bench.doctor.rank_file import MARKED_ITERATION, RankFile, read_rank_files, trace_path
 from dlrm_bench.bench.doctor.remedies import UNKNOWN, Prediction, predict, suggestion
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.bench.records.json_file import read_json
 
-SCHEMA = 1
+SCHEMA = 2
+_LEAST_CPU_MS = 0.01
 
 
 class RankSummary(TypedDict):
@@ -32,6 +35,9 @@ class RankSummary(TypedDict):
     """CPU time of the others, by name."""
     calls: dict[str, float]
     """Of CUDA: sync, copy, allocator, launch, graph_launch, and copies by direction. Empty without a GPU."""
+    gil_wait_ms: float | None
+    """Time in which the loop's thread, or autograd's for it, waited for Python's interpreter lock; None if the kernel
+    does not say."""
     gpu_computing_ms: float | None
     """What the GPU had to do, collectives left out."""
     gpu_idle_fraction: float | None
@@ -68,6 +74,8 @@ class Diagnosis(TypedDict):
     """An iteration of the slowest rank, without instruments."""
     overhead: Overhead
     ranks: list[RankSummary]
+    parts: Parts
+    """Of the slowest rank."""
     findings: list[Finding]
     """Costliest first."""
     predictions: list[Prediction]
@@ -90,11 +98,13 @@ class Timeline(NamedTuple):
     bars: list[Bar]
 
 
-def diagnose(folder: Path, command: Sequence[str], needed: int) -> tuple[Diagnosis, Timeline]:
+def diagnose(
+    folder: Path, command: Sequence[str], needed: int, lock: Mapping[str, Samples]
+) -> tuple[Diagnosis, Timeline]:
     """The diagnosis, and the timeline of an iteration of the slowest rank.
 
-    folder: of the ranks' files. needed: iterations that the script had to make. ValueError if it made too few, or none
-    was found.
+    folder: of the ranks' files. needed: iterations that the script had to make. lock: LockWatch's samples. ValueError
+    if the script made too few iterations, or none was found.
     """
     ranks = _complete_ranks(folder, needed)
     events = {rank["rank"]: read_trace(trace_path(folder, rank["rank"])) for rank in ranks}
@@ -104,12 +114,14 @@ def diagnose(folder: Path, command: Sequence[str], needed: int) -> tuple[Diagnos
         traced, marked = cuda.cuda_calls(own, ITERATION), cuda.cuda_calls(own, MARKED_ITERATION)
         cuda.take_costs(marked, traced)
         seen.append((rank, seen_by(rank, marked)))
-        summaries.append(_summary(rank, own, traced))
+        summaries.append(_summary(rank, own, traced, lock.get(f"rank{rank['rank']}", Samples()).share))
     slowest = max(range(len(ranks)), key=lambda i: ranks[i]["plain"]["ms"])
     iteration_ms = ranks[slowest]["plain"]["ms"]
     placed = findings_of(seen, suggestion)
     findings = [finding for _, finding in placed]
     gpu_ms = max((s["gpu_computing_ms"] for s in summaries if s["gpu_computing_ms"] is not None), default=None)
+    rank, own_seen = seen[slowest]
+    parts = parts_of(rank, events[rank["rank"]], gpu_ms)
     first = ranks[0]
     diagnosis = Diagnosis(
         schema=SCHEMA,
@@ -129,11 +141,11 @@ def diagnose(folder: Path, command: Sequence[str], needed: int) -> tuple[Diagnos
             marked_ms=max(rank["marked"]["ms"] for rank in ranks),
         ),
         ranks=summaries,
+        parts=parts,
         findings=findings,
-        predictions=predict(findings, iteration_ms, gpu_ms),
-        notes=_notes(ranks),
+        predictions=predict(findings, iteration_ms, parts),
+        notes=_notes(ranks, summaries[slowest]),
     )
-    rank, own_seen = seen[slowest]
     return diagnosis, _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])
 
 
@@ -171,7 +183,9 @@ def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
     return ranks
 
 
-def _summary(rank: RankFile, events: list[dict[str, object]], traced: list[cuda.CudaCall]) -> RankSummary:
+def _summary(
+    rank: RankFile, events: list[dict[str, object]], traced: list[cuda.CudaCall], waits: float | None
+) -> RankSummary:
     trace = summarize_trace(events)
     plain = rank["plain"]
     return RankSummary(
@@ -182,12 +196,13 @@ def _summary(rank: RankFile, events: list[dict[str, object]], traced: list[cuda.
         thread_ms=plain["thread_ms"],
         threads_ms=plain["threads_ms"],
         calls=cuda.counts(traced, rank["traced"]["iterations"]),
+        gil_wait_ms=None if waits is None else waits * plain["ms"],
         gpu_computing_ms=trace.gpu_computing_ms,
         gpu_idle_fraction=trace.gpu_idle_fraction,
     )
 
 
-def _notes(ranks: Sequence[RankFile]) -> list[str]:
+def _notes(ranks: Sequence[RankFile], slowest: RankSummary) -> list[str]:
     first = ranks[0]
     notes = []
     if first["device"] != "cuda":
@@ -201,7 +216,17 @@ def _notes(ranks: Sequence[RankFile]) -> list[str]:
         notes.append(f"{len(ranks)} of {first['world_size']} ranks are of this node; the others were not looked at.")
     thread, wall = (fmean(rank["plain"][name] for rank in ranks) for name in ("thread_ms", "ms"))
     notes.append(f"the loop's thread computed for {thread:.3f} of {wall:.3f} ms; otherwise it waited, or was not run.")
+    notes.append(_lock_note(slowest))
     return [*notes, *UNKNOWN]
+
+
+def _lock_note(rank: RankSummary) -> str:
+    waits = rank["gil_wait_ms"]
+    if waits is None:
+        return "how long the loop waits for Python's interpreter lock is not known: the kernel does not say here."
+    others = ", ".join(f"{name} {ms:.3f}" for name, ms in list(rank["threads_ms"].items())[:3] if ms >= _LEAST_CPU_MS)
+    beside = f" CPU time of other threads, ms: {others}." if others else ""
+    return f"rank {rank['rank']} waited {waits:.3f} ms for Python's interpreter lock.{beside}"
 
 
 def _timeline(

@@ -21,6 +21,7 @@ from rich.table import Table
 from dlrm_bench.bench.doctor import text
 from dlrm_bench.bench.doctor.baseline import Comparison, compare
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Timeline, diagnose, read_diagnosis, write_diagnosis
+from dlrm_bench.bench.doctor.interpreter_lock import LockWatch
 from dlrm_bench.bench.doctor.rank_file import MARKED, SETTLING, TRACED
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
 from dlrm_bench.dlrm.command_line import EXIT_FAILED, FailedError
@@ -88,12 +89,13 @@ def examine(
     FailedError if the command fails, ValueError if it has too few iterations.
     """
     settings = Settings(folder=str(folder), warmup=warmup, iterations=iterations, keep_running=keep_running)
-    status = _run(command, environment_with_hook(folder / "site", settings, environment))
+    with LockWatch(folder) as watch:
+        status = _run(command, environment_with_hook(folder / "site", settings, environment))
     needed = warmup + iterations + SETTLING + TRACED + SETTLING + MARKED
     if status and not any(folder.glob("rank*.*")):
         raise FailedError(f"`{shlex.join(command)}` ended with status {status} before the doctor was done")
     try:
-        diagnosis, timeline = diagnose(folder, command, needed)
+        diagnosis, timeline = diagnose(folder, command, needed, watch.samples)
     except ValueError as error:
         if status:
             raise FailedError(f"`{shlex.join(command)}` ended with status {status}: {error}") from error

@@ -22,6 +22,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlrm_bench.bench.doctor import hook
+from dlrm_bench.bench.doctor.interpreter_lock import loop_path, runtime_address
 from dlrm_bench.bench.doctor.marks import Marks
 from dlrm_bench.bench.doctor.rank_file import (
     MARKED,
@@ -122,6 +123,7 @@ class Examination:
     # Iterations without instruments
 
     def _begin_plain(self) -> None:
+        self._tell_watch()
         _synchronize()
         self._starts.clear()
         self._hook_s = 0.0
@@ -130,15 +132,25 @@ class Examination:
         self._opened = time.perf_counter()
         self._starts.append(self._opened * 1e3)
 
+    def _tell_watch(self) -> None:
+        """Names this thread to the doctor's own process, which watches it as long as the file is there."""
+        path = loop_path(self._folder, _rank())
+        unfinished = path.with_suffix(".unfinished")
+        told = {"pid": os.getpid(), "thread": threading.get_native_id(), "runtime": runtime_address()}
+        unfinished.write_text(json.dumps(told), encoding="utf-8")
+        unfinished.rename(path)
+
     def _end_plain(self) -> None:
         n = self._settings.iterations
         cpu, thread_s = time.process_time() - self._cpu, time.thread_time() - self._thread_s
         threads = spent_ms(self._threads, thread_times_ms())
         hook_s = self._hook_s
         _synchronize()
+        elapsed_s = time.perf_counter() - self._opened
+        loop_path(self._folder, _rank()).unlink()
         self._file["plain"] = Plain(
             iterations=n,
-            ms=(time.perf_counter() - self._opened) / n * 1e3,
+            ms=elapsed_s / n * 1e3,
             times_ms=[b - a for a, b in zip(self._starts, self._starts[1:], strict=False)],
             cpu_ms=cpu / n * 1e3,
             thread_ms=thread_s / n * 1e3,

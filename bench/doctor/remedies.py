@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.findings import Finding
 from dlrm_bench.bench.doctor.judge import Place
+from dlrm_bench.bench.doctor.parts import Parts
 
 _SUGGESTIONS = {
     judge.SYNC: "keep the value on the device, or read it every few hundred iterations, or a batch later from pinned "
@@ -44,6 +45,8 @@ class Prediction(TypedDict):
     remedy: str
     findings: list[int]
     """Their numbers, from 1."""
+    part: str
+    """The part of the iteration, beside the findings, that it takes away; empty if there is none."""
     removes_ms: float
     """Host time in them, an iteration."""
     at_best_ms: float
@@ -52,11 +55,13 @@ class Prediction(TypedDict):
 
 
 class Remedy(NamedTuple):
-    """A change, the findings that it takes away, and what would keep it from doing so."""
+    """A change, the findings and the part that it takes away, and what would keep it from doing so."""
 
     name: str
     removes: Callable[[Finding], bool]
     caution: str
+    part: Literal["", "dense_ms", "input_dist_ms", "record_streams_ms"] = ""
+    """Where it was measured, findings of IN_DENSE are within the dense part, and are not counted again."""
 
 
 def suggestion(place: Place) -> str:
@@ -81,6 +86,14 @@ def _own(finding: Finding) -> bool:
     return finding["file"] is not None and outside and finding["kind"] not in (judge.SHAPE, judge.H2D)
 
 
+IN_DENSE = (judge.OPTIMIZER_LOOP,)
+"""Kinds of findings that are within the dense network's part."""
+_PARTS = {
+    "": "",
+    "dense_ms": "host time of the dense network",
+    "input_dist_ms": "host time of the input dist",
+    "record_streams_ms": "calls of record_stream",
+}
 REMEDIES = (
     Remedy(
         "the script's own lines changed as suggested",
@@ -104,26 +117,48 @@ REMEDIES = (
     ),
     Remedy(
         "five-stage pipeline: cuda_graph='dense'",
-        lambda finding: finding["kind"] == judge.OPTIMIZER_LOOP,
-        "counts the optimizer's launches alone; those of the dense forward and backward, which it replays too, are no "
-        "findings, so that more may be gained. It replays a step of torch.optim.Adagrad",
+        lambda finding: finding["kind"] in IN_DENSE,
+        "the replays' own time is not counted, and only a step of torch.optim.Adagrad is replayed",
+        "dense_ms",
+    ),
+    Remedy(
+        "five-stage pipeline: trimmed input dist and cuda_graph='dense' together",
+        lambda finding: finding["kind"] in IN_DENSE or _in_input_dist(finding),
+        "as for each of them",
+        "dense_ms",
+    ),
+    Remedy(
+        "five-stage pipeline: launch_threads=2",
+        lambda finding: False,
+        "both threads need the interpreter lock, so that most of it may come back as waiting for the lock",
+        "input_dist_ms",
+    ),
+    Remedy(
+        "five-stage pipeline: avoid_record_streams",
+        lambda finding: False,
+        "those of TorchRec are meant, which other calls of record_stream stand beside",
+        "record_streams_ms",
     ),
 )
 UNKNOWN = (
-    "remedies overlap: what they take away does not add up.",
-    "avoid_record_streams and launch_threads take away no finding; what they would gain here is not known.",
-    "launches that no loop makes, and time in which the host only computes, are in no finding and in no prediction.",
+    "remedies overlap: what they take away adds up only where a line says 'together'.",
+    "what is launched by no loop, and time in which the host only computes, is in no finding; dense network and input "
+    "dist of TorchRec's pipelines are measured as wholes.",
 )
+_LEAST_MS = 0.01
+"""Parts below this are left out."""
 
 
-def predict(findings: Sequence[Finding], iteration_ms: float, gpu_ms: float | None) -> list[Prediction]:
-    """What each remedy would take away here, most first. gpu_ms: what the GPU has to do in an iteration."""
+def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts) -> list[Prediction]:
+    """What each remedy would take away here, most first."""
     shape_changes = any(finding["kind"] == judge.SHAPE for finding in findings)
     predictions = []
     for remedy in REMEDIES:
         numbers = [number for number, finding in enumerate(findings, start=1) if remedy.removes(finding)]
-        removes = sum(findings[number - 1]["ms"] or 0.0 for number in numbers)
-        if not numbers:
+        part_ms = parts[remedy.part] if remedy.part else 0.0
+        own = [findings[number - 1] for number in numbers]
+        removes = part_ms + sum(f["ms"] or 0.0 for f in own if not (part_ms and f["kind"] in IN_DENSE))
+        if not numbers and part_ms < _LEAST_MS:
             continue
         caution = remedy.caution
         if "fixed sizes" in caution and shape_changes:
@@ -132,8 +167,9 @@ def predict(findings: Sequence[Finding], iteration_ms: float, gpu_ms: float | No
             Prediction(
                 remedy=remedy.name,
                 findings=numbers,
+                part=_PARTS[remedy.part] if part_ms >= _LEAST_MS else "",
                 removes_ms=removes,
-                at_best_ms=max(iteration_ms - removes, gpu_ms or 0.0),
+                at_best_ms=max(iteration_ms - removes, parts["gpu_ms"]),
                 caution=caution,
             )
         )

@@ -22,6 +22,7 @@ COLUMNS = (
     "H2D pin",
     "D2H",
     "alloc",
+    "GIL",
     "idle",
 )
 
@@ -61,12 +62,13 @@ def rank_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
         names = ("launch", "graph_launch", "sync", "HtoD pageable", "HtoD pinned")
         counted = (*(calls.get(name, 0.0) for name in names), d2h, calls.get("allocator", 0.0))
         times = (rank["ms"], rank["median_ms"], rank["cpu_ms"], rank["thread_ms"])
-        idle = rank["gpu_idle_fraction"]
+        idle, lock = rank["gpu_idle_fraction"], rank["gil_wait_ms"]
         rows.append(
             (
                 str(rank["rank"]),
                 *(f"{ms:.3f}" for ms in times),
                 *(f"{count:.4g}" if gpu else "" for count in counted),
+                "" if lock is None else f"{lock:.3f}",
                 "" if idle is None else f"{idle:.0%}",
             )
         )
@@ -98,9 +100,11 @@ def places(finding: Finding) -> list[str]:
 def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """What each remedy would give at best."""
     for p in diagnosis["predictions"]:
-        which = ", ".join(map(str, p["findings"]))
+        which = [p["part"]] if p["part"] else []
+        if p["findings"]:
+            which.append(f"finding(s) {', '.join(map(str, p['findings']))}")
         yield (
-            f"{p['remedy']}: finding(s) {which}, {p['removes_ms']:.3f} ms; {p['at_best_ms']:.3f} ms an iteration at "
+            f"{p['remedy']}: {' and '.join(which)}, {p['removes_ms']:.3f} ms; {p['at_best_ms']:.3f} ms an iteration at "
             f"best, if all of it is on the critical path ({p['caution']})"
         )
 
@@ -112,10 +116,13 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     for word, changes in (("new", comparison.new), ("gone", comparison.gone)):
         for change in changes:
             yield f"{word}: {_change(change)}"
-    if comparison.gone:
+    if comparison.graphs:
+        yield "CUDA graphs replay what was launched piece by piece: the dense network's part is taken to be gone"
+    if comparison.gone or comparison.graphs:
         yield (
-            f"what is gone took {before - predicted:.3f} ms then: {predicted:.3f} was predicted, {after:.3f} came; "
-            f"waits at unchanged places grew by {comparison.moved_ms:+.3f} ms"
+            f"what is gone took {comparison.gone_ms:.3f} ms then: {predicted:.3f} was predicted, {after:.3f} came "
+            f"({100 * (after / predicted - 1):+.0f} % from the prediction); waits at unchanged places changed by "
+            f"{comparison.moved_ms:+.3f} ms"
         )
 
 

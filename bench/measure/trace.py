@@ -63,6 +63,7 @@ _CALLS = {
 }
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _API = ("cuda_runtime", "cuda_driver")
+_AUTOGRAD = "autograd::engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,27 @@ def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
     )
 
 
+def host_stages_of_loop(events: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of an iteration in each stage: on the loop's thread, and on autograd's threads beside it.
+
+    The loop's thread waits within backward() for what autograd's threads spend. ValueError if there is no iteration.
+    """
+    events = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    iterations = [event for event in events if event["name"] == ITERATION and event.get("cat") == "user_annotation"]
+    if not iterations:
+        raise ValueError(f"the trace has no range named {ITERATION!r}: it is not one of `dlrm-bench host`")
+    end = iterations[-1]["ts"] + iterations[-1]["dur"]
+    loop, autograd = _Host(), _Host()
+    for thread, own in _threads(events, iterations[0]["ts"], end).items():
+        if thread == iterations[0]["tid"]:
+            _thread(own, loop)
+        elif any(event["name"].startswith(_AUTOGRAD) for event in own):
+            _thread(own, autograd)
+    n = len(iterations)
+    ours, theirs = ({name: us / n / 1000 for name, us in host.stages_us.items()} for host in (loop, autograd))
+    return ours, theirs
+
+
 # The host
 
 
@@ -151,15 +173,20 @@ class _Host:
 
 def _host(events: list[dict[str, Any]], loop: Any, begin: float, end: float) -> _Host:
     """Goes through the threads that launch: the loop's, autograd's, and others that open stages or call CUDA."""
+    host = _Host()
+    for thread, own in _threads(events, begin, end).items():
+        if thread == loop or any(_launches(event) for event in own):
+            _thread(own, host)
+    return host
+
+
+def _threads(events: Iterable[dict[str, Any]], begin: float, end: float) -> dict[Any, list[dict[str, Any]]]:
+    """Ranges and CUDA calls within the window, by thread."""
     threads: dict[Any, list[dict[str, Any]]] = {}
     for event in events:
         if begin <= event["ts"] <= end and event.get("cat") in ("cpu_op", "user_annotation", *_API):
             threads.setdefault(event["tid"], []).append(event)
-    host = _Host()
-    for thread, own in threads.items():
-        if thread == loop or any(_launches(event) for event in own):
-            _thread(own, host)
-    return host
+    return threads
 
 
 def _launches(event: dict[str, Any]) -> bool:
@@ -167,7 +194,7 @@ def _launches(event: dict[str, Any]) -> bool:
     name = event["name"]
     if event["cat"] in _API:
         return any(pattern.search(name) for pattern in _CALLS.values())
-    return name in STAGES or name.startswith("autograd::engine")
+    return name in STAGES or name.startswith(_AUTOGRAD)
 
 
 def _thread(events: list[dict[str, Any]], host: _Host) -> None:

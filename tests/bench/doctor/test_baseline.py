@@ -5,8 +5,9 @@ import pytest
 
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.baseline import compare
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Overhead, read_diagnosis, write_diagnosis
+from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Overhead, RankSummary, read_diagnosis, write_diagnosis
 from dlrm_bench.bench.doctor.findings import Finding
+from dlrm_bench.bench.doctor.parts import Parts
 from dlrm_bench.bench.doctor.remedies import predict
 from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines
 from tests.bench.doctor.made import frame
@@ -30,9 +31,29 @@ def finding(kind: str = judge.SYNC, *, line: int = 9, ms: float | None = 0.5, li
     )
 
 
-def diagnosis(ms: float, *findings: Finding, device: str = "cuda") -> Diagnosis:
+NOTHING = Parts(dense_ms=0.0, input_dist_ms=0.0, record_streams_ms=0.0, gpu_ms=0.0)
+
+
+def rank(graph_launches: float) -> RankSummary:
+    return RankSummary(
+        rank=0,
+        ms=2.0,
+        median_ms=2.0,
+        cpu_ms=2.0,
+        thread_ms=2.0,
+        threads_ms={},
+        calls={"graph_launch": graph_launches},
+        gil_wait_ms=None,
+        gpu_computing_ms=None,
+        gpu_idle_fraction=None,
+    )
+
+
+def diagnosis(
+    ms: float, *findings: Finding, device: str = "cuda", graphs: float = 0.0, parts: Parts = NOTHING
+) -> Diagnosis:
     return Diagnosis(
-        schema=1,
+        schema=2,
         created="2026-11-22T00:00:00+00:00",
         command=["train.py"],
         device=device,
@@ -43,7 +64,8 @@ def diagnosis(ms: float, *findings: Finding, device: str = "cuda") -> Diagnosis:
         iterations=50,
         iteration_ms=ms,
         overhead=Overhead(plain_ms=ms, hook_us=1.0, traced_ms=ms, marked_ms=ms),
-        ranks=[],
+        ranks=[rank(graphs)],
+        parts=parts,
         findings=list(findings),
         predictions=[],
         notes=[],
@@ -79,6 +101,17 @@ def test_a_sync_that_only_moved_is_seen():
     assert "+0.450" in text
 
 
+def test_graphs_take_the_dense_networks_part_away():
+    """Its loop of launches is within the part, and counts once."""
+    parts = Parts(dense_ms=1.2, input_dist_ms=0.3, record_streams_ms=0.0, gpu_ms=0.9)
+    before = diagnosis(2.5, finding(judge.OPTIMIZER_LOOP, ms=0.4), finding(ms=0.1), parts=parts)
+    result = compare(before, diagnosis(1.3, graphs=3.0))
+    assert result.gone_ms == pytest.approx(1.3)
+    assert result.predicted_ms == pytest.approx(1.2)
+    assert "+8 % from the prediction" in "\n".join(comparison_lines(result))
+    assert compare(before, diagnosis(1.3)).gone_ms == pytest.approx(0.5)
+
+
 def test_a_baseline_of_another_device_is_refused():
     with pytest.raises(ValueError, match="--baseline was made on cpu"):
         compare(diagnosis(2.0, device="cpu"), diagnosis(2.0))
@@ -100,16 +133,28 @@ def test_what_is_no_diagnosis_is_refused(tmp_path: Path, content):
 
 def test_predictions_stop_at_what_the_gpu_has_to_do():
     torchrec = finding(ms=3.0, library="torchrec/distributed/dist_data.py")
-    predictions = {p["remedy"].partition(":")[2]: p for p in predict([torchrec, finding(ms=1.0)], 5.0, 2.5)}
+    parts = NOTHING | {"gpu_ms": 2.5}
+    predictions = {p["remedy"].partition(":")[2]: p for p in predict([torchrec, finding(ms=1.0)], 5.0, parts)}
     trimmed = predictions[" trimmed input dist (TrimmedEBCSharder)"]
     assert (trimmed["findings"], trimmed["removes_ms"], trimmed["at_best_ms"]) == ([1], 3.0, 2.5)
     (own,) = (p for p in predictions.values() if p["remedy"].startswith("the script's own"))
     assert (own["findings"], own["at_best_ms"]) == ([2], 4.0)
 
 
+def test_a_part_is_taken_away_once():
+    loop, read = finding(judge.OPTIMIZER_LOOP, ms=0.5), finding(ms=1.0, library="torchrec/distributed/dist_data.py")
+    parts = Parts(dense_ms=2.0, input_dist_ms=1.5, record_streams_ms=0.001, gpu_ms=0.0)
+    predictions = {p["remedy"].removeprefix("five-stage pipeline: "): p for p in predict([loop, read], 5.0, parts)}
+    assert predictions["cuda_graph='dense'"]["removes_ms"] == 2.0
+    together = predictions["trimmed input dist and cuda_graph='dense' together"]
+    assert (together["findings"], together["removes_ms"], together["at_best_ms"]) == ([1, 2], 3.0, 2.0)
+    assert predictions["launch_threads=2"]["part"] == "host time of the input dist"
+    assert "avoid_record_streams" not in predictions
+
+
 def test_a_trimmed_input_dist_is_doubted_where_shapes_change():
     torchrec = finding(library="torchrec/distributed/dist_data.py")
-    predictions = predict([torchrec, finding(judge.SHAPE, ms=None)], 5.0, None)
+    predictions = predict([torchrec, finding(judge.SHAPE, ms=None)], 5.0, NOTHING)
     assert any("shapes change in this script" in p["caution"] for p in predictions)
 
 

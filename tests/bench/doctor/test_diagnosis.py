@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench.doctor.diagnosis import diagnose
+from dlrm_bench.bench.doctor.interpreter_lock import Samples
 from dlrm_bench.bench.doctor.page import write_page
 from dlrm_bench.bench.doctor.rank_file import RankFile, rank_path, trace_path
 from dlrm_bench.bench.doctor.text import heading, overhead, rank_rows
@@ -24,7 +25,8 @@ def leave(folder: Path, *ranks: RankFile) -> Path:
 def test_two_ranks_of_a_gpu(tmp_path):
     slow = stock_rank(1)
     slow["plain"]["ms"] = 1.25
-    diagnosis, timeline = diagnose(leave(tmp_path, stock_rank(), slow), ["torchrun", "train.py"], 64)
+    lock = {"rank0": Samples(100, 25), "rank1": Samples(10, 10)}
+    diagnosis, timeline = diagnose(leave(tmp_path, stock_rank(), slow), ["torchrun", "train.py"], 64, lock)
     assert diagnosis["iteration_ms"] == 1.25
     assert [rank["calls"]["sync"] for rank in diagnosis["ranks"]] == [2, 2]
     # A kernel of 100 us and three copies of 9 together, of an iteration and 0.71 ms to the end of the last kernel.
@@ -39,14 +41,17 @@ def test_two_ranks_of_a_gpu(tmp_path):
     assert (kernel.start_ms, kernel.ms) == (pytest.approx(0.71), pytest.approx(0.1))
     assert "NVIDIA H200" in heading(diagnosis)
     assert rank_rows(diagnosis)[0] == (
-        *("0", "1.000", "1.000", "0.900", "0.800", "1", "0", "2", "1", "1", "1", "1"),
+        *("0", "1.000", "1.000", "0.900", "0.800", "1", "0", "2", "1", "1", "1", "1", "0.250"),
         f"{1 - 218 / 1780:.0%}",
     )
+    assert diagnosis["ranks"][1]["gil_wait_ms"] is None  # too few samples
+    assert any("is not known" in note for note in diagnosis["notes"])  # of the slowest rank
+    assert diagnosis["parts"]["dense_ms"] == 0.0
     assert "1.500 with calls marked" in overhead(diagnosis)
 
 
 def test_the_page_needs_nothing_beside_it(tmp_path):
-    diagnosis, timeline = diagnose(leave(tmp_path / "ranks", stock_rank()), ["train.py", "<b>"], 64)
+    diagnosis, timeline = diagnose(leave(tmp_path / "ranks", stock_rank()), ["train.py", "<b>"], 64, {})
     write_page(diagnosis, timeline, None, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text("utf-8")
     assert "torchrec/distributed/dist_data.py:284" in page
@@ -58,24 +63,24 @@ def test_the_page_needs_nothing_beside_it(tmp_path):
 def test_a_script_that_ends_early_is_told_what_it_needs(tmp_path):
     short = stock_rank() | {"complete": False, "steps": 30}
     with pytest.raises(ValueError, match="made 30 iterations on rank 0, and 64 are needed"):
-        diagnose(leave(tmp_path, short), [], 64)  # type: ignore[arg-type]
+        diagnose(leave(tmp_path, short), [], 64, {})  # type: ignore[arg-type]
 
 
 def test_an_error_of_the_doctors_own_is_no_diagnosis(tmp_path):
     leave(tmp_path, stock_rank())
     (tmp_path / "rank1.error").write_text("Traceback: of the doctor")
     with pytest.raises(RuntimeError, match="of the doctor"):
-        diagnose(tmp_path, [], 64)
+        diagnose(tmp_path, [], 64, {})
 
 
 def test_ranks_of_other_nodes_are_missed_aloud(tmp_path):
     alone = stock_rank()
     alone["world_size"] = 8
-    diagnosis, _ = diagnose(leave(tmp_path, alone), [], 64)
+    diagnosis, _ = diagnose(leave(tmp_path, alone), [], 64, {})
     assert any("1 of 8 ranks" in note for note in diagnosis["notes"])
 
 
 def test_a_damaged_file_is_named(tmp_path):
     rank_path(tmp_path, 0).write_text("{")
     with pytest.raises(ValueError, match=r"rank0\.json"):
-        diagnose(tmp_path, [], 64)
+        diagnose(tmp_path, [], 64, {})
