@@ -48,10 +48,8 @@ def test_waits_for_another_thread_are_seen(tmp_path):
     alone, beside = tmp_path / "alone", tmp_path / "beside"
     for folder in (alone, beside):
         folder.mkdir()
-    share = watched(beside, "contended", str(beside), 200).share
-    assert share is not None
-    assert 0.2 < share <= 1
-    assert watched(alone, "alone", str(alone), 200).share == pytest.approx(0, abs=0.02)
+    assert watched(beside, "contended", str(beside), 200).waiting > 0  # how often, the machine's other load decides
+    assert watched(alone, "alone", str(alone), 200).waiting == 0
 
 
 def test_a_number_that_is_another_process_here_is_not_watched(tmp_path):
