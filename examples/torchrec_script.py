@@ -25,6 +25,8 @@ from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 stock = "--stock" in sys.argv
 cuda = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)  # for collectives of objects, which TorchRec's planner makes
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 torch.manual_seed(dist.get_rank())
 

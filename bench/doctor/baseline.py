@@ -9,7 +9,7 @@ from dlrm_bench.bench.doctor import cuda_calls as cuda
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis
 from dlrm_bench.bench.doctor.findings import Finding
-from dlrm_bench.bench.doctor.remedies import IN_DENSE
+from dlrm_bench.bench.doctor.remedies import PART_NAMES, Part, in_input_dist, without_twice
 
 _MORE = 0.5
 """Calls an iteration by which a finding must have grown to be news."""
@@ -49,8 +49,9 @@ class Comparison(NamedTuple):
     after_ms: float
     gone_ms: float
     """Time that what is gone took in the earlier iteration."""
-    graphs: bool
-    """Whether CUDA graphs are replayed that were not before, so that the dense network's part counts as gone."""
+    gone_parts: list[str]
+    """Parts that count as gone: the dense network's if CUDA graphs are replayed that were not before, the input dist's
+    if none of its reads and lists is left."""
     predicted_ms: float
     """The earlier iteration without it; the GPU's work is a floor of it."""
 
@@ -90,9 +91,8 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
             gone.append(Change(were[0], count, ms))
         elif key.kind in judge.WAITING:
             moved += ms
-    graphs = _graph_launches(after) >= _graph_launches(before) + 1
-    dense_ms = before["parts"]["dense_ms"] if graphs else 0.0
-    gone_ms = dense_ms - sum(c.ms for c in gone if not (dense_ms and c.finding["kind"] in IN_DENSE))
+    parts = _gone_parts(before, after)
+    gone_ms = without_twice([_with_ms(change) for change in gone], parts)
     return Comparison(
         new=sorted(new, key=lambda change: -change.ms),
         gone=sorted(gone, key=lambda change: change.ms),
@@ -100,9 +100,22 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         before_ms=before["iteration_ms"],
         after_ms=after["iteration_ms"],
         gone_ms=gone_ms,
-        graphs=graphs,
+        gone_parts=[PART_NAMES[part] for part in parts],
         predicted_ms=max(before["iteration_ms"] - gone_ms, before["parts"]["gpu_ms"]),
     )
+
+
+def _gone_parts(before: Diagnosis, after: Diagnosis) -> dict[Part, float]:
+    gone: list[Part] = []
+    if _graph_launches(after) >= _graph_launches(before) + 1:
+        gone.append("dense_ms")
+    if any(map(in_input_dist, before["findings"])) and not any(map(in_input_dist, after["findings"])):
+        gone.append("input_dist_ms")
+    return {part: before["parts"][part] for part in gone if before["parts"][part]}
+
+
+def _with_ms(change: Change) -> Finding:
+    return {**change.finding, "ms": -change.ms}
 
 
 def _graph_launches(diagnosis: Diagnosis) -> float:

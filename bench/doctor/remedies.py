@@ -1,7 +1,7 @@
 """What to do about findings, and what an iteration would take then, as far as the measured parts can say."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypedDict
 
 from dlrm_bench.bench.doctor import judge
@@ -39,14 +39,17 @@ _TORCHREC_SUGGESTIONS = {
 }
 
 
+Part = Literal["dense_ms", "input_dist_ms", "record_streams_ms"]
+
+
 class Prediction(TypedDict):
     """What a change would take away."""
 
     remedy: str
     findings: list[int]
     """Their numbers, from 1."""
-    part: str
-    """The part of the iteration, beside the findings, that it takes away; empty if there is none."""
+    parts: list[str]
+    """Parts of the iteration that it takes away, which hold some of the findings."""
     removes_ms: float
     """Host time in them, an iteration."""
     at_best_ms: float
@@ -60,8 +63,8 @@ class Remedy(NamedTuple):
     name: str
     removes: Callable[[Finding], bool]
     caution: str
-    part: Literal["", "dense_ms", "input_dist_ms", "record_streams_ms"] = ""
-    """Where it was measured, findings of IN_DENSE are within the dense part, and are not counted again."""
+    parts: tuple[Part, ...] = ()
+    """Findings that are within one of them, where it was measured, are not counted again."""
 
 
 def suggestion(place: Place) -> str:
@@ -76,7 +79,8 @@ def _of_torchrec(finding: Finding) -> bool:
     return finding["library"] is not None and finding["library"]["file"].startswith("torchrec/")
 
 
-def _in_input_dist(finding: Finding) -> bool:
+def in_input_dist(finding: Finding) -> bool:
+    """Whether TorchRec's input dist makes it: a read of sizes, or a list that becomes a tensor."""
     return _of_torchrec(finding) and finding["kind"] in (judge.SYNC, judge.FROM_LIST)
 
 
@@ -88,8 +92,7 @@ def _own(finding: Finding) -> bool:
 
 IN_DENSE = (judge.OPTIMIZER_LOOP,)
 """Kinds of findings that are within the dense network's part."""
-_PARTS = {
-    "": "",
+PART_NAMES: dict[Part, str] = {
     "dense_ms": "host time of the dense network",
     "input_dist_ms": "host time of the input dist",
     "record_streams_ms": "calls of record_stream",
@@ -112,32 +115,34 @@ REMEDIES = (
     ),
     Remedy(
         "five-stage pipeline: trimmed input dist (TrimmedEBCSharder)",
-        _in_input_dist,
-        "only for bags of fixed sizes and tables that are not split by rows",
+        in_input_dist,
+        "only for bags of fixed sizes and tables that are not split by rows; its own work, a gather and an exchange of "
+        "ids, is not counted",
+        ("input_dist_ms",),
     ),
     Remedy(
         "five-stage pipeline: cuda_graph='dense'",
         lambda finding: finding["kind"] in IN_DENSE,
         "the replays' own time is not counted, and only a step of torch.optim.Adagrad is replayed",
-        "dense_ms",
+        ("dense_ms",),
     ),
     Remedy(
         "five-stage pipeline: trimmed input dist and cuda_graph='dense' together",
-        lambda finding: finding["kind"] in IN_DENSE or _in_input_dist(finding),
-        "as for each of them",
-        "dense_ms",
+        lambda finding: finding["kind"] in IN_DENSE or in_input_dist(finding),
+        "as for each of them: bags of fixed sizes",
+        ("dense_ms", "input_dist_ms"),
     ),
     Remedy(
         "five-stage pipeline: launch_threads=2",
         lambda finding: False,
         "both threads need the interpreter lock, so that most of it may come back as waiting for the lock",
-        "input_dist_ms",
+        ("input_dist_ms",),
     ),
     Remedy(
         "five-stage pipeline: avoid_record_streams",
         lambda finding: False,
         "those of TorchRec are meant, which other calls of record_stream stand beside",
-        "record_streams_ms",
+        ("record_streams_ms",),
     ),
 )
 UNKNOWN = (
@@ -155,11 +160,10 @@ def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts) -> l
     predictions = []
     for remedy in REMEDIES:
         numbers = [number for number, finding in enumerate(findings, start=1) if remedy.removes(finding)]
-        part_ms = parts[remedy.part] if remedy.part else 0.0
-        own = [findings[number - 1] for number in numbers]
-        removes = part_ms + sum(f["ms"] or 0.0 for f in own if not (part_ms and f["kind"] in IN_DENSE))
-        if not numbers and part_ms < _LEAST_MS:
+        measured = [part for part in remedy.parts if parts[part] >= _LEAST_MS]
+        if not numbers and not measured:
             continue
+        removes = without_twice([findings[number - 1] for number in numbers], {part: parts[part] for part in measured})
         caution = remedy.caution
         if "fixed sizes" in caution and shape_changes:
             caution += "; shapes change in this script, so it may not apply"
@@ -167,10 +171,20 @@ def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts) -> l
             Prediction(
                 remedy=remedy.name,
                 findings=numbers,
-                part=_PARTS[remedy.part] if part_ms >= _LEAST_MS else "",
+                parts=[PART_NAMES[part] for part in measured],
                 removes_ms=removes,
                 at_best_ms=max(iteration_ms - removes, parts["gpu_ms"]),
                 caution=caution,
             )
         )
     return sorted(predictions, key=lambda prediction: -prediction["removes_ms"])
+
+
+def without_twice(findings: Sequence[Finding], parts: Mapping[Part, float]) -> float:
+    """Milliseconds of the parts, and of the findings that are within none of them."""
+
+    def within(finding: Finding) -> bool:
+        dense, dist = "dense_ms" in parts, "input_dist_ms" in parts
+        return (dense and finding["kind"] in IN_DENSE) or (dist and in_input_dist(finding))
+
+    return sum(parts.values()) + sum(finding["ms"] or 0.0 for finding in findings if not within(finding))

@@ -23,6 +23,7 @@ COLUMNS = (
     "D2H",
     "alloc",
     "GIL",
+    "GPU ms",
     "idle",
 )
 
@@ -62,13 +63,14 @@ def rank_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
         names = ("launch", "graph_launch", "sync", "HtoD pageable", "HtoD pinned")
         counted = (*(calls.get(name, 0.0) for name in names), d2h, calls.get("allocator", 0.0))
         times = (rank["ms"], rank["median_ms"], rank["cpu_ms"], rank["thread_ms"])
-        idle, lock = rank["gpu_idle_fraction"], rank["gil_wait_ms"]
+        lock, works, idle = rank["gil_wait_ms"], rank["gpu_computing_ms"], rank["gpu_idle_fraction"]
         rows.append(
             (
                 str(rank["rank"]),
                 *(f"{ms:.3f}" for ms in times),
                 *(f"{count:.4g}" if gpu else "" for count in counted),
                 "" if lock is None else f"{lock:.3f}",
+                "" if works is None else f"{works:.3f}",
                 "" if idle is None else f"{idle:.0%}",
             )
         )
@@ -100,7 +102,7 @@ def places(finding: Finding) -> list[str]:
 def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """What each remedy would give at best."""
     for p in diagnosis["predictions"]:
-        which = [p["part"]] if p["part"] else []
+        which = [*p["parts"]]
         if p["findings"]:
             which.append(f"finding(s) {', '.join(map(str, p['findings']))}")
         yield (
@@ -116,9 +118,9 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     for word, changes in (("new", comparison.new), ("gone", comparison.gone)):
         for change in changes:
             yield f"{word}: {_change(change)}"
-    if comparison.graphs:
-        yield "CUDA graphs replay what was launched piece by piece: the dense network's part is taken to be gone"
-    if comparison.gone or comparison.graphs:
+    if comparison.gone_parts:
+        yield f"taken to be gone as a whole: {', '.join(comparison.gone_parts)}"
+    if comparison.gone or comparison.gone_parts:
         yield (
             f"what is gone took {comparison.gone_ms:.3f} ms then: {predicted:.3f} was predicted, {after:.3f} came "
             f"({100 * (after / predicted - 1):+.0f} % from the prediction); waits at unchanged places changed by "

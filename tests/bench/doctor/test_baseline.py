@@ -112,6 +112,16 @@ def test_graphs_take_the_dense_networks_part_away():
     assert compare(before, diagnosis(1.3)).gone_ms == pytest.approx(0.5)
 
 
+def test_an_input_dist_without_its_reads_is_gone_as_a_whole():
+    parts = Parts(dense_ms=1.2, input_dist_ms=0.8, record_streams_ms=0.0, gpu_ms=0.5)
+    read = finding(ms=0.1, library="torchrec/distributed/dist_data.py")
+    other = finding(judge.FROM_LIST, ms=0.2, library="torchrec/distributed/dist_data.py")
+    result = compare(diagnosis(2.5, read, other, parts=parts), diagnosis(1.8))
+    assert (result.gone_parts, result.gone_ms) == (["host time of the input dist"], 0.8)
+    left = compare(diagnosis(2.5, read, other, parts=parts), diagnosis(2.4, other))
+    assert (left.gone_parts, left.gone_ms) == ([], pytest.approx(0.1))
+
+
 def test_a_baseline_of_another_device_is_refused():
     with pytest.raises(ValueError, match="--baseline was made on cpu"):
         compare(diagnosis(2.0, device="cpu"), diagnosis(2.0))
@@ -147,8 +157,8 @@ def test_a_part_is_taken_away_once():
     predictions = {p["remedy"].removeprefix("five-stage pipeline: "): p for p in predict([loop, read], 5.0, parts)}
     assert predictions["cuda_graph='dense'"]["removes_ms"] == 2.0
     together = predictions["trimmed input dist and cuda_graph='dense' together"]
-    assert (together["findings"], together["removes_ms"], together["at_best_ms"]) == ([1, 2], 3.0, 2.0)
-    assert predictions["launch_threads=2"]["part"] == "host time of the input dist"
+    assert (together["findings"], together["removes_ms"], together["at_best_ms"]) == ([1, 2], 3.5, 1.5)
+    assert predictions["launch_threads=2"]["parts"] == ["host time of the input dist"]
     assert "avoid_record_streams" not in predictions
 
 

@@ -41,7 +41,7 @@ def test_two_ranks_of_a_gpu(tmp_path):
     assert (kernel.start_ms, kernel.ms) == (pytest.approx(0.71), pytest.approx(0.1))
     assert "NVIDIA H200" in heading(diagnosis)
     assert rank_rows(diagnosis)[0] == (
-        *("0", "1.000", "1.000", "0.900", "0.800", "1", "0", "2", "1", "1", "1", "1", "0.250"),
+        *("0", "1.000", "1.000", "0.900", "0.800", "1", "0", "2", "1", "1", "1", "1", "0.250", "0.109"),
         f"{1 - 218 / 1780:.0%}",
     )
     assert diagnosis["ranks"][1]["gil_wait_ms"] is None  # too few samples

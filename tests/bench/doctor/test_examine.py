@@ -85,7 +85,6 @@ def test_the_planted_line_is_named_first_on_a_gpu(name, tmp_path):
     assert_planted_first(name, diagnosis)
     first, rank = diagnosis["findings"][0], diagnosis["ranks"][0]
     assert rank["calls"]["launch"] > 0
-    assert rank["gil_wait_ms"] is not None
     if PLANTED[name] in ("sync", "print", "synchronize"):
         assert first["waits"] >= 1
         assert rank["calls"]["sync"] >= 1
