@@ -143,7 +143,7 @@ def diagnose(
         ranks=summaries,
         parts=parts,
         findings=findings,
-        predictions=predict(findings, iteration_ms, parts),
+        predictions=predict(findings, iteration_ms, parts, any(s["calls"].get(cuda.GRAPH_LAUNCH) for s in summaries)),
         notes=_notes(ranks, summaries[slowest]),
     )
     return diagnosis, _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])

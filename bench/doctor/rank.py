@@ -288,6 +288,8 @@ def _versions() -> dict[str, str]:
 
 def _libraries() -> list[str]:
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    # Wherever torch is: pip can install into any folder (--target).
+    # Wherever else pip has installed packages (--target, and PYTHONPATH): their dist-info lies beside them.
+    installed = [path for path in sys.path if path and any(Path(path).glob("*.dist-info"))]
     own = str(Path(torch.__file__).parents[1])
-    return sorted({os.path.realpath(p) for p in [*paths, *site.getsitepackages(), site.getusersitepackages(), own]})
+    every = [*paths, *installed, *site.getsitepackages(), site.getusersitepackages(), own]
+    return sorted({os.path.realpath(path) for path in every})

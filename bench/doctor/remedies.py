@@ -36,6 +36,8 @@ _TORCHREC_SUGGESTIONS = {
     "does without, otherwise read them through pinned memory (pipeline/five_stage: TrimmedEBCSharder, pinned_d2h)",
     judge.FROM_LIST: "TorchRec makes this tensor anew from a list for each batch: with bags of fixed sizes a trimmed "
     "input dist does without (pipeline/five_stage: TrimmedEBCSharder)",
+    judge.SHAPE: "how many ids a rank gets of a table that is split by rows changes with the batch: plan tables "
+    "table-wise or column-wise (ParameterConstraints) where shapes have to stay",
 }
 
 
@@ -65,6 +67,10 @@ class Remedy(NamedTuple):
     caution: str
     parts: tuple[Part, ...] = ()
     """Findings that are within one of them, where it was measured, are not counted again."""
+    graphs: bool = False
+    """Whether it replays the dense network."""
+    trims: bool = False
+    """Whether it takes away what the input dist reads and makes of lists."""
 
 
 def suggestion(place: Place) -> str:
@@ -119,18 +125,22 @@ REMEDIES = (
         "only for bags of fixed sizes and tables that are not split by rows; its own work, a gather and an exchange of "
         "ids, is not counted",
         ("input_dist_ms",),
+        trims=True,
     ),
     Remedy(
         "five-stage pipeline: cuda_graph='dense'",
         lambda finding: finding["kind"] in IN_DENSE,
         "the replays' own time is not counted, and only a step of torch.optim.Adagrad is replayed",
         ("dense_ms",),
+        graphs=True,
     ),
     Remedy(
         "five-stage pipeline: trimmed input dist and cuda_graph='dense' together",
         lambda finding: finding["kind"] in IN_DENSE or in_input_dist(finding),
         "as for each of them: bags of fixed sizes",
         ("dense_ms", "input_dist_ms"),
+        graphs=True,
+        trims=True,
     ),
     Remedy(
         "five-stage pipeline: launch_threads=2",
@@ -154,8 +164,8 @@ _LEAST_MS = 0.01
 """Parts below this are left out."""
 
 
-def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts) -> list[Prediction]:
-    """What each remedy would take away here, most first."""
+def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts, graphs: bool) -> list[Prediction]:
+    """What each remedy would take away here, most first. graphs: whether the script replays CUDA graphs already."""
     shape_changes = any(finding["kind"] == judge.SHAPE for finding in findings)
     predictions = []
     for remedy in REMEDIES:
@@ -163,6 +173,8 @@ def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts) -> l
         measured = [part for part in remedy.parts if parts[part] >= _LEAST_MS]
         if not numbers and not measured:
             continue
+        if (remedy.graphs and graphs) or (remedy.trims and not any(map(in_input_dist, findings))):
+            continue  # the script has it already
         removes = without_twice([findings[number - 1] for number in numbers], {part: parts[part] for part in measured})
         caution = remedy.caution
         if "fixed sizes" in caution and shape_changes:
