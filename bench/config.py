@@ -60,7 +60,7 @@ class RunConfig(TrainingConfig):
     evaluations_per_epoch: int = 20
     """An evaluation follows every floor(train samples / (this * global batch)) iterations."""
     loss_interval: int = 100
-    """Iterations between two checks of the loss; a non-finite one stops every rank."""
+    """Iterations between two reads of the losses; a non-finite one stops every rank, and no weight changes before."""
     results_dir: Path = Path("results")
     """Directory of records; the run makes one folder in it and never writes into an existing one."""
     run_id: str | None = None

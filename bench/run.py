@@ -14,13 +14,21 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
-from dlrm_bench.bench.measure.losses import LossHistory
+from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteLossError
 from dlrm_bench.bench.measure.machine import describe_machine, git_state, platform_name, short_name
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, RunStatus
 from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
-from dlrm_bench.bench.records.record import TrainingOutcome, build_record, create_run_folder, new_run_id, write_record
+from dlrm_bench.bench.records.record import (
+    ITERATIONS_NPZ,
+    TrainingOutcome,
+    build_record,
+    create_run_folder,
+    new_run_id,
+    write_iterations,
+    write_record,
+)
 from dlrm_bench.bench.records.schema import Machine, Profile, RunRecord, Telemetry, TrainingStatus
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
@@ -184,14 +192,26 @@ def run(
             log.init_stop()
             log.run_start()
             log.epoch_start()
-            with RunMonitor(ranks.device, this.clock) as monitor:
-                this.train()
-        losses = this.losses.finish()
+            try:
+                with RunMonitor(ranks.device, this.clock) as monitor:
+                    this.train()
+                losses = this.losses.finish()
+            except NonFiniteLossError as error:
+                raise ValueError(f"{error}; {_keep(this, error, folder)}") from None
         log.close(this.log_status, this.epoch_num)
         profile = profiling.profile() if profiling else None
         record = _write(this, machine, command, folder, losses, monitor.gather(), profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
+
+
+def _keep(this: Run, error: NonFiniteLossError, folder: Path) -> str:
+    """Keeps what a run has measured that cannot go on; returns where. Collective."""
+    this.clock.pause()
+    iterations_ms = this.clock.gather_ms()
+    if this.ranks.rank == 0:
+        write_iterations(folder, iterations_ms, error.known)
+    return f"losses and latencies so far are in {folder / ITERATIONS_NPZ}"
 
 
 def _set_precision(config: RunConfig, device: torch.device) -> None:

@@ -48,8 +48,11 @@ class Bucket(ABC):
         self.state = torch.zeros_like(self.master)
 
     @abstractmethod
-    def update(self, learning_rate: Tensor, eps: float) -> None:
-        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective."""
+    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
+        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective.
+
+        stopped: flags of a LossGuard; where one is raised, no weight or state changes.
+        """
 
     @abstractmethod
     def all_gather(self) -> None:
@@ -100,16 +103,15 @@ class CollectiveBucket(Bucket):
         """All memory of Bucket's, and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
-    def update(self, learning_rate: Tensor, eps: float) -> None:
+    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
         """Sums the gradient by a reduce-scatter, or an all-reduce where it is not sharded, and updates. Collective."""
         if self._sharded:
             dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
         else:
             dist.all_reduce(self.grad, group=self._group)
         mine = self.working[self._mine]
-        flat_adagrad(
-            self.master, self.state, self._summed, learning_rate, eps, None if mine.dtype == torch.float32 else mine
-        )
+        working = None if mine.dtype == torch.float32 else mine
+        flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, stopped)
 
     def all_gather(self) -> None:
         """Gathers all shares; does nothing where the bucket is not sharded. Collective."""
@@ -136,12 +138,12 @@ class PeerBucket(Bucket):
         self._workings, grads = peers
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
-    def update(self, learning_rate: Tensor, eps: float) -> None:
+    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
         """Updates this rank's slice, and writes it to all ranks' working weights: a rank calls it when it has read its
         own for the last time, and reads them again after it. Collective."""
         self._memory.barrier(f"{self._name} gradients")
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
-        sharded_adagrad(*share, learning_rate, eps)
+        sharded_adagrad(*share, learning_rate, eps, stopped)
         self._memory.barrier(f"{self._name} weights")
 
     def all_gather(self) -> None:

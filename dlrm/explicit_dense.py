@@ -139,6 +139,12 @@ class ExplicitDense:
         self.loss = torch.zeros((), device=device)
         """Mean over the local batch, as of the last `top_weight_gradients` of layer 0."""
 
+    @property
+    def losses(self) -> Tensor:
+        """Sums of the losses of groups of samples, fp32 [n] of any stride, once all parts' `loss_backward` is
+        through."""
+        return self._loss_partials.flatten(0, 1)[:, 0]
+
     def state_dict(self, which: DenseState = "master") -> dict[str, Tensor]:
         """Copies of the fp32 weights or of Adagrad's state, under DenseNetwork's names and shapes. Collective."""
         full = {name: value for bucket in self.buckets for name, value in bucket.full(getattr(bucket, which)).items()}

@@ -5,7 +5,6 @@ Bytes are those that must move: gradient rows once per id, weight and state rows
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +18,8 @@ from dlrm_bench.kernels.column_sums import column_sums
 from dlrm_bench.kernels.fetch import fetch_next
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.graph_time import graph_us
+from dlrm_bench.kernels.non_finite import clear_if_stopped, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.push_columns import PushTable, push_columns
@@ -41,26 +42,6 @@ class Case(NamedTuple):
     shape: str
     bytes: float
     run: Callable[[], object]
-
-
-def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> float:
-    """Median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / replays)
-    return statistics.median(times)
 
 
 def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Tensor]:
@@ -362,6 +343,17 @@ def push_columns_cases() -> Iterator[Case]:
             )
 
 
+def non_finite_cases() -> Iterator[Case]:
+    flags = local_peers(PEERS, torch.int32)
+    for batch in (6912, 512):
+        losses = torch.rand(batch // 16, 258, device="cuda")[:, 0]
+        run = partial(raise_flag, losses, flags)
+        yield Case("raise_flag", f"[{len(losses)}] to {PEERS} local buffers", losses.numel() * 32, run)
+    gradients = torch.rand(4 * 6912, 832, device="cuda").to(BF16)
+    run = partial(clear_if_stopped, flags.own, gradients)
+    yield Case("clear_if_stopped", f"{list(gradients.shape)}, bf16, nothing to clear", 4 * PEERS, run)
+
+
 CASES = {
     "column_sums": column_sums_cases,
     "row_sums": row_sums_cases,
@@ -378,6 +370,7 @@ CASES = {
     "flat_adagrad": flat_adagrad_cases,
     "sharded_adagrad": sharded_adagrad_cases,
     "push_columns": push_columns_cases,
+    "non_finite": non_finite_cases,
 }
 
 

@@ -6,30 +6,46 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels.non_finite import flag_words, is_stopped
 
 _BLOCK = 2048
 
 
 def flat_adagrad(
-    master: Tensor, state: Tensor, grad: Tensor, learning_rate: Tensor, eps: float, working: Tensor | None = None
+    master: Tensor,
+    state: Tensor,
+    grad: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    working: Tensor | None = None,
+    stopped: Tensor | None = None,
 ) -> None:
     """state += grad^2; master -= lr * grad / (sqrt(state) + eps); working = master, rounded. In place.
 
     master, state: fp32 [n]. grad: bf16 or fp32 [n]. working: bf16 [n] or None. learning_rate: fp32, one element, on
-    the device. All contiguous; best 16-byte aligned and n a multiple of 16.
+    the device. All contiguous; best 16-byte aligned and n a multiple of 16. stopped: flags of non_finite.py; where one
+    is raised, nothing changes.
     """
     tensors = [master, state, grad] if working is None else [master, state, grad, working]
     assert all(t.shape == master.shape and t.dim() == 1 and t.is_contiguous() for t in tensors), "flat buffers: [n]"
     assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
     assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
     update = triton_flat_adagrad if master.is_cuda else plain_flat_adagrad
-    update(master, state, grad, learning_rate, eps, working)
+    update(master, state, grad, learning_rate, eps, working, stopped)
 
 
 def plain_flat_adagrad(
-    master: Tensor, state: Tensor, grad: Tensor, learning_rate: Tensor, eps: float, working: Tensor | None = None
+    master: Tensor,
+    state: Tensor,
+    grad: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    working: Tensor | None = None,
+    stopped: Tensor | None = None,
 ) -> None:
     """What `flat_adagrad` does, in PyTorch."""
+    if stopped is not None and stopped.any():
+        return
     g = grad.float()
     state += g * g
     master -= learning_rate * g / (state.sqrt() + eps)
@@ -38,19 +54,30 @@ def plain_flat_adagrad(
 
 
 def triton_flat_adagrad(
-    master: Tensor, state: Tensor, grad: Tensor, learning_rate: Tensor, eps: float, working: Tensor | None = None
+    master: Tensor,
+    state: Tensor,
+    grad: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    working: Tensor | None = None,
+    stopped: Tensor | None = None,
 ) -> None:
     """What `flat_adagrad` does, in one kernel."""
     if master.numel():
+        sizes = (eps, master.numel(), flag_words(stopped), _BLOCK)
         _flat_adagrad_kernel[(cdiv(master.numel(), _BLOCK),)](
-            master, state, grad, working, learning_rate, eps, master.numel(), _BLOCK, num_warps=8
+            master, state, grad, working, learning_rate, stopped, *sizes, num_warps=8
         )
 
 
 @jit
-def _flat_adagrad_kernel(master, state, grad, working, learning_rate, eps, count, block: tl.constexpr) -> None:
+def _flat_adagrad_kernel(
+    master, state, grad, working, learning_rate, stopped, eps, count, flags: tl.constexpr, block: tl.constexpr
+) -> None:
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < count
+    if flags:
+        mask = mask & (is_stopped(stopped, flags) == 0)
     g = tl.load(grad + at, mask).to(tl.float32)
     s = tl.load(state + at, mask) + g * g
     w = tl.load(master + at, mask) - tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels.non_finite import flag_words, is_stopped
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and leave
@@ -21,6 +22,7 @@ def sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
+    stopped: Tensor | None = None,
 ) -> None:
     """Update elements [first, first + n) with the sum of all ranks' gradients, and write them to all ranks.
 
@@ -31,7 +33,8 @@ def sharded_adagrad(
     N >= first + n. learning_rate: fp32, one element, on the device. All contiguous, grads and workings 16-byte aligned;
     best `first` and n multiples of 16. Where workings are fp32, master may be the slice itself of this rank's own. The
     caller puts a barrier of all ranks before this, so that all gradients are written and nobody reads weights any more,
-    and one after it, before anybody reads weights or writes gradients.
+    and one after it, before anybody reads weights or writes gradients. stopped: flags of non_finite.py, raised before
+    the first of these barriers; where one is raised, nothing changes.
     """
     assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
     assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
@@ -43,7 +46,7 @@ def sharded_adagrad(
     assert 0 <= first <= flat.numel() - master.numel(), "a slice of the flat buffers"
     assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
     update = triton_sharded_adagrad if master.is_cuda else plain_sharded_adagrad
-    update(master, state, grads, workings, first, learning_rate, eps)
+    update(master, state, grads, workings, first, learning_rate, eps, stopped)
 
 
 def plain_sharded_adagrad(
@@ -54,8 +57,11 @@ def plain_sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
+    stopped: Tensor | None = None,
 ) -> None:
     """What `sharded_adagrad` does, in PyTorch."""
+    if stopped is not None and stopped.any():
+        return
     g = torch.zeros_like(master)
     for grad in grads.tensors:
         g += grad.to(g)
@@ -73,6 +79,7 @@ def triton_sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
+    stopped: Tensor | None = None,
 ) -> None:
     """What `sharded_adagrad` does, in one kernel."""
     assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
@@ -87,8 +94,10 @@ def triton_sharded_adagrad(
             workings.addresses,
             first,
             learning_rate,
+            stopped,
             eps,
             master.numel(),
+            flag_words(stopped),
             len(grads),
             cdiv(master.numel(), programs * _BLOCK),
             _BLOCK,
@@ -106,16 +115,21 @@ def _sharded_adagrad_kernel(
     workings,
     first,
     learning_rate,
+    stopped,
     eps,
     count,
+    flags: tl.constexpr,
     ranks: tl.constexpr,
     turns: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     rate = tl.load(learning_rate)
+    goes_on = tl.full([block], 1, tl.int1)
+    if flags:
+        goes_on = goes_on & (is_stopped(stopped, flags) == 0)
     for turn in range(turns):
         at = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * block + tl.arange(0, block)
-        mask = at < count
+        mask = (at < count) & goes_on
         # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
         # the integer's.
         g = tl.zeros([block], tl.float32)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.non_finite import flag_words, is_stopped
 
 _WARPS = 2048  # enough to fill a large GPU
 # Rows that one warp works on at a time, by columns: the fastest on an H200. More do not fit into its registers.
@@ -42,6 +43,7 @@ def sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
+    stopped: Tensor | None = None,
 ) -> None:
     """Update each distinct id's row in place: g = sum of its bags' gradients; state += g*g; weights -= lr * g /
     (sqrt(state) + eps).
@@ -50,6 +52,7 @@ def sorted_adagrad(
     apart: state may lie after each row of the weights. grad: bf16 or fp32, contiguous, any shape of bags * C elements:
     bag b's gradient is row b of its view [-1, C]. sorted_ids, sorted_bags: from `sort_ids`; each id below R, which is
     not checked; negative ids are padding and change nothing. learning_rate: fp32, one element, on the weights' device.
+    stopped: flags of non_finite.py; where one is raised, nothing changes.
     """
     columns = weights.shape[1]
     assert weights.shape == state.shape and weights.dtype == state.dtype == torch.float32, "weights and state: fp32"
@@ -60,7 +63,7 @@ def sorted_adagrad(
     assert sorted_ids.dtype == sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
     assert learning_rate.numel() == 1 and learning_rate.device == weights.device, "learning rate: a device scalar"
     update = triton_sorted_adagrad if weights.is_cuda else plain_sorted_adagrad
-    update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps)
+    update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps, stopped)
 
 
 def plain_sorted_adagrad(
@@ -71,8 +74,11 @@ def plain_sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
+    stopped: Tensor | None = None,
 ) -> None:
     """What `sorted_adagrad` does, in PyTorch."""
+    if stopped is not None and stopped.any():
+        return
     valid = sorted_ids >= 0
     ids, run = torch.unique_consecutive(sorted_ids[valid], return_inverse=True)
     rows = grad.view(-1, weights.shape[1])[sorted_bags[valid]].to(weights.dtype)
@@ -89,6 +95,7 @@ def triton_sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
+    stopped: Tensor | None = None,
     tile: int = 0,
     chunk: int = 0,
 ) -> None:
@@ -102,8 +109,8 @@ def triton_sorted_adagrad(
     chunks = cdiv(count, chunk)
     # Row 0 of a chunk: its share of the run that comes in from the left. Row 1: of the run that first goes out.
     partials = torch.empty(chunks, 2, columns, dtype=torch.float32, device=weights.device)
-    tensors = (weights, state, partials, sorted_ids, learning_rate)
-    sizes = (eps, count, weights.stride(0), columns, chunk)
+    tensors = (weights, state, partials, sorted_ids, learning_rate, stopped)
+    sizes = (eps, count, flag_words(stopped), weights.stride(0), columns, chunk)
     _sorted_adagrad_kernel[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
     if chunks > 1:
         _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
@@ -122,10 +129,12 @@ def _sorted_adagrad_kernel(
     partials,
     ids,
     learning_rate,
+    stopped,
     grad,
     bags,
     eps,
     count,
+    flags: tl.constexpr,
     stride: tl.constexpr,
     columns: tl.constexpr,
     chunk: tl.constexpr,
@@ -136,13 +145,16 @@ def _sorted_adagrad_kernel(
     rate = tl.load(learning_rate)
     column = tl.arange(0, columns)[None, :]
     carry = tl.zeros([columns], tl.float32)
+    goes_on = tl.full([tile], 1, tl.int1)
+    if flags:
+        goes_on = goes_on & (is_stopped(stopped, flags) == 0)
     for first in range(0, chunk, tile):
         at = start + first + tl.arange(0, tile)
         row_id = tl.load(ids + at, at < count, other=-1)
         bag = tl.load(bags + at, at < count, other=0)
         previous = tl.load(ids + at - 1, (at > start) & (at <= count), other=-2)
         following = tl.load(ids + at + 1, at + 1 < count, other=-1)
-        valid = row_id >= 0
+        valid = (row_id >= 0) & goes_on
         ends = row_id != following
         comes_in = row_id == id_before
         finishes = valid & ends & (comes_in == 0)
@@ -178,8 +190,10 @@ def _sorted_adagrad_merge_kernel(
     partials,
     ids,
     learning_rate,
+    stopped,
     eps,
     count,
+    flags: tl.constexpr,
     stride: tl.constexpr,
     columns: tl.constexpr,
     chunk: tl.constexpr,
@@ -190,6 +204,8 @@ def _sorted_adagrad_merge_kernel(
     run_id = tl.load(ids + end - 1)
     id_before = tl.load(ids + first * chunk - 1, first > 0, other=-1)
     goes_on = (run_id >= 0) & (tl.load(ids + end) == run_id) & (run_id != id_before)
+    if flags:
+        goes_on = goes_on & (is_stopped(stopped, flags) == 0)
     if goes_on:
         column = tl.arange(0, columns)
         g = tl.load(partials + (2 * first.to(tl.int64) + 1) * columns + column)

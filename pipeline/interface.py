@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.pipeline.state import StateBlocks
 
 
 class Options(Protocol):
@@ -44,6 +45,19 @@ class Pipeline(Protocol):
 
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
+        ...
+
+    def state_blocks(self) -> StateBlocks:
+        """Returns weights and optimizer state after the last step, as they lie on this rank. Collective; waits for the
+        device.
+
+        Tables are the memory that is trained. Dense tensors may be copies: who writes to blocks hands them to
+        `take_blocks` afterwards.
+        """
+        ...
+
+    def take_blocks(self, blocks: StateBlocks) -> None:
+        """Continues from what was written to `blocks`, the last result of `state_blocks`. Collective."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ tensors are CPU memory of rank 0 alone: all tables and their state must fit on t
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,13 @@ class TensorBlock:
 
 TensorBlocks = dict[str, list[TensorBlock]]
 """The blocks of each tensor, in the same order on all ranks."""
+
+
+class StateBlocks(NamedTuple):
+    """The memory of a pipeline's state on this rank, under ModelState's keys."""
+
+    weights: TensorBlocks
+    optimizer: TensorBlocks
 
 
 def table_key(model: ModelConfig, table: int) -> str:

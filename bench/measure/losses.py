@@ -5,6 +5,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class NonFiniteLossError(ValueError):
+    """A loss that is no number: from its iteration on, all pipelines leave all weights as they are."""
+
+    def __init__(self, iteration: int, loss: float, known: list[float]) -> None:
+        """iteration: counted from 1. known: all losses read so far, this one and later ones included."""
+        super().__init__(
+            f"the loss of iteration {iteration} is {loss}: the run stops, with the weights as iteration "
+            f"{iteration - 1} left them"
+        )
+        self.iteration, self.known = iteration, known
+
+
 class LossHistory:
     """Global mean losses, collected on the device and averaged over the ranks every `interval` iterations.
 
@@ -30,7 +42,7 @@ class LossHistory:
     def add(self, loss: Tensor) -> None:
         """Adds one iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.
 
-        Raises ValueError on every rank if a loss of the interval before was not finite.
+        Raises NonFiniteLossError on every rank if a loss of the interval before was not finite.
         """
         self._pending.append(loss)
         if len(self._pending) == self._interval:
@@ -38,7 +50,7 @@ class LossHistory:
             self._average()
 
     def finish(self) -> list[float]:
-        """All losses so far; waits for them. Collective, and raises ValueError like `add`."""
+        """All losses so far; waits for them. Collective, and raises NonFiniteLossError like `add`."""
         self._collect()
         if self._pending:
             self._average()
@@ -70,7 +82,4 @@ class LossHistory:
         bad = (~host.isfinite()).nonzero()
         if len(bad):
             at = int(bad[0])
-            raise ValueError(
-                f"the loss of iteration {first + at} is {host[at].item()}: training diverged; "
-                "lower --optimizer.learning-rate or look for bad values in the data"
-            )
+            raise NonFiniteLossError(first + at, host[at].item(), self._values)

@@ -30,6 +30,7 @@ from dlrm_bench.dlrm.ranks import Ranks
 
 if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only
     from dlrm_bench.pipeline.interface import Pipeline
+    from dlrm_bench.pipeline.state import StateBlocks
 
 MEASURED = 50
 """Iterations after the warm-up in which CPU time is measured, without the profiler."""
@@ -100,6 +101,14 @@ class ProfiledPipeline:
     def describe(self) -> dict[str, Any]:
         """See prepare."""
         return self._pipeline.describe()
+
+    def state_blocks(self) -> "StateBlocks":
+        """See prepare."""
+        return self._pipeline.state_blocks()
+
+    def take_blocks(self, blocks: "StateBlocks") -> None:
+        """See prepare."""
+        self._pipeline.take_blocks(blocks)
 
     def close(self) -> None:
         """See prepare."""

@@ -166,13 +166,22 @@ def write_record(
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-    np.savez_compressed(folder / ITERATIONS_NPZ, latency_ms=latency_ms, loss=loss)
+    write_iterations(folder, latency_ms, loss)
     unfinished = path.with_suffix(".json.tmp")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def write_iterations(folder: Path, iterations_ms: np.ndarray, losses: np.ndarray | Sequence[float]) -> None:
+    """Writes iterations.npz alone, which a run leaves that does not finish.
+
+    iterations_ms: float32 [ranks, iterations], raw. losses: of the first of these iterations, as far as they are known.
+    """
+    latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
+    np.savez_compressed(folder / ITERATIONS_NPZ, latency_ms=latency_ms, loss=loss)
 
 
 def read_record(folder: Path) -> Record:

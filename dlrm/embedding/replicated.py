@@ -92,12 +92,12 @@ class ReplicatedTables:
         with torch.no_grad():
             regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
 
-    def update(self, ids: ReplicatedIds, grad: Tensor, learning_rate: Tensor) -> None:
-        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. Collective."""
+    def update(self, ids: ReplicatedIds, grad: Tensor, learning_rate: Tensor, stopped: Tensor | None = None) -> None:
+        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. stopped: flags of a LossGuard;
+        where one is raised, nothing changes. Collective."""
         mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
         regroup_backward(grad, self._regroup, mine)
         row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
         dist.all_reduce(self._grad, group=self._group)
-        flat_adagrad(
-            self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1), learning_rate, self._eps
-        )
+        tables = (self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1))
+        flat_adagrad(*tables, learning_rate, self._eps, stopped=stopped)

@@ -34,6 +34,7 @@ from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerEx
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.non_finite import clear_if_stopped
 from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
 
 
@@ -179,8 +180,11 @@ class StaticEBC:
         """Brings the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
         self._exchange.backward(grad, part)
 
-    def update(self, ids: DistributedIds, pooled: Tensor | None) -> None:
-        """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part."""
+    def update(self, ids: DistributedIds, pooled: Tensor | None, stopped: Tensor | None = None) -> None:
+        """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part.
+
+        stopped: flags of a LossGuard; where one is raised, no weight or state changes.
+        """
         if self.presort:
             assert ids.sorted_ids is not None
             assert ids.sorted_bags is not None
@@ -192,15 +196,19 @@ class StaticEBC:
                 ids.sorted_bags,
                 self.learning_rate,
                 self.eps,
+                stopped,
             )
         else:
             assert pooled is not None
+            if stopped is not None:  # gradients of zero change nothing under any of the optimizers
+                clear_if_stopped(stopped, self.gradients)
             pooled.backward(self.gradients.view_as(pooled))
 
-    def update_replicated(self, ids: DistributedIds, grad: Tensor) -> None:
-        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. Collective."""
+    def update_replicated(self, ids: DistributedIds, grad: Tensor, stopped: Tensor | None = None) -> None:
+        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. stopped: as in `update`.
+        Collective."""
         if self._replicated is not None and ids.replicated is not None:
-            self._replicated.update(ids.replicated, grad, self.learning_rate)
+            self._replicated.update(ids.replicated, grad, self.learning_rate, stopped)
 
     # State
 

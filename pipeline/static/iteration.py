@@ -7,6 +7,8 @@
 4 embedding backward       the other weight gradients beside it
 5 dense update             beside 3 and 4
 
+A loss that is not finite stops every update of its iteration and of all later ones, on all ranks: see LossGuard.
+
 Large batches go through stages 2 to 4 in two halves: what one half moves over the links or through memory hides under
 the other half's GEMMs. Table update and weight gradients take the whole batch. BatchSchedule has the decisions.
 """
@@ -22,6 +24,7 @@ from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.pipeline.static.batch_schedule import BatchSchedule
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
@@ -67,11 +70,12 @@ class Iteration:
         dense: ExplicitDense,
         ebc: StaticEBC,
         memory: PeerMemory | None,
+        guard: LossGuard,
         streams: IterationStreams,
         fetcher: BatchFetcher,
     ) -> None:
-        """memory: what `dense` and `ebc` exchange through, where that is peer memory."""
-        self._config, self._schedule, self._memory = config, schedule, memory
+        """memory: what `dense` and `ebc` exchange through, where that is peer memory. guard: through the same."""
+        self._config, self._schedule, self._memory, self._guard = config, schedule, memory, guard
         self._dense, self._ebc, self._streams, self._fetcher = dense, ebc, streams, fetcher
         self._stream_names = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, strict=True))[: schedule.parts]
 
@@ -83,14 +87,14 @@ class Iteration:
             with record_function("embedding_forward"):
                 forward = self._embedding_forward(now)
             with record_function("dense_forward_backward"), torch.no_grad():
-                gradients = self._dense_forward_backward(now, forward)
+                gradients, guarded = self._dense_forward_backward(now, forward)
             with record_function("dense_update"):
                 last = forward.parts[-1]
-                bottom, bottom_update = self._update_bottom(last)
-                with self._streams.beside("replicated", last):
-                    self._ebc.update_replicated(now.ids, self._interaction_gradient())
+                bottom, bottom_update = self._update_bottom(guarded, last)
+                with self._streams.beside("replicated", last, guarded):
+                    self._ebc.update_replicated(now.ids, self._interaction_gradient(), self._guard.stopped)
             with record_function("embedding_backward"):
-                self._embedding_backward(now, forward, [*gradients, *bottom], bottom_update)
+                self._embedding_backward(now, forward, guarded, [*gradients, *bottom], bottom_update)
 
     def _embedding_forward(self, now: Slot) -> _EmbeddingForward:
         dense, streams, weights = self._dense, self._streams, []
@@ -116,10 +120,10 @@ class Iteration:
                 self._ebc.output_dist(pooled[part], self._interaction_input(rows), part)
         return _EmbeddingForward(pooled[0], parts, local, weights)
 
-    def _dense_forward_backward(self, now: Slot, forward: _EmbeddingForward) -> list[Branch]:
-        """Gives the weight gradients of the cross layers."""
+    def _dense_forward_backward(self, now: Slot, forward: _EmbeddingForward) -> tuple[list[Branch], Branch]:
+        """Gives the weight gradients of the cross layers, and the guard's look at the losses."""
         dense, streams, layers = self._dense, self._streams, range(self._config.model.cross_layers)
-        schedule, gradients = self._schedule, []
+        schedule, gradients, last = self._schedule, [], forward.parts[-1]
         for part, rows in enumerate(dense.shape.rows):
             with streams.on(forward.parts[part]):
                 streams.join(forward.local, *forward.weights[:1])
@@ -127,27 +131,36 @@ class Iteration:
                     dense.cross_forward(layer, part)
                 streams.join(*forward.weights[1:])
                 dense.loss_backward(dense.top_hidden_forward(part), now.batch.labels[rows], part)
+                if part == schedule.parts - 1:
+                    with streams.beside("guard", *forward.parts[:part]) as guarded:
+                        self._guard.look(dense.losses)
                 dense.top_backward(part)
                 if schedule.top_update_within_chain:
-                    self._update_top()
+                    self._update_top(guarded)
                 for layer in reversed(layers):
                     dense.cross_backward(layer, part)
                     if schedule.cross_updates_within_chain:
-                        gradients += self._update_cross((layer,))
-        last = forward.parts[-1]
+                        gradients += self._update_cross((layer,), guarded)
         if not schedule.top_update_within_chain:
-            self._update_top(last)
+            self._update_top(guarded, last)
         if not schedule.cross_updates_within_chain:
             for of_bucket in reversed(dense.cross):
-                gradients += self._update_cross(of_bucket, last)
-        return gradients
+                gradients += self._update_cross(of_bucket, guarded, last)
+        return gradients, guarded
 
     def _embedding_backward(
-        self, now: Slot, forward: _EmbeddingForward, gradients: list[Branch], bottom_update: Branch
+        self,
+        now: Slot,
+        forward: _EmbeddingForward,
+        guarded: Branch,
+        gradients: list[Branch],
+        bottom_update: Branch,
     ) -> None:
         """gradients: the weight gradients of the cross layers and the bottom MLP."""
         for part, rows in enumerate(self._dense.shape.rows):
             with self._streams.on(forward.parts[part]):
+                if part == self._schedule.parts - 1:  # before the last barrier ahead of the table update
+                    self._streams.join(guarded)
                 self._ebc.gradient_dist(self._interaction_gradient(rows), part)
         first = [forward.parts[-1]]
         if self._schedule.tables_after_weight_gradients:
@@ -155,16 +168,16 @@ class Iteration:
         if self._schedule.tables_after_bottom_update:
             first.append(bottom_update)
         with self._streams.beside("tables", *first, priority=Priority.FILL):
-            self._ebc.update(now.ids, forward.pooled)
+            self._ebc.update(now.ids, forward.pooled, self._guard.stopped)
 
-    def _update_top(self, *after: Branch) -> None:
+    def _update_top(self, guarded: Branch, *after: Branch) -> None:
         with self._streams.beside("top gradients", *after, priority=Priority.WEIGHT_GRADIENTS):
             for layers, bucket in self._dense.top.items():
                 self._dense.top_weight_gradients(layers)
-                with self._streams.beside(f"top {layers[0]}"), record_function("dense_update"):
+                with self._streams.beside(f"top {layers[0]}", guarded), record_function("dense_update"):
                     self._update(bucket)
 
-    def _update_cross(self, layers: tuple[int, ...], *after: Branch) -> list[Branch]:
+    def _update_cross(self, layers: tuple[int, ...], guarded: Branch, *after: Branch) -> list[Branch]:
         """Computes the layers' weight gradients, beside one another where there is room, and updates their bucket.
         Gives the weight gradients."""
         apart, gradients = self._schedule.cross_gradients_apart, []
@@ -173,11 +186,11 @@ class Iteration:
             with self._streams.beside(name, *after, priority=Priority.WEIGHT_GRADIENTS) as branch:
                 self._dense.cross_weight_gradients(layer)
             gradients.append(branch)
-        with self._streams.beside(f"cross {layers[0]}", *gradients), record_function("dense_update"):
+        with self._streams.beside(f"cross {layers[0]}", guarded, *gradients), record_function("dense_update"):
             self._update(self._dense.cross[layers])
         return gradients
 
-    def _update_bottom(self, after: Branch) -> tuple[list[Branch], Branch]:
+    def _update_bottom(self, guarded: Branch, after: Branch) -> tuple[list[Branch], Branch]:
         """Gives the bottom MLP's weight gradients, with the backward before them, and its update."""
         with self._streams.beside("bottom", after) as backward:
             gradients = [backward]
@@ -187,12 +200,12 @@ class Iteration:
                 with self._streams.beside(name, priority=Priority.WEIGHT_GRADIENTS) as branch:
                     self._dense.bottom_weight_gradient(layer)
                 gradients.append(branch)
-        with self._streams.beside("bottom update", *gradients) as update:
+        with self._streams.beside("bottom update", guarded, *gradients) as update:
             self._update(self._dense.bottom)
         return gradients, update
 
     def _update(self, bucket: Bucket) -> None:
-        bucket.update(self._ebc.learning_rate, self._config.optimizer.eps)
+        bucket.update(self._ebc.learning_rate, self._config.optimizer.eps, self._guard.stopped)
 
     def _local_forward(self, slot: Slot) -> None:
         """Runs what needs no other rank: the replicated tables and the bottom MLP."""

@@ -19,12 +19,13 @@ from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memo
 from dlrm_bench.dlrm.embedding.torchrec_plan import torchrec_plan
 from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.gpu_costs import costs_of
+from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.pipeline.interface import check_device
-from dlrm_bench.pipeline.state import ModelState, TensorBlock, TensorBlocks, gather, scatter, table_key
+from dlrm_bench.pipeline.state import ModelState, StateBlocks, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
 from dlrm_bench.pipeline.static.evaluation import Evaluation
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
@@ -87,7 +88,8 @@ class StaticPipeline:
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
-        self._iteration = Iteration(config, schedule, self.dense, self.ebc, memory, self._streams, self._fetcher)
+        parts = (self.dense, self.ebc, memory, LossGuard(ranks, memory), self._streams, self._fetcher)
+        self._iteration = Iteration(config, schedule, *parts)
         make_graphs = None
         if options.cuda_graph != "none":
             fallback = options.cuda_graph == "try"
@@ -180,19 +182,30 @@ class StaticPipeline:
     def state_dict(self) -> ModelState:
         """Returns weights and optimizer state after the last step, whole, on rank 0. Collective; see
         pipeline/state.py."""
-        weights, optimizer = (self._blocks(which, self.dense.state_dict(which)) for which in _MASTER_AND_STATE)
-        return gather(weights, optimizer, self._ranks)
+        return gather(*self.state_blocks(), self._ranks)
 
     def load_state_dict(self, state: ModelState) -> None:
         """Continues from rank 0's `state`, of any pipeline; batches in flight stay. Collective; see pipeline/state.py.
 
         ValueError where it is of another model.
         """
-        dense = [self.dense.state_dict(which) for which in _MASTER_AND_STATE]
-        weights, optimizer = map(self._blocks, _MASTER_AND_STATE, dense)
-        scatter(state, weights, optimizer, self._ranks)
-        for which, values in zip(_MASTER_AND_STATE, dense, strict=True):
-            self.dense.load_state_dict(values, which)
+        blocks = self.state_blocks()
+        scatter(state, *blocks, self._ranks)
+        self.take_blocks(blocks)
+
+    def state_blocks(self) -> StateBlocks:
+        """See dlrm_bench.pipeline.interface.Pipeline: dense tensors are whole copies on every rank."""
+        blocks = StateBlocks(*(self._blocks(which, self.dense.state_dict(which)) for which in _MASTER_AND_STATE))
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        return blocks
+
+    def take_blocks(self, blocks: StateBlocks) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        names = torchrec_names(self._config.model)
+        for which, of_which in zip(_MASTER_AND_STATE, blocks, strict=True):
+            values = {name: of_which[key][0].local for name, key in names.items()}
+            self.dense.load_state_dict({name: value for name, value in values.items() if value is not None}, which)
 
     def _blocks(self, which: DenseState, dense: dict[str, Tensor]) -> TensorBlocks:
         """Returns weights or optimizer state of the tables, as they lie, and of the dense network, from whole

@@ -41,8 +41,9 @@ from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memo
 from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
 from dlrm_bench.dlrm.model import DenseNetwork, torchrec_names
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, TensorBlock, TensorBlocks, gather, scatter, table_key
+from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, StateBlocks, TensorBlock, gather, scatter, table_key
 from dlrm_bench.pipeline.torchrec.batch import BatchLayout
+from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 
 Codecs = dict[str, QuantizedCommCodecs]
@@ -70,8 +71,8 @@ class TorchRecPipeline(ABC):
         """
         self._config, self._ranks, self._device = config, ranks, ranks.device
         self._layout = BatchLayout(config.model, config.local_batch_size, pin=ranks.device.type == "cuda")
-        self._model, self._plan = _build_model(config, options, ranks, sharder, left_out)
-        self._optimizer = _build_optimizer(self._model, config.optimizer)
+        self._model, self._plan, guard = _build_model(config, options, ranks, sharder, left_out)
+        self._optimizer = _build_optimizer(self._model, config.optimizer, guard)
         self._codecs: Codecs | None = sharder.qcomm_codecs_registry
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
 
@@ -107,8 +108,7 @@ class TorchRecPipeline(ABC):
 
     def state_dict(self) -> ModelState:
         """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""
-        self._synchronize()
-        return gather(*self._blocks(), self._ranks)
+        return gather(*self.state_blocks(), self._ranks)
 
     def load_state_dict(self, state: ModelState) -> None:
         """Continues from rank 0's `state`, of any pipeline; batches in flight stay. Collective; see pipeline/state.py.
@@ -116,12 +116,18 @@ class TorchRecPipeline(ABC):
         Writes through what the public state_dict of model and optimizer give, which is the memory they train.
         ValueError where the state is of another model.
         """
-        self._synchronize()
-        scatter(state, *self._blocks(), self._ranks)
+        blocks = self.state_blocks()
+        scatter(state, *blocks, self._ranks)
+        self.take_blocks(blocks)
+
+    def take_blocks(self, blocks: StateBlocks) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained."""
         self._synchronize()
 
-    def _blocks(self) -> tuple[TensorBlocks, TensorBlocks]:
-        """Weights and optimizer state; ValueError where the latter is of the sharding and not of the model."""
+    def state_blocks(self) -> StateBlocks:
+        """See dlrm_bench.pipeline.interface.Pipeline; ValueError where the state is of the sharding and not of the
+        model."""
+        self._synchronize()
         weights, state = self._model.state_dict(), self._optimizer.state_dict()["state"]
         table_optimizer = self._config.optimizer.embedding
         of_weights, of_optimizer = {}, {}
@@ -131,7 +137,7 @@ class TorchRecPipeline(ABC):
             if not is_table or table_optimizer != "sgd":
                 blocks = _tensor_blocks(value, _sums(state.get(key, {})))
                 of_optimizer[name] = _of_rows(name, blocks) if is_table and table_optimizer != "adagrad" else blocks
-        return of_weights, of_optimizer
+        return StateBlocks(of_weights, of_optimizer)
 
     @abstractmethod
     def close(self) -> None:
@@ -236,11 +242,12 @@ def _build_model(
     ranks: Ranks,
     sharder: EmbeddingBagCollectionSharder,
     left_out: Collection[ShardingType],
-) -> tuple[DistributedModelParallel, ShardingPlan]:
+) -> tuple[DistributedModelParallel, ShardingPlan, TorchRecLossGuard]:
     model, device = config.model, ranks.device
     memory = device_memory_bytes(ranks)
     check_tables_fit(model, config.optimizer, memory, device)
     train_model = DLRMTrain(_build_unsharded(model, config.seed, device))
+    guard = TorchRecLossGuard(train_model, ranks)
     optimizer, arguments = table_optimizer(config.optimizer)
     apply_optimizer_in_backward(optimizer, train_model.model.sparse_arch.parameters(), arguments)
     constraints = {
@@ -260,7 +267,7 @@ def _build_model(
         ) from error
     sharded = DistributedModelParallel(module=train_model, device=device, plan=plan, sharders=[sharder])
     _fill_tables(sharded, model, config.seed)
-    return sharded, plan
+    return sharded, plan, guard
 
 
 def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLRM_DCN:
@@ -330,11 +337,13 @@ def _fill_tables(sharded: DistributedModelParallel, model: ModelConfig, seed: in
                 )
 
 
-def _build_optimizer(model: DistributedModelParallel, config: OptimizerConfig) -> CombinedOptimizer:
+def _build_optimizer(
+    model: DistributedModelParallel, config: OptimizerConfig, guard: TorchRecLossGuard
+) -> CombinedOptimizer:
     not_fused = dict(in_backward_optimizer_filter(model.named_parameters()))
     # TorchRec leaves data-parallel tables to the dense optimizer.
     tables = {name: value for name, value in not_fused.items() if ".embedding_bags." in name}
-    optimizers = [model.fused_optimizer]
+    optimizers = [model.fused_optimizer, guard.gate(not_fused.values())]
     if tables and config.embedding != "adagrad":
         not_fused = {name: value for name, value in not_fused.items() if name not in tables}
         kind, arguments = table_optimizer(config)

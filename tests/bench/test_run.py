@@ -22,7 +22,7 @@ from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
 from dlrm_bench.bench.measure.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.progress import StillBar
-from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
 from dlrm_bench.bench.run import LOG_NAME, Run
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch
@@ -264,7 +264,12 @@ def test_training_that_diverges(data, tmp_path, target):
     ended = launch(data, tmp_path, "--optimizer.learning-rate", "1e30", "--target-auc", target)
     assert_aborted(tmp_path, ended)
     for output in ended.outputs:
-        assert "the loss of iteration 2 is nan: training diverged; lower --optimizer.learning-rate" in output
+        assert "the loss of iteration 2 is nan: the run stops, with the weights as iteration 1 left them" in output
+        assert "Traceback" not in output
+    with np.load(tmp_path / "results" / "x" / ITERATIONS_NPZ) as kept:
+        assert np.isfinite(kept["loss"][0])
+        assert np.isnan(kept["loss"][1])
+        assert kept["latency_ms"].shape[1] >= len(kept["loss"])
 
 
 def corrupt(data: Path, copy: Path, day: int, feature: int, sample: int, value: int) -> None:
