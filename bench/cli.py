@@ -1,10 +1,9 @@
 """dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command.
 
-Exit status: 0; 1 if --fail-on finds a regression, or if a run that the command started fails for any reason; 2 for bad
-input and for what --strict refuses; 128 plus its number after a signal.
+Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the command started fails for any reason; 2 for
+bad input and for what --strict refuses; 5 if there are not enough runs for a check; 128 plus its number after a signal.
 """
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from dlrm_bench.dlrm.command_line import EXIT_FAILED, exit_status
+from dlrm_bench.dlrm.command_line import exit_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 class Compare:
     """Compares each side after the first with the first: latency, throughput, intervals, and what is proven.
 
-    A side is a record, a folder of records of the same program, an MLPerf result log, or a folder of result_*.txt.
+    A side is a record, a folder of records of the same program, a rung of a ladder with all its rounds (LADDER/RUNG),
+    an MLPerf result log, or a folder of result_*.txt. Two ladders are compared rung by rung, by name.
     """
 
     sides: Positional[tuple[Path, ...]]
@@ -35,48 +35,19 @@ class Compare:
     strict: bool = False
     """Refuse to compare sides that differ in what should be equal, or that come with a warning."""
     fail_on: str | None = None
-    """Exit with status 1 if a side is proven slower than the first by at least this percentage, such as 2%."""
+    """Check that a regression of this percentage, such as 2%, is excluded: exit status 0 only where it is, 1 where a
+    side is proven slower, 5 where there are not enough runs to know."""
+    equivalent: str | None = None
+    """Check that all sides take the first one's time, give or take this percentage: exit status 0 only where that is
+    proven, 1 where the opposite is, 5 where there are not enough runs to know."""
     json: bool = False
     """Print JSON instead of tables."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Prints the comparisons; returns the exit status."""
-        from dlrm_bench.bench.analysis.compare import (
-            compare_sides,
-            read_side,
-            result_as_json,
-            result_table,
-            verdict_in_words,
-        )
-        from dlrm_bench.bench.analysis.mlperf_logs import logs_table
+        from dlrm_bench.bench.analysis.compare_command import compare_command
 
-        if len(self.sides) < 2:
-            raise ValueError("compare needs two sides: dlrm-bench compare A B")
-        limit = _percentage(self.fail_on) if self.fail_on is not None else None
-        read = {path: read_side(path) for path in dict.fromkeys(self.sides)}
-        first, *others = [read[path] for path in self.sides]
-        results = [compare_sides(first, other) for other in others]
-        if self.strict:
-            for result in results:
-                if result.differences:
-                    raise ValueError("\n  ".join(("--strict: the sides cannot be compared:", *result.differences)))
-        regressed = [result.b.label for result in results if limit is not None and result.regressed(limit)]
-        if self.json:
-            print(json.dumps([result_as_json(result) for result in results], indent=2))
-            return EXIT_FAILED if regressed else 0
-        runs = [run for side in (first, *others) for run in side.logs]
-        if runs:
-            console.print(logs_table(runs))
-        for result in results:
-            console.print(result_table(result))
-            console.print(f"[bold]{verdict_in_words(result)}[/]", soft_wrap=True, highlight=False)
-            for kind, texts in (("warning", result.differences), ("note", result.notes)):
-                for text in texts:
-                    console.print(f"{kind}: {text}", soft_wrap=True, markup=False, highlight=False)
-        for label in regressed:
-            text = f"failed: {label} is slower by at least --fail-on {self.fail_on}"
-            console.print(text, soft_wrap=True, markup=False)
-        return EXIT_FAILED if regressed else 0
+        return compare_command(console, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -343,17 +314,6 @@ def _console() -> "Console":
             raise BrokenPipeError
 
     return EndingConsole(width=max(130, Console().width))
-
-
-def _percentage(text: str) -> float:
-    """The fraction that a percentage is: 0.02 for '2%' or '2'."""
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 10:
-        raise ValueError(f"--fail-on {text!r} is no percentage: write 2%")
-    return value
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def _print(outcome: Outcome) -> int:
     console = Console(width=120)
     if record["latency_ms"] is not None:
         console.print(_latency_table(record, record["latency_ms"]))
+        if record["latency_ms"].get("steady") is False:
+            console.print(
+                "not steady   the median of the last quarter of the timed iterations is "
+                f"{record['latency_ms']['drift']:+.1%} from that of the first: time a longer window"
+            )
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
     if training["status"] == "no_target":
@@ -70,13 +75,13 @@ def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):
         table.add_column(column, justify="right", no_wrap=True)
-    low, high = latency["ci95"]
+    interval = latency["ci95"]
     table.add_row(
         str(config["world_size"]),
         str(config["global_batch_size"]),
         str(latency["n"]),
         f"{latency['p50']:.3f}",
-        f"{low:.3f}..{high:.3f}",
+        "too short" if interval is None else f"{interval[0]:.3f}..{interval[1]:.3f}",
         *(f"{latency[name]:.3f}" for name in ("p90", "p99", "mean")),
         f"{record['samples_per_second']:,.0f}",
     )

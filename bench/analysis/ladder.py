@@ -8,12 +8,13 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from dlrm_bench.bench.analysis.compare import Side, side_of_records
+from dlrm_bench.bench.analysis.sides import Side, side_of_records
 from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.ladder import HostCost, Ladder, RungResult
 from dlrm_bench.bench.records.record import Record
-from dlrm_bench.bench.records.repetitions import holm, student_t, two_sided_p
-from dlrm_bench.bench.records.statistics import CONFIDENCE, Ratio, compare
+from dlrm_bench.bench.records.repetitions import holm
+from dlrm_bench.bench.records.series import CONFIDENCE
+from dlrm_bench.bench.records.statistics import Estimate, Ratio, compare, student_t
 
 HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "D2H copies", "GPU idle")
 
@@ -161,7 +162,7 @@ def _p_value(speedup: float, interval: list[float] | None, rounds: int) -> float
         return math.nan
     freedom = rounds - 1
     error = math.log(interval[1] / interval[0]) / (2 * student_t((1 + CONFIDENCE) / 2, freedom))
-    return two_sided_p(math.log(speedup) / error, freedom) if error else float(speedup == 1)
+    return Estimate(math.log(speedup), error, freedom).p_value
 
 
 def _cells(speedup: float, interval: list[float] | None, is_proven: bool) -> tuple[str, str]:

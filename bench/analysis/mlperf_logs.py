@@ -14,6 +14,9 @@ from typing import Any, TypeGuard
 from rich import box
 from rich.table import Table
 
+BENCHMARK = "dlrm_dcnv2"
+"""What submission_benchmark is in logs of this benchmark; MLPerf called the model before it 'dlrm'."""
+
 _MARKER = b":::MLLOG"
 _LONGEST_EVENT = 1 << 20
 """Bytes. The longest event of a published log is below 10 kB; a longer line is no event but damage."""

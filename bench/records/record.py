@@ -31,7 +31,7 @@ from dlrm_bench.bench.records.schema import (
     Training,
     TrainingStatus,
 )
-from dlrm_bench.bench.records.statistics import median_ci95, slowest_rank, summary_statistics
+from dlrm_bench.bench.records.series import drift_within, median_ci95, slowest_rank, summary_statistics
 from dlrm_bench.bench.records.upgrade import upgraded
 
 RUN_JSON = "run.json"
@@ -89,7 +89,7 @@ def create_run_folder(results_dir: Path, run_id: str) -> Path:
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
     """Summary of latencies [ranks, iterations], in milliseconds, without the first `warmup` iterations.
 
-    ValueError if nothing is left. The interval is median_ci95's.
+    ValueError if nothing is left. Interval and drift are those of bench/records/series.py.
     """
     slowest = slowest_rank(iterations_ms, warmup)
     if not len(slowest):
@@ -97,6 +97,7 @@ def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
             f"--warmup-iterations {warmup} leaves none of the {iterations_ms.shape[1]} iterations to summarize"
         )
     metrics = summary_statistics(slowest)
+    drift = drift_within(slowest)
     return LatencySummary(
         n=len(slowest),
         mean=metrics["mean"],
@@ -104,6 +105,8 @@ def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
         p90=metrics["p90"],
         p99=metrics["p99"],
         ci95=median_ci95(slowest),
+        drift=None if drift is None else drift.change,
+        steady=None if drift is None else drift.steady,
     )
 
 
@@ -243,8 +246,8 @@ def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, los
         return
     written: Mapping[str, Any] = summary
     for name, value in (("n", len(slowest)), *summary_statistics(slowest).items()):
-        # The sums of another numpy version may differ in the last bits, and its random numbers altogether: the
-        # interval is not recomputed.
+        # The sums of another numpy version may differ in the last bits. The interval is not recomputed: older versions
+        # of the harness made it in other ways.
         if not math.isclose(written[name], value, rel_tol=1e-9):
             raise ValueError(
                 f"{path} disagrees with {RUN_JSON}: latency_ms.{name} is {value} by the raw times and "

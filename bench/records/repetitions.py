@@ -9,34 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_bench.bench.records.statistics import CONFIDENCE
+from dlrm_bench.bench.records.series import CONFIDENCE
+from dlrm_bench.bench.records.statistics import student_t
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
 
 
-def student_t(probability: float, freedom: float) -> float:
-    """Quantile of Student's t distribution; of the normal distribution for infinite degrees of freedom."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(min(freedom, 1e12), probability))
-
-
-def two_sided_p(statistic: float, freedom: float) -> float:
-    """Probability of a t statistic at least as far from zero where nothing differs; nan where it is not known."""
-    from scipy.special import ndtr, stdtr
-
-    if math.isnan(statistic) or math.isnan(freedom):
-        return math.nan
-    return float(2 * (ndtr(-abs(statistic)) if math.isinf(freedom) else stdtr(freedom, -abs(statistic))))
-
-
-def detectable(spread: float, runs: int, paired: bool) -> float:
+def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1) -> float:
     """The smallest relative difference that `runs` runs a side find with a probability of 80 %, at 95 % confidence.
 
     spread: standard deviation of the logarithms of the runs' metric on one side; if paired, of their differences within
-    a pair. 0.02 means 2 %; inf with one run. From the noncentral t distribution of the test's statistic (Chow, Shao and
-    Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
+    a pair. comparisons: how many are looked at together; the one with the smallest p value must then pass 0.05 / that
+    many (Holm). 0.02 means 2 %; inf with one run. From the noncentral t distribution of the test's statistic (Chow,
+    Shao and Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
     """
     if runs < 2:
         return math.inf
@@ -44,19 +30,22 @@ def detectable(spread: float, runs: int, paired: bool) -> float:
 
     freedom = runs - 1 if paired else 2 * (runs - 1)
     error = spread * math.sqrt((1 if paired else 2) / runs)
-    return math.expm1(float(nctdtrinc(freedom, 1 - POWER, student_t((1 + CONFIDENCE) / 2, freedom))) * error)
+    least = student_t(1 - (1 - CONFIDENCE) / 2 / comparisons, freedom)
+    return math.expm1(min(700.0, float(nctdtrinc(freedom, 1 - POWER, least)) * error))
 
 
-def runs_needed(spread: float, difference: float, paired: bool, most: int = 10_000) -> int | None:
+def runs_needed(spread: float, difference: float, paired: bool, comparisons: int = 1, most: int = 10_000) -> int | None:
     """The least number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over `most`."""
+    if spread > 0 and difference <= 0:
+        return None
     low, high = 2, 2
-    while detectable(spread, high, paired) > difference:
+    while detectable(spread, high, paired, comparisons) > difference:
         low, high = high + 1, high * 2
         if low > most:
             return None
     while low < high:
         middle = (low + high) // 2
-        if detectable(spread, middle, paired) <= difference:
+        if detectable(spread, middle, paired, comparisons) <= difference:
             high = middle
         else:
             low = middle + 1

@@ -89,8 +89,14 @@ class LatencySummary(TypedDict):
     p50: float
     p90: float
     p99: float
-    ci95: list[float]
-    """[low, high] of the median."""
+    ci95: list[float] | None
+    """[low, high] of the median, as far as one run can tell; None where it has too few iterations. Readers compute it
+    from the raw times: older versions of the harness made narrower ones."""
+    drift: NotRequired[float | None]
+    """Median of the last quarter over that of the first, minus 1; None where there are too few iterations. Older
+    records lack this field and the next."""
+    steady: NotRequired[bool | None]
+    """Whether that change is none, or an accident of the iterations: see bench/records/series.py."""
 
 
 class Memory(TypedDict):

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dlrm_bench.bench.analysis.comparability import caveats
-from dlrm_bench.bench.analysis.compare import Side, side_of_records
 from dlrm_bench.bench.analysis.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
+from dlrm_bench.bench.analysis.sides import Side, side_of_records
 from dlrm_bench.bench.records.kernel_names import short_kernel_name
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.limits import Limits

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dlrm_bench.bench.analysis.compare import read_side
+from dlrm_bench.bench.analysis.sides import read_side
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance

@@ -54,6 +54,13 @@ def compliant(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answer
 
 
+def test_a_run_that_was_not_steady_says_so(capsys):
+    _, text = printed(capsys, outcome(NO_TARGET))  # its iterations become slower and slower
+    assert "not steady   the median of the last quarter of the timed iterations is +" in text
+    _, text = printed(capsys, outcome(NO_TARGET, iterations=60))
+    assert "too short" in text
+
+
 def test_target_reached(capsys):
     status, text = printed(capsys, outcome(REACHED))
     assert status == 0

@@ -13,20 +13,7 @@ from dlrm_bench.bench.records.repetitions import (
     drift_left,
     holm,
     runs_needed,
-    student_t,
-    two_sided_p,
 )
-
-
-@pytest.mark.parametrize("freedom", [1, 2.7, 9, 500, math.inf])
-def test_student_t_is_scipys(freedom: float) -> None:
-    assert student_t(0.975, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
-    assert two_sided_p(-2.2, freedom) == pytest.approx(2 * stats.t.sf(2.2, freedom), rel=1e-9)
-
-
-def test_unknown_statistics_have_no_p_value() -> None:
-    assert math.isnan(two_sided_p(math.nan, 3))
-    assert math.isnan(two_sided_p(2.0, math.nan))
 
 
 @pytest.mark.parametrize(("runs", "paired"), [(3, True), (5, True), (5, False), (12, False)])
@@ -37,6 +24,16 @@ def test_what_is_detectable_is_found_in_four_of_five_tries(runs: int, paired: bo
     b = rng.normal(difference, spread, (tries, runs))
     p = (stats.ttest_1samp(b - a, 0, axis=1) if paired else stats.ttest_ind(a, b, axis=1)).pvalue
     assert np.mean(p < 0.05) == pytest.approx(0.8, abs=0.02)
+
+
+def test_more_comparisons_need_larger_differences() -> None:
+    """The smallest p value of ten must pass Bonferroni's 0.005, as t tests of drawn runs show."""
+    rng, tries = np.random.default_rng(0), 4000
+    difference = math.log1p(detectable(0.01, 6, True, comparisons=10))
+    p = stats.ttest_1samp(rng.normal(difference, 0.01, (tries, 6)), 0, axis=1).pvalue
+    assert np.mean(p < 0.005) == pytest.approx(0.8, abs=0.02)
+    assert detectable(0.01, 2, True, comparisons=1000) > 1
+    assert detectable(1.0, 2, True, comparisons=1000) > 1e200  # not infinite, and no overflow
 
 
 def test_one_run_detects_nothing() -> None:
@@ -50,6 +47,7 @@ def test_the_runs_needed_are_the_fewest(paired: bool) -> None:
     assert detectable(0.01, needed, paired) <= 0.005 < detectable(0.01, needed - 1, paired)
     assert runs_needed(0.01, 0.005, paired, most=needed - 1) is None
     assert runs_needed(0.0, 0.02, paired) == 2
+    assert runs_needed(0.01, 0.0, paired) is None
 
 
 def test_holm_by_hand() -> None:
