@@ -1,16 +1,16 @@
-"""The fields of a batch that is no class of ours: where its KJT is, and which tensors stand beside it.
+"""The fields of a batch that is no class of ours: where its KJTs are, and which tensors stand beside them.
 
 A TorchRec user's batch is whatever the model takes: a dataclass, a tuple, the KJT alone. Instead of tracing the model
-as TorchRec does, the model is called once, up to its embedding collection, and what arrives there is looked for.
+as TorchRec does, the model is called once (sharded_modules.py), and what arrives at its sharded modules is looked for.
 """
 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ Path = tuple[tuple[str, Any], ...]
 """("attribute", name) or ("item", key), from the batch inwards; empty for the batch itself."""
 
 _DEPTH = 4
+_NONE: Mapping[int, Any] = {}
 
 
 @contextmanager
@@ -36,30 +37,18 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.forward = before
 
 
-def find_features(model: nn.Module, collection: nn.Module, batch: Any, device: torch.device) -> Path:
-    """Finds where in `batch`, on `device`, the KJT is that `model(batch)` gives to `collection`.
+@contextmanager
+def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """forward_replaced, of several modules."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            stack.enter_context(forward_replaced(module, forward))
+        yield
 
-    Calls the model, without gradients, up to there; random numbers and buffers are put back afterwards. ValueError
-    where the collection is not called, or with a KJT that the batch does not hold as it is.
-    """
-    put_back = snapshot(model, collection, device)
-    try:
-        with forward_replaced(collection, _arrive), torch.no_grad():
-            model(batch)
-    except _ArrivedError as arrived:
-        features = arrived.features
-    else:
-        raise ValueError("the model's forward does not call its ShardedEmbeddingBagCollection: nothing to pipeline")
-    finally:
-        put_back()
-    path = next((path for path, value in _walk(batch, (), _DEPTH) if value is features), None)
-    if path is None or not isinstance(features, KeyedJaggedTensor):
-        raise ValueError(
-            f"the model gives its ShardedEmbeddingBagCollection a {type(features).__name__} that is no field of the "
-            f"batch ({type(batch).__name__}): compute it before the batch comes to the pipeline, whose input dist "
-            "of the next batch runs before the model sees it"
-        )
-    return path
+
+def find_path(batch: Any, value: Any) -> Path | None:
+    """Returns where in `batch` the object `value` is; None where it is not."""
+    return next((path for path, found in _walk(batch, (), _DEPTH) if found is value), None)
 
 
 def follow(batch: Any, path: Path) -> Any:
@@ -69,15 +58,15 @@ def follow(batch: Any, path: Path) -> Any:
     return batch
 
 
-def map_fields(batch: Any, function: Callable[[Any], Any], features: Any = None, replacement: Any = None) -> Any:
+def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int, Any] = _NONE) -> Any:
     """A copy of the batch with function(leaf) for every leaf, which is a tensor or anything without known fields.
 
-    The object `features`, where given, becomes `replacement` and is not looked into.
+    replaced: by id, what becomes of objects that are not looked into.
     """
 
     def rebuild(value: Any) -> Any:
-        if features is not None and value is features:
-            return replacement
+        if id(value) in replaced:
+            return replaced[id(value)]
         if _is_leaf(value):
             return function(value)
         if isinstance(value, dict | UserDict):  # of others a copy may share the items
@@ -99,31 +88,31 @@ def map_fields(batch: Any, function: Callable[[Any], Any], features: Any = None,
     return rebuild(batch)
 
 
-def leaves(batch: Any, features: Any = None) -> Iterator[Any]:
+def leaves(batch: Any, skipped: Container[int] = _NONE) -> Iterator[Any]:
     """Returns the leaves that map_fields gives its function, in the same order, without a copy."""
-    if features is not None and batch is features:
+    if id(batch) in skipped:
         return
     if _is_leaf(batch):
         yield batch
         return
     for _, item in _steps(batch):
-        yield from leaves(item, features)
+        yield from leaves(item, skipped)
 
 
-def leaf_names(batch: Any, features: Any = None, name: str = "batch") -> Iterator[str]:
+def leaf_names(batch: Any, skipped: Container[int] = _NONE, name: str = "batch") -> Iterator[str]:
     """Returns a readable name of each leaf, such as batch.dense or batch["ids"][3]."""
-    if features is not None and batch is features:
+    if id(batch) in skipped:
         return
     if _is_leaf(batch):
         yield name
         return
     for (kind, key), item in _steps(batch):
-        yield from leaf_names(item, features, f"{name}.{key}" if kind == "attribute" else f"{name}[{key!r}]")
+        yield from leaf_names(item, skipped, f"{name}.{key}" if kind == "attribute" else f"{name}[{key!r}]")
 
 
-def snapshot(model: nn.Module, collection: nn.Module, device: torch.device) -> Callable[[], None]:
-    """A function that puts back what a call of the model changes: random numbers, and buffers outside `collection`."""
-    tables = set(map(id, collection.buffers()))
+def snapshot(model: nn.Module, sharded: Iterable[nn.Module], device: torch.device) -> Callable[[], None]:
+    """A function that puts back what a call of the model changes: random numbers, and buffers outside `sharded`."""
+    tables = {id(buffer) for module in sharded for buffer in module.buffers()}
     before = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in tables]
     random = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -137,15 +126,6 @@ def snapshot(model: nn.Module, collection: nn.Module, device: torch.device) -> C
                 buffer.copy_(value)
 
     return put_back
-
-
-class _ArrivedError(BaseException):  # not an Exception: a model that catches those must not catch this
-    def __init__(self, features: Any) -> None:
-        self.features = features
-
-
-def _arrive(*args: Any, **kwargs: Any) -> NoReturn:
-    raise _ArrivedError(next(iter((*args, *kwargs.values())), None))
 
 
 def _walk(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:

@@ -1,79 +1,40 @@
-"""Stage 3 without DistributedDataParallel: forward, loss and backward of the dense part as one CUDA graph.
+"""Stage 3 without DistributedDataParallel: forward, loss and backward of the dense part as CUDA graphs.
 
-The gradient all-reduce is a second graph, of one collective on a flat buffer. Apart from the first, it runs beside the
-embedding backward, which needs the pooled gradient alone; and a rank whose last batch is smaller can run its forward
-and backward eagerly while all ranks make the same collective call. A graph with the all-reduce inside would be replayed
-by some ranks there and not by others, which NCCL does not promise to survive.
+The gradient all-reduce is a graph of its own, of one collective on a flat buffer. Apart from the others, it runs beside
+the embedding backward, which needs the gradients of the embeddings alone; and a rank whose last batch is smaller can
+run its forward and backward eagerly while all ranks make the same collective call. A graph with the all-reduce inside
+would be replayed by some ranks there and not by others, which NCCL does not promise to survive.
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from enum import Enum
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
-from torchrec import KeyedJaggedTensor, KeyedTensor
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.model_parallel import get_module
-from torchrec.distributed.types import LazyNoWait
 
 from ..cuda_graph import captures, destroy, record
-from .batch_fields import forward_replaced, leaf_names, leaves, map_fields, snapshot
-from .batch_signature import difference, form_of
+from .batch_fields import leaf_names, leaves, snapshot
+from .batch_signature import Form, difference, form_of
+from .capture_errors import told
+from .embedding_outputs import EmbeddingOutputs, Lookups
+from .gradients import FlatGradients
+from .graph_pool import GraphPool
 from .groups import group_timeout
+from .padding import why_padding_matters
 
 logger = logging.getLogger(__name__)
-
-WARM_UP = 3
-"""Iterations of the shape to capture that run eagerly: cuBLAS and the autograd thread set themselves up in them."""
-_ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
-_CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
-"""The types, beside tensors, of a captured model's output; such values stay as they were at the capture."""
-
-Call = Callable[[Any], tuple[Tensor, Any]]
-
-
-def call_dense(call: Call, collection: nn.Module, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Tensor, Any]:
-    """call(batch), in which the collection gives `pooled` for `features`. ValueError if it is given anything else."""
-
-    def forward(given: Any, *_: Any, **__: Any) -> LazyNoWait[KeyedTensor]:
-        if given is not features:
-            raise ValueError(
-                "the model gives its ShardedEmbeddingBagCollection another KJT than for the first batch: the pipeline "
-                "has looked up the field of the batch that it gave then"
-            )
-        return LazyNoWait(pooled)
-
-    with forward_replaced(collection, forward):
-        return call(batch)
-
-
-def with_values(pooled: KeyedTensor, values: Tensor) -> KeyedTensor:
-    """A KeyedTensor like `pooled` over other values."""
-    return KeyedTensor(pooled.keys(), pooled.length_per_key(), values, pooled.key_dim())
-
-
-def why_not_graphed(model: DistributedModelParallel, device: torch.device) -> str | None:
-    """Says what keeps the dense part of this model out of a CUDA graph, as far as it is known before the capture."""
-    wrapped = get_module(model)
-    if device.type != "cuda":
-        return f"CUDA graphs need a GPU; the pipeline's device is {device}"
-    if not isinstance(wrapped, DistributedDataParallel):
-        return f"the dense part is wrapped by {type(wrapped).__name__}, not by DistributedDataParallel"
-    if wrapped._comm_hooks:
-        return "DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out"
-    if getattr(model, "model_trackers", None):
-        return "a model tracker counts the calls of the model, of which a graph makes none"
-    return None
 
 
 class DenseGraph:
     """Forward, loss and backward of the unwrapped model, then the mean of its gradients over all ranks.
+
+    A graph is of one form of batch: shapes, dtypes, values that are no tensors. Each form that comes back gets its own,
+    up to a number of them; of unpooled embeddings a graph has room for a number of tokens, and batches with fewer are
+    padded, if that changes nothing (see GraphPool and padding.py). All others run eagerly, and it is said why.
 
     Gradients come from torch.autograd.grad, which runs no AccumulateGrad: neither DDP's hooks nor those that a user
     registers there see them. They lie in flat buffers for good, and `all_reduce` makes them the parameters' `.grad`,
@@ -85,34 +46,38 @@ class DenseGraph:
     an iteration is that of `all_reduce`.
     """
 
-    def __init__(self, model: nn.Module, collection: nn.Module, device: torch.device, ranks: list[int]) -> None:
-        """Collective over `ranks`. model: unwrapped, with its collection. On the CPU nothing is captured."""
-        self._model, self._collection, self._device = model, collection, device
-        tables = set(map(id, collection.parameters()))
+    def __init__(self, model: nn.Module, sharded: Sequence[nn.Module], device: torch.device, ranks: list[int]) -> None:
+        """Collective over `ranks`. model: unwrapped, with its sharded modules. On the CPU nothing is captured."""
+        self._model, self._sharded, self._device = model, list(sharded), device
+        tables = {id(parameter) for module in sharded for parameter in module.parameters()}
         named = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tables}
         self._names, self._parameters = list(named), list(named.values())
-        self._flat, self._grads = _flat_gradients(self._parameters)
-        self._used = [False] * len(self._parameters)
         self._group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
+        self.gradients = FlatGradients(self._parameters, device, self._group)
         self._by_backward: bool | None = None
-        self._captured: _Captured | None = None
-        self._batches = self._warm = 0
-        self._form: list[Any] | None = None
-        self._difference = ""
+        self._pool = GraphPool()
+        self._batches = 0
+        self._form: Form | None = None
+        self._why: str | None = None
+        self._padding: dict[Form, str | None] = {}
         self.failure: str | None = None
         """Why the dense part is not captured, if it cannot be."""
         self.eager_batches = 0
-        """Batches that a graph cannot run, of another form than the first: shapes, dtypes, values that are no tensors,
-        autocast."""
+        """Batches that no graph ran although some have run others, or could."""
         self._reduce: torch.cuda.CUDAGraph | None = None
-        self._mean()  # sets the communicator up, which a capture cannot
+        self.gradients.mean()  # sets the communicator up, which a capture cannot
         if captures(device) and len(ranks) > 1:
-            self._reduce = record(self._mean)
+            self._reduce = record(self.gradients.mean)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All that gradients are made for."""
         return self._parameters
+
+    @property
+    def captured(self) -> bool:
+        """Whether batches are replayed."""
+        return len(self._pool) > 0
 
     @property
     def why_eager(self) -> str | None:
@@ -121,60 +86,109 @@ class DenseGraph:
             return f"the dense part cannot be captured: {self.failure}"
         if not self.eager_batches:
             return None
-        return (
-            f"{self.eager_batches} of {self._batches} batches ran eagerly, as they were not of the form of the first "
-            f"one: {self._difference}"
-        )
+        return f"{self.eager_batches} of {self._batches} batches ran eagerly: {self._why}"
 
     def forward_backward(
-        self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor
-    ) -> tuple[Any, Tensor | None]:
-        """The model's output, and the gradient of the pooled values, which the next call may overwrite.
+        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]]:
+        """The model's output, and the gradients of outputs.values, which the next call may overwrite.
 
-        features: the KJT of the batch, which the dense part must not read while captured.
+        features: the KJTs of the batch, which the dense part must not read while captured.
         """
-        values = pooled.values()
-        fields = list(leaves(batch, features))
-        form = form_of(fields, values)
+        fields = list(leaves(batch, set(map(id, features))))
         self._batches += 1
-        if self._form is None:
-            self._form = form
-        if form != self._form:
-            self._say_eager(form, batch, features)
-        elif self._captured is not None:
-            return self._captured.replay(fields, values)
-        elif captures(self._device) and self.failure is None:
-            self._warm += 1
-            if self._warm > WARM_UP and self._capture(batch, features, pooled):
-                assert self._captured is not None
-                return self._captured.replay(fields, values)
-        if self._by_backward is None:
-            return self._first(batch, features, pooled)
-        run = self._backward if self._by_backward else self._forward_backward
-        return run(batch, features, _leaf(pooled))
+        graph = None
+        if self.failure is None:
+            graph = self._graph_of(form_of(fields, outputs, self._device), batch, features, lookups, outputs)
+        result = graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
+        self.gradients.accumulate()
+        return result
 
     def all_reduce(self) -> None:
         """The mean of the gradients over all ranks, on the current stream, as `.grad` of the parameters. Collective."""
         if self._reduce is not None:
             self._reduce.replay()
         else:
-            self._mean()
-        for parameter, grad, used in zip(self._parameters, self._grads, self._used, strict=True):
-            parameter.grad = grad if used else None
+            self.gradients.mean()
+        self.gradients.publish()
 
     def close(self) -> None:
         """Destroys the graphs: NCCL does not let go of a communicator before the last graph that has captured it."""
-        own = self._captured.graph if self._captured is not None else None
-        destroy([graph for graph in (own, self._reduce) if graph is not None])
-        self._captured = self._reduce = None
+        destroy([*self._pool.graphs(), *([] if self._reduce is None else [self._reduce])])
+        self._pool.clear()
+        self._reduce = None
 
-    def _first(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
+    # Which graph
+
+    def _graph_of(
+        self, form: Form, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> Any:
+        """The graph for this batch, captured now where it is time to; None where it runs eagerly."""
+        if self._form is None:
+            self._form = form
+        counts = [len(values) for values in outputs.values]
+        pads = any(outputs.jagged) and self._pads(form, batch, features, lookups, outputs)
+        graph, plan = self._pool.find(form, counts, outputs.jagged, pads)
+        if graph is not None:
+            return graph
+        if plan.rows is None or not captures(self._device):
+            if plan.eager is not None or form != self._form:
+                self._say_eager(plan.eager, form, batch, features, outputs)
+            return None
+        run = partial(self._run, lookups=lookups, capturing=True)
+        try:
+            return self._pool.capture(form, batch, features, outputs, plan.rows, run)
+        except Exception as error:
+            self.failure = told(error)
+            return None
+
+    def _pads(
+        self, form: Form, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> bool:
+        """Whether batches of this form may be padded with tokens. Known when numbers of tokens first differ."""
+        if form not in self._padding and self._pool.asks_for_padding(form, [len(values) for values in outputs.values]):
+            put_back = snapshot(self._model, self._sharded, self._device)
+            run = partial(self._run, batch, features, lookups=lookups, keep=False)
+            self._padding[form] = why_padding_matters(self._model, run, outputs, put_back)
+            put_back()
+            if (why := self._padding[form]) is not None:
+                logger.warning("the dense part is captured for exact numbers of tokens only: %s", why)
+                self._pool.never_pad(form, why)
+        return self._padding.get(form, "unknown") is None
+
+    def _say_eager(
+        self, why: str | None, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs
+    ) -> None:
+        self.eager_batches += 1
+        if self._why is not None:
+            return
+        assert self._form is not None
+        if form != self._form:
+            names = list(leaf_names(batch, set(map(id, features))))
+            other = f"not of the form of the first one: {difference(names, outputs, self._form, form)}"
+            why = other if why is None else f"{why}; {other}"
+        self._why = why
+        logger.warning("the dense part has no CUDA graph for this batch, and runs it and others eagerly: %s", why)
+
+    # Without a graph
+
+    def _eager(
+        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]]:
+        if self._by_backward is None:
+            return self._first(batch, features, lookups, outputs)
+        run = self._backward if self._by_backward else self._run
+        return run(batch, features, outputs.leaves(), lookups)
+
+    def _first(
+        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]]:
         """The first batch, and how all ranks run the next ones. Collective, so that collectives within a model are run
         again by all ranks or by none."""
-        put_back = snapshot(self._model, self._collection, self._device)
+        put_back = snapshot(self._model, self._sharded, self._device)
         result, own = None, None
         try:
-            result = self._forward_backward(batch, features, _leaf(pooled))
+            result = self._run(batch, features, outputs.leaves(), lookups)
         except Exception as error:
             own = error
         self._by_backward = self._has_failed(own)
@@ -187,7 +201,7 @@ class DenseGraph:
             else f"{type(own).__name__}: {own}"
         )
         result = own = None  # and the activations that they hold
-        return self._backward(batch, features, _leaf(pooled))
+        return self._backward(batch, features, outputs.leaves(), lookups)
 
     def _has_failed(self, own: Exception | None) -> bool:
         """Whether any rank has such an error. Collective; where a broken device cannot even tell, `own` is raised."""
@@ -200,26 +214,41 @@ class DenseGraph:
                 raise
             raise own from error
 
-    def _forward_backward(
-        self, batch: Any, features: Any, pooled: KeyedTensor, capturing: bool = False
-    ) -> tuple[Any, Tensor | None]:
+    def _run(
+        self,
+        batch: Any,
+        features: Sequence[Any],
+        outputs: EmbeddingOutputs,
+        lookups: Lookups,
+        capturing: bool = False,
+        keep: bool = True,
+    ) -> tuple[Any, list[Tensor | None]]:
         """capturing: nothing is asked of the parameters themselves, whose leaves are of another stream; the batches
-        before have shown that the model reads none of them."""
+        before have shown that the model reads none of them. keep: the gradients, in the flat buffers; without it they
+        are put out, with the losses, as the output."""
         weights = self._stand_ins()
         asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
 
         def call(batch: Any) -> tuple[Tensor, Any]:
             return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
 
-        losses, output = call_dense(call, self._collection, batch, features, pooled)
-        inputs = [pooled.values(), *weights, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
-        of_pooled, *grads = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
-        rest = iter(grads[len(weights) :])
-        past = [next(rest) if ask else None for ask in asked]
-        self._keep(list(grads[: len(weights)]), past)
-        return output, of_pooled
+        losses, output = lookups.call(call, batch, features, outputs)
+        values = outputs.values
+        inputs = [*values, *weights, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
+        of_values_and_rest = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
+        of_values: list[Tensor | None] = list(of_values_and_rest[: len(values)])
+        rest = of_values_and_rest[len(values) :]
+        of_weights: list[Tensor | None] = list(rest[: len(weights)])
+        of_parameters = iter(rest[len(weights) :])
+        past = [next(of_parameters) if ask else None for ask in asked]
+        if not keep:
+            return (losses.detach(), output, of_weights), of_values
+        self._keep(of_weights, past)
+        return output, of_values
 
-    def _backward(self, batch: Any, features: Any, pooled: KeyedTensor) -> tuple[Any, Tensor | None]:
+    def _backward(
+        self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, lookups: Lookups
+    ) -> tuple[Any, list[Tensor | None]]:
         """The same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that has
         not trained yet would count it as its first pass; of a static graph, that lets DDP reduce wrongly afterwards."""
         weights, step = self._stand_ins(), _Step(self._model)
@@ -230,9 +259,9 @@ class DenseGraph:
             within = {f"model.{name}": weight for name, weight in zip(self._names, weights, strict=True)}
             return functional_call(step, within, (batch,))
 
-        _, output = call_dense(call, self._collection, batch, features, pooled)
+        _, output = lookups.call(call, batch, features, outputs)
         self._keep([weight.grad for weight in weights], [p.grad for p in self._parameters])
-        return output, pooled.values().grad
+        return output, outputs.grads
 
     def _stand_ins(self) -> list[Tensor]:
         """Leaves of now over the parameters' memory. Autograd waits for the stream on which a leaf was first used, and
@@ -246,43 +275,9 @@ class DenseGraph:
             if grad is not None:
                 within = grads[i]
                 grads[i] = grad if within is None else within + grad
-                if self.failure is None and self._captured is None:
+                if self.failure is None and not self.captured:
                     self.failure = f"the model reads {self._names[i]} past the module that it is a parameter of"
-        self._used = [grad is not None for grad in grads]
-        pairs = [(flat, grad) for flat, grad in zip(self._grads, grads, strict=True) if grad is not None]
-        if pairs:
-            torch._foreach_copy_([flat for flat, _ in pairs], [grad for _, grad in pairs])
-
-    def _mean(self) -> None:
-        """DDP's average: divided, then summed. NCCL does both in one pass."""
-        for flat in self._flat if self._group.size() > 1 else ():
-            if self._device.type == "cuda":
-                dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
-            else:
-                dist.all_reduce(flat.div_(self._group.size()), group=self._group)
-
-    def _say_eager(self, form: list[Any], batch: Any, features: Any) -> None:
-        self.eager_batches += 1
-        if self.eager_batches == 1:
-            assert self._form is not None
-            names = [*leaf_names(batch, features), "the tensor of pooled vectors", "autocast's dtype"]
-            self._difference = difference(names, self._form, form)
-            if self.failure is None:
-                logger.warning(
-                    "the dense part's CUDA graph is of one form of batch; this batch and all others that are not run "
-                    "eagerly: %s",
-                    self._difference,
-                )
-
-    def _capture(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> bool:
-        captured = _Captured(batch, features, pooled)
-        try:
-            captured.capture(partial(self._forward_backward, capturing=True))
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            return False
-        self._captured = captured
-        return True
+        self.gradients.keep(grads)
 
 
 class _Step(nn.Module):
@@ -296,92 +291,3 @@ class _Step(nn.Module):
         losses, output = self.model(batch)
         torch.sum(losses, dim=0).backward()
         return losses, output
-
-
-class FeaturesRead:
-    """Stands for the KJT while the dense part is captured: its ids are another batch's at every replay."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(
-            f"the dense part reads the batch's KJT (.{name}), which a CUDA graph cannot: its shape changes with every "
-            "batch; give what is needed of it as a tensor field of the batch"
-        )
-
-
-class _Captured:
-    """The graph, and the memory that it reads and writes."""
-
-    def __init__(self, batch: Any, features: KeyedJaggedTensor, pooled: KeyedTensor) -> None:
-        self._features = FeaturesRead()
-        self._batch = map_fields(batch, _empty_like, features, self._features)
-        self._values = torch.empty_like(pooled.values()).requires_grad_()
-        self._tensors = _tensors(leaves(self._batch, self._features), self._values.detach())
-        self._pooled = with_values(pooled, self._values)
-
-    def capture(self, run: Callable[[Any, Any, KeyedTensor], tuple[Any, Tensor | None]]) -> None:
-        """Runs nothing on the GPU. Whatever `run` raises leaves the device as it was."""
-        returned: list[tuple[Any, Tensor | None]] = []
-        # A weight that autocast has cast before would be read as it is now, for ever.
-        torch.clear_autocast_cache()
-        try:
-            self.graph = record(lambda: returned.append(run(self._batch, self._features, self._pooled)))
-        finally:
-            torch.clear_autocast_cache()
-        ((output, self._grad),) = returned
-        self._output = map_fields(output, _of_graph)
-
-    def replay(self, fields: list[Any], values: Tensor) -> tuple[Any, Tensor | None]:
-        """The output, copied out, and the gradient of the pooled values, which the next replay overwrites.
-
-        fields: the leaves of the batch.
-        """
-        with torch.no_grad():
-            torch._foreach_copy_(self._tensors, _tensors(fields, values))
-            self.graph.replay()
-            return map_fields(self._output, _copied), self._grad
-
-
-def _flat_gradients(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-    """A flat buffer for each dtype, and every parameter's gradient as an aligned view of one of them."""
-    sizes: dict[torch.dtype, int] = {}
-    starts = []
-    for parameter in parameters:
-        start = sizes.get(parameter.dtype, 0)
-        unit = _ALIGNMENT // parameter.element_size()
-        starts.append(start)
-        sizes[parameter.dtype] = start + -(-parameter.numel() // unit) * unit
-    device = parameters[0].device if parameters else None
-    flats = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
-    views = [
-        flats[p.dtype][start : start + p.numel()].view(p.shape) for p, start in zip(parameters, starts, strict=True)
-    ]
-    return list(flats.values()), views
-
-
-def _empty_like(leaf: Any) -> Any:
-    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _of_graph(leaf: Any) -> Any:
-    """A leaf of the output, which is in the graph's memory. ValueError for one that cannot be copied out of there."""
-    if isinstance(leaf, Tensor):
-        return leaf.detach()
-    if isinstance(leaf, _CONSTANT):
-        return leaf
-    found = "the batch's KJT" if isinstance(leaf, FeaturesRead) else f"a {type(leaf).__name__}"
-    raise ValueError(
-        f"the model's output holds {found}, which the next replay might overwrite: put out tensors, numbers and "
-        "strings, in dataclasses, tuples, lists and dicts"
-    )
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _leaf(pooled: KeyedTensor) -> KeyedTensor:
-    return with_values(pooled, pooled.values().detach().requires_grad_())
-
-
-def _tensors(fields: Iterable[Any], values: Tensor) -> list[Tensor]:
-    return [*(leaf for leaf in fields if isinstance(leaf, Tensor)), values]

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 
@@ -17,3 +18,10 @@ def group_timeout() -> timedelta | None:
     backend = world._get_backend(world._device_types[0])
     options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)  # TORCH_DISTRIBUTED_DEBUG wraps it
     return getattr(options, "_timeout", None)
+
+
+def new_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """A communicator, set up here and now: its first collective would wait for all ranks in the midst of others."""
+    group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group

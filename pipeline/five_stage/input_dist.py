@@ -1,6 +1,7 @@
-"""Stage 1 of one batch after the other, in steps that a schedule can put apart; TorchRec's own or with pinned reads."""
+"""Stage 1 of one batch after the other, of all sharded modules together, in steps that a schedule can put apart;
+TorchRec's own or with pinned reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -8,29 +9,31 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.dist_data import KJTAllToAll
-from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
+from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForward
 from torchrec.distributed.types import Awaitable
 
 from .batch_fields import forward_replaced
+from .sharded_modules import Sharded
 from .splits_exchange import ExchangeRequest, SplitsExchange
 
 Step = Literal["splits", "values", "features"]
 """Splits under way; lengths and values under way; distributed."""
+Launch = Callable[[], list[Awaitable[KJTList]]]
+"""Waits for splits and launches the values' all-to-alls of all modules."""
 _STEPS: tuple[Step, ...] = ("splits", "values", "features")
 
 
 class Distribution:
-    """The input dist of one batch. A step may wait on the host for the one before it."""
+    """The input dists of one batch, of all modules. A step may wait on the host for the one before it."""
 
-    context: Any
-    """TorchRec's, for the collection's compute_and_output_dist."""
-    features: KJTList
-    """The KJTs that this rank looks up, after the last step."""
+    contexts: list[Any]
+    """TorchRec's, for each module's compute_and_output_dist."""
+    features: list[KJTList]
+    """The KJTs that this rank looks up, of each module, after the last step."""
 
-    def __init__(self, start: "Callable[[KeyedJaggedTensor], tuple[Any, Callable[[], Awaitable[KJTList]]]]") -> None:
+    def __init__(self, start: "Callable[[Sequence[KeyedJaggedTensor]], tuple[list[Any], Launch]]") -> None:
         """start: InputDist's."""
         self._start = start
         self._done = 0
@@ -40,74 +43,90 @@ class Distribution:
         """All steps are taken."""
         return self._done == len(_STEPS)
 
-    def advance(self, features: KeyedJaggedTensor, until: Step) -> None:
-        """Takes the steps up to `until` that have not been taken. features: the batch's KJT."""
+    def advance(self, features: Sequence[KeyedJaggedTensor], until: Step) -> None:
+        """Takes the steps up to `until` that have not been taken. features: the batch's KJT of each module."""
         for step in _STEPS[self._done : _STEPS.index(until) + 1]:
             if step == "splits":
-                self.context, self._splits = self._start(features)
+                self.contexts, self._splits = self._start(features)
             elif step == "values":
                 self._values = self._splits()
                 del self._splits
             else:
-                self.features = self._values.wait()
+                self.features = [values.wait() for values in self._values]
+                del self._values
             self._done += 1
 
 
 class InputDist:
-    """Input dists of a collection on a process group of one's choice. All ranks start them in the same order.
+    """Input dists of modules on a process group of one's choice. All ranks start them in the same order.
 
-    Nothing of the collection stays replaced: the forwards of its KJTAllToAlls are only while an input dist starts.
+    Nothing of the modules stays replaced: the forwards of their KJTAllToAlls are only while an input dist starts.
     """
 
     def __init__(
         self,
-        collection: ShardedEmbeddingBagCollection,
+        modules: Sequence[Sharded],
         device: torch.device,
         group: dist.ProcessGroup | None,
         pinned: bool,
     ) -> None:
-        """group: for the collectives of TorchRec's KJTAllToAlls instead of the collection's own, but for those of the
+        """group: for the collectives of TorchRec's KJTAllToAlls instead of the modules' own, but for those of the
         very first batch, in which TorchRec builds its input dists. pinned: by SplitsExchange, where batches are of
         one size for all features.
         """
-        self._collection, self._group = collection, group
+        self.modules, self._group = list(modules), group
+        """Those of which batches have a KJT each, in this order."""
         self._exchange = SplitsExchange(device) if pinned else None
 
     @property
     def waits(self) -> bool:
         """Whether steps wait on the host for those before them: TorchRec's do, a trimmed input dist may not."""
-        return getattr(self._collection, "input_dist_waits", True)
+        return any(getattr(one.collection, "input_dist_waits", True) for one in self.modules)
 
     def new(self) -> Distribution:
-        """Returns the input dist of the next batch; nothing is launched yet."""
+        """Returns the input dists of the next batch; nothing is launched yet."""
         return Distribution(self._start)
 
-    def _start(self, features: KeyedJaggedTensor) -> tuple[Any, Callable[[], Awaitable[KJTList]]]:
-        collection, context = self._collection, self._collection.create_context()
-        all_to_alls = [getattr(module, "_dist", None) for module in collection._input_dists]
-        all_to_alls = [module for module in all_to_alls if isinstance(module, KJTAllToAll)]
-        if not all_to_alls:  # the first batch, or no sharding that needs one: replicated tables, or a trimmed dist
-            return context, collection.input_dist(context, features).wait
-        if self._exchange is None or features.variable_stride_per_key():
-            with self._replaced(all_to_alls, lambda all_to_all: self._torchrec_forward(all_to_all)):
-                splits = collection.input_dist(context, features)
-            metas = [request for request in splits.awaitables if isinstance(request, KJTSplitsAllToAllMeta)]
-            fused = FusedKJTListSplitsAwaitable([splits], [context], metas[0].pg)
-            return context, lambda: fused.wait()[0]
+    def _start(self, features: Sequence[KeyedJaggedTensor]) -> "tuple[list[Any], Launch]":
+        contexts = [one.module.create_context() for one in self.modules]
+        stock = [one for one in self.modules if _all_to_alls(one)]
+        of_stock = [all_to_all for one in stock for all_to_all in _all_to_alls(one)]
+        pinned = self._exchange is not None and not any(kjt.variable_stride_per_key() for kjt in features)
         requests: list[ExchangeRequest] = []
-        with self._replaced(all_to_alls, lambda all_to_all: self._request(all_to_all, requests)):
-            splits = collection.input_dist(context, features)
-        self._exchange.start(requests)
-        return context, splits.wait
+        started = []
+        with self._replaced(of_stock, lambda all_to_all: self._forward(all_to_all, requests if pinned else None)):
+            for one, context, kjt in zip(self.modules, contexts, features, strict=True):
+                started.append(one.module.input_dist(context, _own(one, kjt)))
+        if pinned and requests:
+            assert self._exchange is not None
+            self._exchange.start(requests)
+        if pinned or not stock:
+            return contexts, lambda: [splits.wait() for splits in started]
+        fused = FusedKJTListSplitsAwaitable(
+            [splits for one, splits in zip(self.modules, started, strict=True) if one in stock],
+            [context for one, context in zip(self.modules, contexts, strict=True) if one in stock],
+            self._group or of_stock[0]._pg,
+        )
 
-    def _torchrec_forward(self, all_to_all: KJTAllToAll) -> Callable[[KeyedJaggedTensor], Any]:
-        return KJTAllToAllForward(self._group or all_to_all._pg, all_to_all._splits, all_to_all._stagger)
+        def launch() -> list[Awaitable[KJTList]]:
+            of_stock_modules = iter(fused.wait())
+            return [
+                next(of_stock_modules) if one in stock else splits.wait()
+                for one, splits in zip(self.modules, started, strict=True)
+            ]
 
-    def _request(
-        self, all_to_all: KJTAllToAll, requests: list[ExchangeRequest]
-    ) -> Callable[[KeyedJaggedTensor], ExchangeRequest]:
+        return contexts, launch
+
+    def _forward(
+        self, all_to_all: KJTAllToAll, requests: list[ExchangeRequest] | None
+    ) -> Callable[[KeyedJaggedTensor], Any]:
+        """requests: where those of a SplitsExchange go; without them, TorchRec's."""
+        group = self._group or all_to_all._pg
+        if requests is None:
+            return KJTAllToAllForward(group, all_to_all._splits, all_to_all._stagger)
+
         def forward(features: KeyedJaggedTensor) -> ExchangeRequest:
-            requests.append(ExchangeRequest(features, all_to_all, self._group or all_to_all._pg))
+            requests.append(ExchangeRequest(features, all_to_all, group))
             return requests[-1]
 
         return forward
@@ -121,3 +140,28 @@ class InputDist:
             for all_to_all in all_to_alls:
                 stack.enter_context(forward_replaced(all_to_all, forward_of(all_to_all)))
             yield
+
+
+def _all_to_alls(one: Sharded) -> list[KJTAllToAll]:
+    """Those of its input dists: none before its first batch, or where no sharding needs one: replicated tables, or a
+    trimmed dist."""
+    all_to_alls = [getattr(module, "_dist", None) for module in one.collection._input_dists]
+    return [module for module in all_to_alls if isinstance(module, KJTAllToAll)]
+
+
+def _own(one: Sharded, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The KJT, or where feature processors write weights into it a copy that no other module shares."""
+    if not one.has_processors:
+        return features
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=None if features.variable_stride_per_key() else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+        length_per_key=features.length_per_key_or_none(),
+        offset_per_key=features.offset_per_key_or_none(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )

@@ -11,6 +11,7 @@ _ALLOWED = {
     "pinned_d2h": (False, True),
     "cuda_graph": ("none", "dense"),
     "launch_threads": (1, 2),
+    "uneven_end": ("error", "stop", "ignore"),
 }
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ENOUGH = 32
@@ -45,6 +46,10 @@ class FiveStageOptions:
     optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
     tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
     """
+
+    uneven_end: Literal["error", "stop", "ignore"] = "error"
+    """What ranks do that have more batches than another: see BatchEnd. error: all ranks raise ValueError after the last
+    batch that all have. stop: they end there, all of them. ignore: nothing is exchanged, and such ranks hang."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():

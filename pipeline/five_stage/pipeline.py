@@ -18,24 +18,22 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.types import ShardedModule
-from torchrec.optim.clipping import GradientClippingOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from .batch_fields import Path, find_features, follow
-from .dense_graph import DenseGraph, call_dense, why_not_graphed, with_values
+from .batch_end import BatchEnd
+from .batch_fields import Path, follow
+from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
-from .groups import group_timeout
+from .embedding_outputs import EmbeddingOutputs, Lookups
+from .graph_obstacles import why_not_graphed
+from .groups import new_group
 from .input_dist import Distribution, InputDist, Step
 from .launching_thread import LaunchingThread
+from .optimizers import communicates, steps_on
 from .options import FiveStageOptions, few_queues
+from .sharded_modules import Sharded, find_inputs, sharded_modules
 from .streams import StageStreams, stage
-from .trimmed.sharder import TrimmedEBC
 
 __all__ = ["FiveStageOptions", "FiveStagePipeline"]
 
@@ -60,9 +58,9 @@ class _InFlight(Generic[In]):
 class FiveStagePipeline(Generic[In, Out]):
     """Trains as TrainPipelineSparseDist does, from the same model, optimizer and batches.
 
-    model(batch) gives (losses, output); the batch, or a field of it, is the KJT that the model hands to its one
-    ShardedEmbeddingBagCollection. Between calls nothing in the model is replaced: it can be called, saved and
-    loaded, and another pipeline can evaluate it.
+    model(batch) gives (losses, output); the KJT that the model hands to each of its sharded modules is the batch or a
+    field of it. Between calls nothing in the model is replaced: it can be called, saved and loaded, and another
+    pipeline can evaluate it.
 
     Memory without record_stream: batches come from the copy stream's memory and what the input dist makes of them from
     the input dist's, but the caller's stream reads both, last in the embedding backward. References to a batch are held
@@ -84,28 +82,34 @@ class FiveStagePipeline(Generic[In, Out]):
         device: torch.device,
         options: FiveStageOptions = _DEFAULTS,
     ) -> None:
-        """Collective over the model's ranks. ValueError where the model has not one ShardedEmbeddingBagCollection."""
+        """Collective over the model's ranks. ValueError where the model has no sharded module, or one of a kind that
+        sharded_modules.TAKEN has not."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
         self._off: dict[str, str] = {}
-        self._collection = _collection(model)
-        self._features: Path | None = None
+        self._modules = sharded_modules(model)
+        self._paths: dict[Sharded, Path] = {}
+        self._lookups: Lookups | None = None
         self._streams = StageStreams(device)
         ranks = dist.get_process_group_ranks(model._env.process_group)
-        self._update_last = _steps_on(optimizer, self._collection)
+        # Their weights get gradients in the embedding backward, for DistributedDataParallel to reduce in one with the
+        # others: stages 3 and 4 are one backward then.
+        self._joined = any(one.has_processors for one in self._modules)
+        self._update_last = self._joined or any(steps_on(optimizer, one.module) for one in self._modules)
         self._thread: LaunchingThread | None = None
         group = None
         if options.launch_threads == 2:
-            group = _new_group(ranks, device)
+            group = new_group(ranks, device)
             self._thread = LaunchingThread("five-stage", device)
-        self._update_on_thread = self._thread is not None and not self._update_last and not _communicates(optimizer)
-        self._input_dists = InputDist(self._collection, device, group, options.pinned_d2h)
+        self._update_on_thread = self._thread is not None and not self._update_last and not communicates(optimizer)
+        self._input_dists = InputDist(self._modules, device, group, options.pinned_d2h)
+        self._end = BatchEnd(model._env.process_group, options.uneven_end)
         self._graph: DenseGraph | None = None
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
         if options.cuda_graph == "dense" and "cuda_graph" not in self._off:
-            self._graph = DenseGraph(model.module, self._collection, device, ranks)
+            self._graph = DenseGraph(model.module, [one.module for one in self._modules], device, ranks)
             self._graphed_update = DenseUpdate(optimizer, self._graph.parameters, device)
             if self._graphed_update.why_not is not None:
                 self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
@@ -122,8 +126,9 @@ class FiveStagePipeline(Generic[In, Out]):
     def progress(self, batches: Iterator[In]) -> Out:
         """Trains on the next batch, or in eval mode only runs the model on it; its output. Reads two batches ahead.
 
-        StopIteration when `batches` has ended and every batch read has come out. An exception from within, of either
-        thread, leaves the iteration unfinished: the pipeline takes no more batches then.
+        StopIteration when `batches` has ended and every batch read has come out; ValueError on every rank where other
+        ranks had more or fewer, unless options.uneven_end says otherwise. An exception from within, of either thread,
+        leaves the iteration unfinished: the pipeline takes no more batches then.
         """
         if self._failed or self._closed:
             raise RuntimeError(
@@ -140,6 +145,8 @@ class FiveStagePipeline(Generic[In, Out]):
             self._failed = True
             raise
         if output is None:
+            if self._end.problem is not None:
+                raise ValueError(self._end.problem)
             raise StopIteration
         return output[0]
 
@@ -164,8 +171,9 @@ class FiveStagePipeline(Generic[In, Out]):
         self._in_flight.clear()
         self._release()
         self._release()
-        trimmed = self._collection if isinstance(self._collection, TrimmedEBC) and self._trained else None
-        for graphed in (self._graph, self._graphed_update, trimmed):
+        collections = [one.collection for one in self._modules] if self._trained else []
+        trimmed = [collection for collection in collections if hasattr(collection, "graphed")]
+        for graphed in (self._graph, self._graphed_update, *trimmed):
             if graphed is not None and not self._failed:
                 graphed.close()
 
@@ -190,22 +198,28 @@ class FiveStagePipeline(Generic[In, Out]):
         ahead = self._in_flight[1] if len(self._in_flight) > 1 else None
         if train:
             self._trained = True
-            self._optimizer.zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+            self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
         self._input_dist(now, "features")
         distributing = self._launch_input_dist(ahead)
         self._copy(batches)
-        pooled = self._embedding_forward(now)
-        output, of_pooled = self._dense_forward_backward(now, pooled, train)
+        outputs = self._embedding_forward(now)
+        output, grads = self._dense_forward_backward(now, outputs, train)
         if ahead is not None and distributing is None:
             self._input_dist(ahead, "values")
         if train:
-            self._update(pooled, of_pooled)
+            self._update(outputs, grads)
         if distributing is not None:
             distributing.result()
         self._in_flight.popleft()
         if self._options.avoid_record_streams:
             self._held.append(now)
         return (output,)
+
+    def _zero_grad(self) -> None:
+        if self._graph is None:
+            self._optimizer.zero_grad()
+        else:
+            self._graph.gradients.zero(self._optimizer.zero_grad)
 
     def _launch_input_dist(self, ahead: _InFlight[In] | None) -> "Future[None] | None":
         """All of it on the second thread; with one thread as much as waits for nothing."""
@@ -222,39 +236,45 @@ class FiveStagePipeline(Generic[In, Out]):
         with stage("input_dist", self._device), self._streams.on("input_dist", after=of.copied):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 cast(Any, of.batch).record_stream(self._streams.current())
-            of.distribution.advance(self._features_of(of), until)
+            of.distribution.advance(self._features_of(of.batch), until)
             of.distributed = self._streams.mark("input_dist")
 
-    def _embedding_forward(self, now: _InFlight[In]) -> KeyedTensor:
+    def _embedding_forward(self, now: _InFlight[In]) -> EmbeddingOutputs:
         with stage("embedding_forward", self._device):
             self._streams.wait(now.distributed)
             distribution = now.distribution
+            assert self._lookups is not None
             if not self._options.avoid_record_streams and self._streams.cuda:
-                for crossing in (cast(Any, now.batch), distribution.context, distribution.features):
+                for crossing in (cast(Any, now.batch), *distribution.contexts, *distribution.features):
                     crossing.record_stream(self._streams.current())
-            return self._collection.compute_and_output_dist(distribution.context, distribution.features).wait()
+            lookups = zip(self._lookups.called, distribution.contexts, distribution.features, strict=True)
+            awaited = [one.module.compute_and_output_dist(context, features) for one, context, features in lookups]
+            return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
 
     def _dense_forward_backward(
-        self, now: _InFlight[In], pooled: KeyedTensor, train: bool
-    ) -> tuple[Out, Tensor | None]:
+        self, now: _InFlight[In], outputs: EmbeddingOutputs, train: bool
+    ) -> tuple[Out, list[Tensor | None]]:
         with stage("dense_forward_backward", self._device):
-            features = self._features_of(now)
+            features, lookups = self._features_of(now.batch), self._lookups
+            assert lookups is not None
             if not train:
-                return call_dense(self._model, self._collection, now.batch, features, pooled)[1], None
+                return lookups.call(self._model, now.batch, features, outputs)[1], []
             if self._graph is not None:
-                result = self._graph.forward_backward(now.batch, features, pooled)
+                result = self._graph.forward_backward(now.batch, features, lookups, outputs)
                 if self._graph.failure is not None:
                     self._switch_off("cuda_graph", f"the dense part cannot be captured: {self._graph.failure}")
                 return result
-            leaf = pooled.values().detach().requires_grad_()
-            losses, output = call_dense(self._model, self._collection, now.batch, features, with_values(pooled, leaf))
+            leaves = outputs if self._joined else outputs.leaves()
+            losses, output = lookups.call(self._model, now.batch, features, leaves)
             torch.sum(losses, dim=0).backward()
-            return output, leaf.grad
+            return output, [] if self._joined else leaves.grads
 
-    def _embedding_backward(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
+    def _embedding_backward(self, outputs: EmbeddingOutputs, grads: list[Tensor | None]) -> None:
         with stage("embedding_backward", self._device):
-            if of_pooled is not None and pooled.values().requires_grad:
-                torch.autograd.backward(pooled.values(), of_pooled)
+            of_outputs = zip(outputs.values, grads, strict=False)
+            pairs = [(values, grad) for values, grad in of_outputs if grad is not None and values.requires_grad]
+            if pairs:
+                torch.autograd.backward([values for values, _ in pairs], [grad for _, grad in pairs])
 
     def _dense_update(self, after: torch.cuda.Event | None) -> None:
         with self._streams.on("dense_update", after):
@@ -265,51 +285,66 @@ class FiveStagePipeline(Generic[In, Out]):
                 (self._graphed_update or self._optimizer).step()
             self._updated = self._streams.mark("dense_update")
 
-    def _update(self, pooled: KeyedTensor, of_pooled: Tensor | None) -> None:
+    def _update(self, outputs: EmbeddingOutputs, grads: list[Tensor | None]) -> None:
         """Runs stage 5 beside stage 4, but after it where the optimizer waits for table gradients."""
         gradients = self._streams.mark()
         if self._thread is not None and self._update_on_thread:
             updating = self._thread.submit(self._dense_update, gradients)
-            self._embedding_backward(pooled, of_pooled)
+            self._embedding_backward(outputs, grads)
             updating.result()
         else:
-            self._embedding_backward(pooled, of_pooled)
+            self._embedding_backward(outputs, grads)
             self._dense_update(self._streams.mark() if self._update_last else gradients)
         self._streams.wait(self._updated)
 
     # Batches in flight
 
     def _fill(self, batches: Iterator[In]) -> None:
+        self._settle()
         if batches is not self._batches:
             self._batches, self._exhausted = batches, False
+            self._end.begin()
         while len(self._in_flight) < 2 and not self._exhausted:
             self._copy(batches)
-        if self._features is None and self._in_flight:
-            self._find_features(self._in_flight[0])
+            self._settle()
+        if self._lookups is None and self._in_flight:
+            self._find_inputs(self._in_flight[0])
 
     def _copy(self, batches: Iterator[In]) -> None:
         """Starts the copy of the next batch, if there is one. An iterator is not asked again once it has ended."""
+        if self._exhausted:
+            return
         with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
-            batch = None if self._exhausted else next(batches, None)
+            batch = next(batches, None)
+            self._end.announce(batch is not None)
             if batch is None:
                 self._exhausted = True
                 return
-            if self._options.pinned_d2h and self._features is not None:
-                features = follow(batch, self._features)
-                if features.device().type == "cpu":
-                    features.sync()  # lengths per key: cheap here, a read of the device later
+            if self._options.pinned_d2h:
+                for features in self._features_of(batch):
+                    if features.device().type == "cpu":
+                        features.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
             self._in_flight.append(_InFlight(on_device, self._streams.mark("copy"), self._input_dists.new()))
 
-    def _find_features(self, first: _InFlight[In]) -> None:
+    def _settle(self) -> None:
+        """Drops the batch copied last where another rank has none."""
+        if not self._end.settle():
+            if not self._exhausted:
+                self._in_flight.pop()
+            self._exhausted = True
+
+    def _find_inputs(self, first: _InFlight[In]) -> None:
         self._streams.wait(first.copied)
-        self._features = find_features(self._model.module, self._collection, first.batch, self._device)
-        if self._options.pinned_d2h and follow(first.batch, self._features).variable_stride_per_key():
+        self._paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
+        self._lookups = Lookups(self._modules, list(self._paths))
+        self._input_dists.modules = self._lookups.called
+        if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in self._features_of(first.batch)):
             self._switch_off("pinned_d2h", "batch sizes differ between features, which TorchRec's input dist reads")
 
-    def _features_of(self, of: _InFlight[In]) -> KeyedJaggedTensor:
-        assert self._features is not None
-        return follow(of.batch, self._features)
+    def _features_of(self, batch: In) -> list[KeyedJaggedTensor]:
+        """The KJT of each module that is called; none before the first batch has come to the model."""
+        return [follow(batch, path) for path in self._paths.values()]
 
     def _release(self) -> None:
         """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring.
@@ -334,17 +369,13 @@ class FiveStagePipeline(Generic[In, Out]):
             self._switch_off(
                 "pinned_d2h", f"{self._device} is the host: splits are exchanged in the same way, but nothing is pinned"
             )
-        not_graphed = why_not_graphed(self._model, self._device)
+        not_graphed = why_not_graphed(self._model, self._modules, self._device)
         if options.cuda_graph == "dense" and not_graphed is not None:
             self._switch_off("cuda_graph", not_graphed)
         if options.launch_threads == 2 and not self._update_on_thread:
-            why = (
-                "steps on tables, whose gradients the embedding backward makes"
-                if self._update_last
-                else (
-                    "clips by a norm over all ranks, whose collectives must keep their order with those of the backward"
-                )
-            )
+            why = "clips by a norm over all ranks, whose collectives must keep their order with those of the backward"
+            if self._update_last:
+                why = "steps on what the embedding backward makes gradients for"
             self._switch_off("launch_threads", f"the second thread launches input dists only: the optimizer {why}")
 
     def _switch_off(self, option: str, why: str) -> None:
@@ -354,7 +385,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._warn("%s is off: %s", option, why)
 
     def _warn(self, message: str, *arguments: str) -> None:
-        if dist.get_rank() == 0 or self._features is not None:
+        if dist.get_rank() == 0 or self._lookups is not None:
             _warn_once(message, *arguments)
 
 
@@ -362,38 +393,3 @@ class FiveStagePipeline(Generic[In, Out]):
 def _warn_once(message: str, *arguments: str) -> None:
     """Says it once a process, whose pipelines for training and for evaluation have mostly the same to say."""
     logger.warning(message, *arguments)
-
-
-def _collection(model: DistributedModelParallel) -> ShardedEmbeddingBagCollection:
-    if isinstance(model, DMPCollection):
-        raise ValueError("FiveStagePipeline has no 2D parallelism: wrap the model by DistributedModelParallel")
-    sharded = [module for module in model.module.modules() if isinstance(module, ShardedModule)]
-    if len(sharded) == 1 and isinstance(sharded[0], ShardedEmbeddingBagCollection):
-        return sharded[0]
-    found = ", ".join(type(module).__name__ for module in sharded) or "none"
-    raise ValueError(
-        "FiveStagePipeline takes a model with exactly one ShardedEmbeddingBagCollection; its sharded modules: "
-        f"{found}. Use TorchRec's TrainPipelineSparseDist, or put the tables into one EmbeddingBagCollection"
-    )
-
-
-def _steps_on(optimizer: torch.optim.Optimizer, collection: ShardedEmbeddingBagCollection) -> bool:
-    """Whether the optimizer updates tables itself, as it does data-parallel ones."""
-    own = {id(parameter) for _, parameter in in_backward_optimizer_filter(collection.named_parameters())}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _communicates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step has collectives, as far as TorchRec's optimizers tell."""
-    if isinstance(optimizer, CombinedOptimizer):
-        return any(_communicates(part) for _, part in optimizer.optimizers)
-    if isinstance(optimizer, GradientClippingOptimizer) and optimizer._enable_global_grad_clip:
-        return True
-    return isinstance(optimizer, OptimizerWrapper) and _communicates(optimizer._optimizer)
-
-
-def _new_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """A communicator, set up here and now: its first collective would wait for all ranks in the midst of others."""
-    group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return group

@@ -80,7 +80,9 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         )
 
     def _schedule(self, training: bool) -> Any:
-        chosen = {field.name: getattr(self._switches, field.name) for field in fields(FiveStageOptions)}
+        switches = {field.name for field in fields(self._switches)}
+        chosen = {f.name: getattr(self._switches, f.name) for f in fields(FiveStageOptions) if f.name in switches}
+        chosen["uneven_end"] = "ignore"  # a run gives all ranks the same number of batches
         if not training:
             chosen |= {"cuda_graph": "none", "launch_threads": 1}
         options = FiveStageOptions(**chosen)

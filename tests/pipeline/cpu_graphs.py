@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dlrm_bench.pipeline.five_stage.captured
 import dlrm_bench.pipeline.five_stage.dense_graph
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.static.graphs
@@ -71,9 +72,10 @@ class Rerun(TorchDispatchMode):
 def dense_graph_on_cpu() -> None:
     """In this process: the dense part is captured. What it does in place, such as to buffers, the capture does too."""
 
-    def record(work: Callable[[], None]) -> Replayed | Rerun:
-        return Replayed(work) if work.__name__ == "_mean" else Rerun(work)  # a collective has no memory to be frozen
+    def record(work: Callable[[], None], **_: Any) -> Replayed | Rerun:
+        return Replayed(work) if work.__name__ == "mean" else Rerun(work)  # a collective has no memory to be frozen
 
-    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     dlrm_bench.pipeline.five_stage.dense_graph.captures = lambda device: True  # type: ignore[assignment]
     dlrm_bench.pipeline.five_stage.dense_graph.record = record  # type: ignore[assignment]
+    dlrm_bench.pipeline.five_stage.captured.record = record  # type: ignore[assignment]

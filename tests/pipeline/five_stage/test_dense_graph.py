@@ -17,9 +17,12 @@ from torchrec.models.dlrm import DLRMTrain
 
 import dlrm_bench.pipeline.five_stage.pipeline
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.dense_graph import FeaturesRead, _flat_gradients, why_not_graphed
+from dlrm_bench.pipeline.five_stage.captured import FeaturesRead
+from dlrm_bench.pipeline.five_stage.gradients import flat_gradients
+from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.five_stage.torchrec_models import BATCH, Kind, Trained, batches, build, drain, state
 
@@ -47,7 +50,7 @@ def train(
     trained = drain(trainer, iter(data))
     trained.state = state(model, optimizer)
     if options is not None:
-        trained.captured = trainer._graph is not None and trainer._graph._captured is not None
+        trained.captured = trainer._graph is not None and trainer._graph.captured
         trainer.close()
     return trained, trainer
 
@@ -61,7 +64,7 @@ def assert_equal(one: Trained, other: Trained, rtol: float = 0) -> None:
 def uncaptured(ranks: Ranks) -> None:
     """The dense part as it runs beside its graph, on the CPU, where no graph is."""
     signal.alarm(TIMEOUT)
-    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     kinds: tuple[Kind, ...] = ("dcn", "dot")
     for kind, plan in product(kinds, ("TW", "mixed")):
         theirs, _ = train(ranks, None, batches(ranks, 50), kind=kind, plan=plan)
@@ -84,7 +87,7 @@ def test_ddp_is_as_it_was_afterwards(run_ranks):
 def ddp_afterwards(ranks: Ranks) -> None:
     """Pipelines with DDP, without it, and with it again, on one model."""
     signal.alarm(TIMEOUT)
-    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     expected, _ = train(ranks, None, batches(ranks, 12))
     model, optimizer = build(ranks, "mixed")
     trained, data = Trained(), batches(ranks, 12)
@@ -105,7 +108,7 @@ def test_another_form_of_batch_is_counted_and_said_once(run_ranks):
 
 
 def other_forms(ranks: Ranks) -> None:
-    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = said.append  # type: ignore[method-assign]
@@ -135,7 +138,7 @@ def add_unused(model: DLRMTrain) -> None:
 
 def unused(ranks: Ranks) -> None:
     signal.alarm(TIMEOUT)
-    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     data = batches(ranks, 5)
     ours, _ = train(ranks, DENSE, data, add_unused)
     theirs, _ = train(ranks, None, data, add_unused)
@@ -147,7 +150,7 @@ def timeout(ranks: Ranks) -> None:
     signal.alarm(TIMEOUT)
     dist.destroy_process_group()
     dist.init_process_group("gloo", timeout=timedelta(hours=3))
-    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda model, device: None
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     _, trainer = train(ranks, DENSE, batches(ranks, 2), plan="TW")
     assert trainer._graph._group._get_backend(ranks.device).options._timeout == timedelta(hours=3)
 
@@ -159,7 +162,7 @@ def test_its_group_has_the_timeout_of_the_default_one(run_ranks):
 def test_gradients_lie_aligned_in_one_buffer_a_dtype():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (), (64,))]
     parameters.insert(1, nn.Parameter(torch.zeros(7, dtype=torch.bfloat16)))
-    flats, grads = _flat_gradients(parameters)
+    flats, grads = flat_gradients(parameters)
     assert [flat.dtype for flat in flats] == [torch.float32, torch.bfloat16]
     for parameter, grad in zip(parameters, grads, strict=True):
         assert grad.shape == parameter.shape
@@ -168,7 +171,7 @@ def test_gradients_lie_aligned_in_one_buffer_a_dtype():
     for number, grad in enumerate(grads):
         grad.fill_(number + 1)
     assert [int((flats[0] == number).sum()) for number in (1, 3, 4)] == [15, 1, 64]
-    assert _flat_gradients([]) == ([], [])
+    assert flat_gradients([]) == ([], [])
 
 
 def test_the_dense_part_cannot_read_ids_while_captured():
@@ -183,10 +186,10 @@ def test_why_not(run_ranks):
 def reasons(ranks: Ranks) -> None:
     model, _ = build(ranks, "TW")
     gpu = torch.device("cuda", 0)
-    assert "need a GPU" in (why_not_graphed(model, ranks.device) or "")
-    assert why_not_graphed(model, gpu) is None
+    assert "need a GPU" in (why_not_graphed(model, sharded_modules(model), ranks.device) or "")
+    assert why_not_graphed(model, sharded_modules(model), gpu) is None
     get_module(model).register_comm_hook(None, lambda state, bucket: bucket.get_future())
-    assert "communication hook" in (why_not_graphed(model, gpu) or "")
+    assert "communication hook" in (why_not_graphed(model, sharded_modules(model), gpu) or "")
 
 
 # On GPUs, captured
@@ -236,19 +239,19 @@ def test_replays_what_eager_does(run_ranks, world_size, gpu):
 
 
 def partial_last_batches(ranks: Ranks) -> None:
-    """The first rank runs its last batches eagerly while the others replay; then all replay again."""
+    """The first rank runs the first batch of another size eagerly while the others replay; then all replay again."""
     signal.alarm(TIMEOUT)
     torch.backends.cuda.matmul.allow_tf32 = False
     size = BATCH - 2 if ranks.rank == 0 else BATCH
     data = batches(ranks, 8) + batches(ranks, 2, seed=5, size=size) + batches(ranks, 4, seed=6)
     expected, _ = train(ranks, None, data, plan="TW")
     graphed, trainer = train(ranks, DENSE, data, plan="TW")
-    assert trainer._graph.eager_batches == (2 if ranks.rank == 0 else 0)
+    assert trainer._graph.eager_batches == (1 if ranks.rank == 0 else 0)
     assert_equal(graphed, expected, 1e-5)
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
-def test_a_partial_last_batch_runs_eagerly(run_ranks, world_size, gpu):
+def test_a_partial_last_batch_runs_eagerly_once(run_ranks, world_size, gpu):
     run_ranks(world_size, partial_last_batches, gpu=gpu)
 
 

@@ -219,7 +219,7 @@ def outputs(ranks: Ranks) -> None:
                 results.append([trainer.progress(data) for _ in range(9)])
                 graph = trainer._graph
                 if graph is not None:
-                    assert (graph._captured is None) == (name == "opaque")
+                    assert (not graph.captured) == (name == "opaque")
                     assert (graph.why_eager is None) == (name != "opaque")
         if name == "opaque":
             assert "output holds a Opaque" in trainer.switched_off["cuda_graph"]
@@ -280,7 +280,7 @@ def why(ranks: Ranks) -> None:
     captured, said = train_on(lambda i: [5] * (1 + i))
     assert not captured
     assert said is not None
-    assert said.endswith("a batch with 4 fields besides its KJT, where the first had 3")
+    assert said.endswith("a batch with 4 fields besides its KJTs, where the first had 3")
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), ONE)

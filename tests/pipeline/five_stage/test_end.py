@@ -47,7 +47,7 @@ def end_in_a_block(ranks: Ranks) -> None:
         assert closed == ["_graph", "_graphed_update"]
         assert set(threading.enumerate()) == before
         assert trainer._graph is not None
-        assert trainer._graph._captured is None
+        assert not trainer._graph.captured
         with pytest.raises(RuntimeError, match="was closed"):
             trainer.progress(data)
 
@@ -56,7 +56,7 @@ def train_in_a_block(trainer: Any, data: Iterator[Any], fails_at: int | None) ->
     with trainer:
         for step in count():
             if step == fails_at:
-                assert trainer._graph._captured is not None
+                assert trainer._graph.captured
                 raise UserError
             trainer.progress(data)
 

@@ -14,7 +14,8 @@ import pytest
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.input_dist import Distribution
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
-from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline, _collection
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from tests.pipeline.five_stage.test_pipeline import (
     TIMEOUT,
     Case,
@@ -260,7 +261,7 @@ def fail(ranks: Ranks, threads: int, where: str) -> None:
     before = set(threading.enumerate())
     model, optimizer = build(ranks, "TW")
     data: Any = iter(batches(ranks, 20))
-    collection = _collection(model)
+    collection = sharded_modules(model)[0].module
     if where == "input_dist":
         collection.input_dist = planted(collection.input_dist)
     elif where == "model":

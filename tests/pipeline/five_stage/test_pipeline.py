@@ -5,21 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.optimizers import communicates
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
-from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline, _collection, _communicates
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.five_stage.torchrec_models import DP, PLANS, Kind, Trained, batches, build, drain, state
 
@@ -82,7 +81,7 @@ def five_stage(ranks: Ranks, case: Case, steps: int) -> tuple[Trained, dict[str,
         trained.state = state(model, optimizer)
         if ranks.device.type == "cuda" and case.options.cuda_graph == "dense":
             assert pipeline._graph is not None
-            assert pipeline._graph._captured is not None
+            assert pipeline._graph.captured
     return trained, pipeline.switched_off
 
 
@@ -273,28 +272,7 @@ def uneven(ranks: Ranks) -> None:
         assert_equal(trained, expected)
 
 
-# Models and optimizers that it must refuse or treat with care
-
-
-class NoModel(nn.Module):
-    module = nn.Linear(1, 1)
-
-
-def test_refuses_a_model_without_a_sharded_collection():
-    with pytest.raises(ValueError, match="its sharded modules: none"):
-        _collection(NoModel())
-
-
-def test_refuses_a_model_with_two_collections(run_ranks):
-    run_ranks(1, two_collections)
-
-
-def two_collections(ranks: Ranks) -> None:
-    one, _ = build(ranks, "TW")
-    other, _ = build(ranks, "TW")
-    both = nn.ModuleList([one.module, other.module])
-    with pytest.raises(ValueError, match="ShardedEmbeddingBagCollection, ShardedEmbeddingBagCollection"):
-        _collection(SimpleNamespace(module=both))
+# Optimizers that it must treat with care
 
 
 def test_a_norm_over_all_ranks_keeps_the_update_on_the_caller(run_ranks):
@@ -316,7 +294,7 @@ def clip(ranks: Ranks) -> None:
         results = []
         for threads in (1, 2):
             model, optimizer = clipped(everywhere)
-            assert _communicates(optimizer) == everywhere
+            assert communicates(optimizer) == everywhere
             options = FiveStageOptions(launch_threads=threads)
             with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
                 assert ("launch_threads" in pipeline.switched_off) == (everywhere and threads == 2)

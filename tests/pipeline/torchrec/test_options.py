@@ -1,6 +1,5 @@
 """Options of the pipelines over TorchRec's modules."""
 
-from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
@@ -26,8 +25,7 @@ def test_only_the_fused_schedule_needs_a_gpu() -> None:
 def test_the_harness_has_a_switch_for_each_option_of_the_drop_in() -> None:
     """By one name and with the same values; here they are all off by default, for a ladder to switch on."""
     ours, theirs = get_type_hints(FiveStageSwitches), get_type_hints(FiveStageOptions)
+    del theirs["uneven_end"]  # a run gives all ranks the same number of batches
     assert {name: ours[name] for name in theirs} == theirs
-    off = FiveStageOptions(
-        **{field.name: getattr(FiveStageSwitches(), field.name) for field in fields(FiveStageOptions)}
-    )
+    off = FiveStageOptions(**{name: getattr(FiveStageSwitches(), name) for name in theirs})
     assert off == FiveStageOptions(avoid_record_streams=False, pinned_d2h=False, cuda_graph="none", launch_threads=1)

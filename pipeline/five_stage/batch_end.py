@@ -1,0 +1,63 @@
+"""Whether all ranks have the next batch: an exchange of one number, beside the iteration before.
+
+A rank that has run out of batches starts no collectives any more, and those of the others would wait for it without
+end, on GPUs out of the host's sight. Ranks tell each other on the host, through gloo, while the iteration before the
+one concerned runs: no stream and no device has a part in it.
+"""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from .groups import group_timeout
+
+UnevenEnd = Literal["error", "stop", "ignore"]
+
+
+class BatchEnd:
+    """One announcement after the other; each is settled before the next is made."""
+
+    def __init__(self, group: dist.ProcessGroup, mode: UnevenEnd) -> None:
+        """Collective over `group`, with a rank alone excepted, and mode "ignore", which exchanges nothing."""
+        self._mode, self._count = mode, 0
+        self._group: dist.ProcessGroup | None = None
+        ranks = dist.get_process_group_ranks(group)
+        if mode != "ignore" and len(ranks) > 1:
+            self._group = dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
+        self._ranks = ranks
+        self._work: dist.Work | None = None
+        self._of_ranks = torch.zeros(len(ranks), dtype=torch.int64)
+        self._own = torch.zeros(1, dtype=torch.int64)
+        self.problem: str | None = None
+        """After an end that not all ranks have come to: what to raise when the batches before it are done."""
+
+    def begin(self) -> None:
+        """A new iterator: batches are counted from its first one."""
+        self._count, self.problem = 0, None
+
+    def announce(self, has_batch: bool) -> None:
+        """Starts telling all ranks whether this one has its next batch."""
+        if self._group is not None:
+            self._own.fill_(has_batch)
+            self._work = dist.all_gather_into_tensor(self._of_ranks, self._own, group=self._group, async_op=True)
+
+    def settle(self) -> bool:
+        """Waits for what has been announced; returns False where this rank's batch is not to be trained on, as another
+        rank has none."""
+        if self._work is None:
+            return True
+        self._work.wait()
+        self._work = None
+        have = self._of_ranks.tolist()
+        self._count += 1
+        if all(have) or not any(have):
+            return True
+        if self._mode == "error":
+            ended = ", ".join(str(rank) for rank, has in zip(self._ranks, have, strict=True) if not has)
+            others = ", ".join(str(rank) for rank, has in zip(self._ranks, have, strict=True) if has)
+            self.problem = (
+                f"the data of rank {ended} ended after {self._count - 1} batches, rank {others} had more: give all "
+                "ranks the same number of batches, or FiveStageOptions(uneven_end='stop') to end after the shortest"
+            )
+        return False

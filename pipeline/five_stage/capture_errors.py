@@ -1,0 +1,50 @@
+"""Why a capture failed, told by the line of the user's model that it failed in."""
+
+import linecache
+import re
+import traceback
+from pathlib import Path
+
+import torch
+import torchrec
+
+_OTHERS = tuple(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__))
+_CAPTURING = re.compile(r"captur", re.IGNORECASE)
+"""What CUDA's errors say about a call that is not allowed in a capture."""
+_NUMBER = "keep the number a tensor on the device, or give it as a field of the batch that is no tensor"
+_PAD = "pad to a length that is known before: to_padded_dense(desired_length=...)"
+_WHERE = "choose by torch.where or by a multiplication with the mask, whose shapes do not depend on the values"
+_INSTEAD = (
+    (r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bbool\(", _NUMBER),
+    (r"\.max\(|\.amax\(|max_length|to_padded_dense", _PAD),
+    (r"nonzero|masked_select|unique|\[[^\]]*(mask|==|!=|>|<)[^\]]*\]", _WHERE),
+    (r"\.cpu\(|\.numpy\(|\bprint\(|\.to\(", "read it after the step, from what progress() returns"),
+    (
+        r"torch\.(tensor|arange|zeros|ones|full|as_tensor)\(",
+        "make the tensor on the device (device=...), or once, as a buffer of the module",
+    ),
+    (r"repeat_interleave", "give output_size"),
+    (r"^\s*(if|while|assert)\b", "choose by torch.where, or by a number that the host has"),
+)
+"""What a line that reads the device looks like, and what to write there."""
+
+
+def told(error: Exception) -> str:
+    """Returns the error with the innermost line of the user's own code, and what to write there instead if it read the
+    device."""
+    message = f"{type(error).__name__}: {_first_line(error)}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
+    if not frames:
+        return message
+    frame = frames[-1]
+    line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    place = f"{frame.filename}:{frame.lineno} `{line}`"
+    if not _CAPTURING.search(str(error)):
+        return f"{message} (at {place})"
+    instead = next((what for pattern, what in _INSTEAD if re.search(pattern, line)), "keep it on the device")
+    return f"{place} reads the device from the host, which no graph can: {instead}"
+
+
+def _first_line(error: Exception) -> str:
+    """CUDA's errors go on with advice about environment variables."""
+    return str(error).split("\n", 1)[0] if _CAPTURING.search(str(error)) else str(error)

@@ -1,0 +1,119 @@
+"""One graph of stage 3, with the memory that it reads and writes; for jagged inputs, room for so many tokens."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..cuda_graph import record
+from .batch_fields import leaves, map_fields
+from .embedding_outputs import EmbeddingOutputs
+
+_CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+"""The types, beside tensors, of a captured model's output; such values stay as they were at the capture."""
+
+Run = Callable[[Any, list[Any], EmbeddingOutputs], tuple[Any, list[Tensor | None]]]
+"""Stage 3: the output, and the gradients of the embedding outputs' values, of a batch."""
+
+
+class FeaturesRead:
+    """Stands for a KJT while the dense part is captured: its ids are another batch's at every replay."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"the dense part reads the batch's KJT (.{name}), which a CUDA graph cannot: its shape changes with every "
+            "batch; give what is needed of it as a tensor field of the batch"
+        )
+
+
+class Captured:
+    """A graph of batches of one form, with at most so many tokens."""
+
+    def __init__(self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: Sequence[int]) -> None:
+        """rows: room for each of outputs.values."""
+        self.rows = list(rows)
+        self._features = [FeaturesRead() for _ in features]
+        stand_ins = {id(kjt): read for kjt, read in zip(features, self._features, strict=True)}
+        self._batch = map_fields(batch, _empty_like, stand_ins)
+        self._values = [
+            _room(values, count).requires_grad_() for values, count in zip(outputs.values, rows, strict=True)
+        ]
+        self._tokens = [_room(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
+        self._lengths = [torch.empty_like(lengths) for lengths in outputs.lengths]
+        self._filled = [0] * len(rows)
+        self._memory = [values.detach() for values in self._values]
+        self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)
+        skipped = set(map(id, self._features))
+        self._fields = [leaf for leaf in leaves(self._batch, skipped) if isinstance(leaf, Tensor)]
+
+    def capture(self, run: Run, pool: Any) -> None:
+        """Runs nothing on the GPU. Whatever `run` raises leaves the device as it was. pool: of memory, of all graphs
+        that are never replayed at the same time."""
+        returned: list[tuple[Any, list[Tensor | None]]] = []
+        # A weight that autocast has cast before would be read as it is now, for ever.
+        torch.clear_autocast_cache()
+        try:
+            self.graph = record(lambda: returned.append(run(self._batch, self._features, self._outputs)), pool=pool)
+        finally:
+            torch.clear_autocast_cache()
+        ((output, self._grads),) = returned
+        self._output = map_fields(output, _of_graph)
+
+    def replay(self, fields: Sequence[Any], outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
+        """The output, copied out, and the gradients of outputs.values, which the next replay overwrites.
+
+        fields: the leaves of the batch.
+        """
+        with torch.no_grad():
+            counts = [len(values) for values in outputs.values]
+            into, tokens = self._memory, self._tokens
+            if counts != self.rows or counts != self._filled:
+                for values, count, filled in zip(self._memory, counts, self._filled, strict=True):
+                    if count < filled:
+                        values[count:filled].zero_()
+                self._filled = counts
+                into = [values[:count] for values, count in zip(self._memory, counts, strict=True)]
+                tokens = [ids[: counts[of]] for ids, of in zip(tokens, outputs.token_of, strict=True)]
+            torch._foreach_copy_(
+                [*self._fields, *into, *tokens, *self._lengths],
+                [
+                    *(leaf for leaf in fields if isinstance(leaf, Tensor)),
+                    *outputs.values,
+                    *outputs.tokens,
+                    *outputs.lengths,
+                ],
+            )
+            self.graph.replay()
+            grads = [
+                grad if grad is None or len(grad) == count else grad[:count]
+                for grad, count in zip(self._grads, counts, strict=True)
+            ]
+            return map_fields(self._output, _copied), grads
+
+
+def _room(tensor: Tensor, rows: int) -> Tensor:
+    """Zeros in the form of `tensor`, but with so many rows."""
+    return torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+
+
+def _empty_like(leaf: Any) -> Any:
+    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _of_graph(leaf: Any) -> Any:
+    """A leaf of the output, which is in the graph's memory. ValueError for one that cannot be copied out of there."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if isinstance(leaf, _CONSTANT):
+        return leaf
+    found = "the batch's KJT" if isinstance(leaf, FeaturesRead) else f"a {type(leaf).__name__}"
+    raise ValueError(
+        f"the model's output holds {found}, which the next replay might overwrite: put out tensors, numbers and "
+        "strings, in dataclasses, tuples, lists and dicts"
+    )
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,122 @@
+"""What the sharded modules give for one batch, as flat lists of tensors: for the leaf that stage 3's backward ends at,
+and for the memory of a graph."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torchrec import JaggedTensor, KeyedTensor
+from torchrec.distributed.types import LazyNoWait
+
+from .batch_fields import forwards_replaced
+from .sharded_modules import Sharded, refuse_call
+
+Output: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
+"""Of bags; of unpooled embeddings, by feature."""
+
+
+class EmbeddingOutputs:
+    """Outputs of several modules.
+
+    Three lists of tensors make them up: `values`, the vectors, which have gradients; `tokens`, beside the vectors of
+    unpooled embeddings, with as many rows (the ids, where the module gives them); `lengths`, one number a bag or
+    sequence. All are in the order of the modules and of their features.
+    """
+
+    def __init__(self, names: Sequence[str], outputs: Sequence[Output]) -> None:
+        """names: of the modules."""
+        self.outputs = list(outputs)
+        self._names = list(names)
+        self.values: list[Tensor] = []
+        self.tokens: list[Tensor] = []
+        self.lengths: list[Tensor] = []
+        self.jagged: list[bool] = []
+        """Whether the rows of each of `values` are tokens, whose number changes from batch to batch."""
+        self.token_of: list[int] = []
+        """The index in `values` that each of `tokens` stands beside."""
+        for output in self.outputs:
+            if isinstance(output, KeyedTensor):
+                self.values.append(output.values())
+                self.jagged.append(False)
+                continue
+            for of_feature in output.values():
+                if (ids := of_feature.weights_or_none()) is not None:
+                    self.tokens.append(ids)
+                    self.token_of.append(len(self.values))
+                self.values.append(of_feature.values())
+                self.jagged.append(True)
+                self.lengths.append(of_feature.lengths())
+
+    @property
+    def value_names(self) -> list[str]:
+        """Readable names of `values`."""
+        names = []
+        for name, output in zip(self._names, self.outputs, strict=True):
+            if isinstance(output, KeyedTensor):
+                names.append(f"the pooled vectors of {name}")
+            else:
+                names += [f"the vectors of {name}[{key!r}]" for key in output]
+        return names
+
+    def rebuilt(
+        self, values: Sequence[Tensor], tokens: Sequence[Tensor] | None = None, lengths: Sequence[Tensor] | None = None
+    ) -> "EmbeddingOutputs":
+        """The same over other tensors; over the same tokens and lengths where none are given."""
+        of_values, of_tokens = iter(values), iter(self.tokens if tokens is None else tokens)
+        of_lengths = iter(self.lengths if lengths is None else lengths)
+        outputs: list[Output] = []
+        for output in self.outputs:
+            if isinstance(output, KeyedTensor):
+                pooled = KeyedTensor(output.keys(), output.length_per_key(), next(of_values), output.key_dim())
+                outputs.append(pooled)
+                continue
+            by_feature = {}
+            for key, jagged in output.items():
+                ids = None if jagged.weights_or_none() is None else next(of_tokens)
+                by_feature[key] = JaggedTensor(values=next(of_values), weights=ids, lengths=next(of_lengths))
+            outputs.append(by_feature)
+        return EmbeddingOutputs(self._names, outputs)
+
+    def leaves(self) -> "EmbeddingOutputs":
+        """The same over new leaves of autograd."""
+        return self.rebuilt([values.detach().requires_grad_() for values in self.values])
+
+    @property
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of `values`, which are leaves."""
+        return [values.grad for values in self.values]
+
+
+class Lookups:
+    """The modules that are looked up before the model's forward, which they then give their outputs to."""
+
+    def __init__(self, modules: Sequence[Sharded], called: Sequence[Sharded]) -> None:
+        """modules: of the model. called: those of them that its forward calls, in that order."""
+        self.called = list(called)
+        self.names = [one.name for one in called]
+        self._refusing = {one.module: refuse_call(one) for one in modules if one not in called}
+
+    def call(
+        self, call: Callable[[Any], Any], batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs
+    ) -> tuple[Tensor, Any]:
+        """call(batch), in which each module gives its output for its KJT of `features`. ValueError if it is given
+        anything else."""
+
+        def gives(one: Sharded, expected: Any, output: Output) -> Callable[..., LazyNoWait[Any]]:
+            def forward(*args: Any, **kwargs: Any) -> LazyNoWait[Any]:
+                if next(iter((*args, *kwargs.values())), None) is not expected:
+                    raise ValueError(
+                        f"the model gives {one.name} another KJT than for the first batch: the pipeline has looked up "
+                        "the field of the batch that it gave then"
+                    )
+                return LazyNoWait(output)
+
+            return forward
+
+        giving = {
+            one.module: gives(one, expected, output)
+            for one, expected, output in zip(self.called, features, outputs.outputs, strict=True)
+        }
+        with forwards_replaced({**self._refusing, **giving}):
+            result: tuple[Tensor, Any] = call(batch)
+            return result

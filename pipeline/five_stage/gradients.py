@@ -1,0 +1,81 @@
+"""The gradients of the dense part in flat buffers of their own, and their mean over the ranks."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
+
+
+class FlatGradients:
+    """One buffer a dtype, and a view of it for each parameter, which is its `.grad` after `publish`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, group: dist.ProcessGroup) -> None:
+        self.parameters, self._device, self._group = list(parameters), device, group
+        self.flat, self.views = flat_gradients(self.parameters)
+        self.used = [False] * len(self.parameters)
+        self._accumulated: list[Tensor | None] | None = None
+
+    def zero(self, zero_grad: Callable[[], None]) -> None:
+        """Calls the optimizer's zero_grad. Gradients that it leaves as they are, as one does that accumulates them over
+        several batches, are set aside, and added to the next ones as autograd would."""
+        left = [None if p.grad is None else (p.grad, p.grad._version) for p in self.parameters]
+        zero_grad()
+        kept = [
+            p.grad if was is not None and p.grad is was[0] and p.grad._version == was[1] else None
+            for p, was in zip(self.parameters, left, strict=True)
+        ]
+        self._accumulated = None
+        if any(grad is not None for grad in kept):
+            self._accumulated = [None if grad is None else grad.clone() for grad in kept]
+
+    def keep(self, grads: Sequence[Tensor | None]) -> None:
+        """Copies what autograd has made into the buffers."""
+        self.used = [grad is not None for grad in grads]
+        pairs = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+
+    def accumulate(self) -> None:
+        """Adds what `zero` has set aside. To be called once a batch, before the mean."""
+        if self._accumulated is None:
+            return
+        for i, grad in enumerate(self._accumulated):
+            if grad is not None:
+                if self.used[i]:
+                    self.views[i].add_(grad)
+                else:
+                    self.views[i].copy_(grad)
+                    self.used[i] = True
+
+    def mean(self) -> None:
+        """DDP's average: divided, then summed. NCCL does both in one pass. Collective."""
+        for flat in self.flat if self._group.size() > 1 else ():
+            if self._device.type == "cuda":
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
+            else:
+                dist.all_reduce(flat.div_(self._group.size()), group=self._group)
+
+    def publish(self) -> None:
+        """Makes the views the parameters' gradients."""
+        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
+            parameter.grad = view if used else None
+
+
+def flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns a flat buffer for each dtype, and every parameter's gradient as an aligned view of one of them."""
+    sizes: dict[torch.dtype, int] = {}
+    starts = []
+    for parameter in parameters:
+        start = sizes.get(parameter.dtype, 0)
+        unit = _ALIGNMENT // parameter.element_size()
+        starts.append(start)
+        sizes[parameter.dtype] = start + -(-parameter.numel() // unit) * unit
+    device = parameters[0].device if parameters else None
+    flats = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+    views = [
+        flats[p.dtype][start : start + p.numel()].view(p.shape) for p, start in zip(parameters, starts, strict=True)
+    ]
+    return list(flats.values()), views

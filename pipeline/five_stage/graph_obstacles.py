@@ -1,0 +1,53 @@
+"""What keeps the dense part of a model out of CUDA graphs, as far as it is known before the first batch."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import get_module
+
+from .sharded_modules import Sharded
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def why_not_graphed(model: DistributedModelParallel, modules: Sequence[Sharded], device: torch.device) -> str | None:
+    """Says what keeps the dense part of this model, beside its sharded `modules`, out of a CUDA graph."""
+    wrapped = get_module(model)
+    if device.type != "cuda":
+        return f"CUDA graphs need a GPU; the pipeline's device is {device}"
+    if not isinstance(wrapped, DistributedDataParallel):
+        return f"the dense part is wrapped by {type(wrapped).__name__}, not by DistributedDataParallel"
+    if wrapped._comm_hooks:
+        return "DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out"
+    if getattr(model, "model_trackers", None):
+        return "a model tracker counts the calls of the model, of which a graph makes none"
+    processors = [one.name for one in modules if one.has_processors]
+    if processors:
+        return (
+            f"the weights of the feature processors of {', '.join(processors)} get their gradients in the embedding "
+            "backward, after the graph's all-reduce"
+        )
+    return _hooked(model.module, [one.module for one in modules])
+
+
+def _hooked(model: nn.Module, sharded: Iterable[nn.Module]) -> str | None:
+    """The first module or parameter outside `sharded` whose hooks a graph would not call."""
+    inside = {id(module) for one in sharded for module in one.modules()}
+    tables = {id(parameter) for one in sharded for parameter in one.parameters()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and any(getattr(module, hooks, None) for hooks in _HOOKS):
+            return f"hooks of {name or 'the model'} ({type(module).__name__}) would run at captures only: remove them"
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tables:
+            continue
+        if getattr(parameter, "_in_backward_optimizers", None):
+            return (
+                f"{name} is updated in the backward (apply_optimizer_in_backward), which no graph does: give it to the "
+                "optimizer"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"{name} has gradient hooks, which a graph would not call: change gradients in the optimizer's step"
+    return None

@@ -1,0 +1,129 @@
+"""Which graph runs a batch: one for each form that comes back, with room for a number of tokens, bounded in number."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .batch_signature import Form
+from .captured import Captured, Run
+from .embedding_outputs import EmbeddingOutputs
+
+WARM_UP = 3
+"""Batches that run eagerly before the first capture: cuBLAS and the autograd thread set themselves up in them."""
+MOST_GRAPHS = 16
+"""All forms and numbers of tokens together."""
+_MOST_FORMS = 256  # told apart; those that never come back are forgotten
+_WASTE = 2.0  # the room of a graph that is replayed at most, by the tokens of the batch, while another may be captured
+_STEPS = 4  # numbers of tokens that there is a graph for, between a power of two and the next
+
+
+class Plan(NamedTuple):
+    """What to do with a batch that no graph fits."""
+
+    rows: list[int] | None
+    """The room of a graph to capture, for each of the outputs' values."""
+    eager: str | None
+    """Why it runs eagerly, where it is not only that its form has to come back first."""
+
+
+@dataclass(slots=True)
+class _OfForm:
+    seen: int = 0
+    most: list[int] = field(default_factory=list)
+    least: list[int] = field(default_factory=list)
+    graphs: list[Captured] = field(default_factory=list)
+    never_pads: str | None = None
+
+
+class GraphPool:
+    """The graphs of a dense part. They share memory, as only one is replayed at a time and nothing of its memory is
+    read after the next replay."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Form, _OfForm] = {}
+        self._batches = self._count = 0
+        self._memory: Any = None
+
+    def __len__(self) -> int:
+        """Returns the number of graphs."""
+        return self._count
+
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """Returns all of them."""
+        return [captured.graph for of in self._forms.values() for captured in of.graphs]
+
+    def clear(self) -> None:
+        """Drops all graphs, which the caller has destroyed."""
+        self._forms.clear()
+        self._count = 0
+
+    def asks_for_padding(self, form: Form, counts: Sequence[int]) -> bool:
+        """Returns whether a batch of this form has other numbers of tokens than those before."""
+        of = self._forms.get(form)
+        return of is not None and of.most != [] and (of.most != list(counts) or of.least != list(counts))
+
+    def never_pad(self, form: Form, why: str) -> None:
+        """Batches of this form are replayed with exactly the tokens that were captured only."""
+        self._forms[form].never_pads = why
+
+    def find(
+        self, form: Form, counts: Sequence[int], jagged: Sequence[bool], pads: bool
+    ) -> tuple[Captured | None, Plan]:
+        """Returns the graph for a batch, or what to do without one. pads: whether it may be padded with tokens."""
+        of = self._forms.get(form)
+        if of is None:
+            self._forget()
+            of = self._forms[form] = _OfForm(most=list(counts), least=list(counts))
+        of.seen += 1
+        self._batches += 1
+        exact = of.most == of.least == list(counts)
+        of.most = [max(pair) for pair in zip(of.most, counts, strict=True)]
+        of.least = [min(pair) for pair in zip(of.least, counts, strict=True)]
+        fitting = [graph for graph in of.graphs if _fits(graph.rows, counts, pads)]
+        best = min(fitting, key=lambda graph: sum(graph.rows), default=None)
+        if best is not None and (sum(best.rows) <= _WASTE * sum(counts) or self._count >= MOST_GRAPHS):
+            return best, Plan(None, None)
+        if self._batches <= WARM_UP or of.seen == 1:
+            return best, Plan(None, None)
+        if self._count >= MOST_GRAPHS:
+            return None, Plan(None, f"{MOST_GRAPHS} graphs are captured, the most that there may be")
+        if not pads and not exact and any(jagged):
+            return None, Plan(None, of.never_pads)
+        return None, Plan(
+            [_room(n, most, exact or not j) for n, most, j in zip(counts, of.most, jagged, strict=True)], None
+        )
+
+    def capture(
+        self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int], run: Run
+    ) -> Captured:
+        """Returns a new graph for this form. Raises what the capture does."""
+        captured = Captured(batch, features, outputs, rows)
+        if self._memory is None and torch.cuda.is_available():
+            self._memory = torch.cuda.graph_pool_handle()
+        captured.capture(run, self._memory)
+        self._forms[form].graphs.append(captured)
+        self._count += 1
+        return captured
+
+    def _forget(self) -> None:
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms = {form: of for form, of in self._forms.items() if of.graphs or of.seen > 1}
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms = {form: of for form, of in self._forms.items() if of.graphs}
+
+
+def _fits(rows: Sequence[int], counts: Sequence[int], pads: bool) -> bool:
+    if not pads:
+        return list(rows) == list(counts)
+    return all(n <= room for n, room in zip(counts, rows, strict=True))
+
+
+def _room(count: int, most: int, exact: bool) -> int:
+    """Room for `count` tokens, in steps; for the most seen so far, where that is not much more."""
+    if exact:
+        return count
+    wanted = most if most <= _WASTE * count else count
+    step = max(1 << max(wanted - 1, 1).bit_length() - 1, 2 * _STEPS) // _STEPS
+    return -(-max(wanted, 1) // step) * step

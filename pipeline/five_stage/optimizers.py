@@ -1,0 +1,24 @@
+"""What the pipeline has to know of a user's optimizer before it puts its step beside other work."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+
+def steps_on(optimizer: torch.optim.Optimizer, sharded: nn.Module) -> bool:
+    """Returns whether the optimizer updates tables itself, as it does data-parallel ones."""
+    own = {id(parameter) for _, parameter in in_backward_optimizer_filter(sharded.named_parameters())}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def communicates(optimizer: Any) -> bool:
+    """Returns whether a step has collectives, as far as TorchRec's optimizers tell."""
+    if isinstance(optimizer, CombinedOptimizer):
+        return any(communicates(part) for _, part in optimizer.optimizers)
+    if isinstance(optimizer, GradientClippingOptimizer) and optimizer._enable_global_grad_clip:
+        return True
+    return isinstance(optimizer, OptimizerWrapper) and communicates(optimizer._optimizer)

@@ -1,0 +1,82 @@
+"""Whether tokens after the last one change what a model computes: tried, once, before any batch is padded.
+
+A graph has room for a number of tokens, and most batches have fewer. Rows after the last token belong to no sequence:
+offsets end before them. A model that reads them nevertheless, by a mean over all rows or by their number, must not be
+padded.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batch_fields import leaves
+from .embedding_outputs import EmbeddingOutputs
+
+_MORE = 8  # rows
+_RTOL = 1e-4  # of sums in another order, as products of other shapes have
+_INSTEAD = "pad to a fixed length first (to_padded_dense), or sum over sequences by their offsets"
+
+Run = Callable[[EmbeddingOutputs], tuple[Any, list[Tensor | None]]]
+"""((losses, output, gradients of weights), gradients of values)."""
+
+
+def why_padding_matters(
+    model: nn.Module, run: Run, outputs: EmbeddingOutputs, put_back: Callable[[], None]
+) -> str | None:
+    """Returns why the dense part gives something else when rows are added after the last token; None if it does not.
+
+    Runs it three times: as it is, with zeros after the last token and with noise. put_back: what a run changes. Reads
+    the device.
+    """
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "SyncBatchNorm exchanges between ranks, which may not all try"
+    noise = [
+        torch.randn(_MORE, *values.shape[1:], dtype=values.dtype, device=values.device) for values in outputs.values
+    ]
+    put_back()
+    plain = run(outputs.leaves())
+    put_back()
+    zeros = run(_padded(outputs, [torch.zeros_like(of) for of in noise]))
+    put_back()
+    noisy = run(_padded(outputs, noise))
+    counts = [len(values) for values in outputs.values]
+    shapes = [_shapes(of) for of in (plain, zeros)]
+    if shapes[0] != shapes[1]:
+        return f"its output or loss has a row for each token: put out rows of sequences, or {_INSTEAD}"
+    for one, other, what in ((plain, zeros, "the number of rows"), (zeros, noisy, "rows")):
+        if not _alike(_flat(one, counts), _flat(other, counts)):
+            return f"its loss, or a gradient, depends on {what} after the last token: {_INSTEAD}"
+    return None
+
+
+def _padded(outputs: EmbeddingOutputs, more: Sequence[Tensor]) -> EmbeddingOutputs:
+    values = [
+        torch.cat([values, rows]) if jagged else values
+        for values, rows, jagged in zip(outputs.values, more, outputs.jagged, strict=True)
+    ]
+    tokens = [torch.cat([ids, ids.new_zeros(_MORE, *ids.shape[1:])]) for ids in outputs.tokens]
+    return outputs.rebuilt(values, tokens).leaves()
+
+
+def _shapes(result: tuple[Any, list[Tensor | None]]) -> list[Any]:
+    losses, output, _ = result[0]
+    return [losses.shape, *(leaf.shape for leaf in leaves(output) if isinstance(leaf, Tensor))]
+
+
+def _flat(result: tuple[Any, list[Tensor | None]], counts: Sequence[int]) -> list[Tensor | None]:
+    (losses, _, of_weights), of_values = result
+    within = [None if grad is None else grad[:count] for grad, count in zip(of_values, counts, strict=True)]
+    return [losses, *of_weights, *within]
+
+
+def _alike(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
+    for a, b in zip(one, other, strict=True):
+        if (a is None) != (b is None):
+            return False
+        if a is not None and b is not None and a.numel():
+            scale = a.abs().max()
+            if not bool((torch.abs(a - b).max() <= _RTOL * scale + torch.finfo(a.dtype).tiny).item()):
+                return False
+    return True

@@ -1,0 +1,154 @@
+"""The sharded modules of a TorchRec model: those that the pipeline runs, and what they are given by the batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.types import LazyNoWait, ShardedModule
+
+from .batch_fields import Path, find_path, forwards_replaced, snapshot
+
+TAKEN = (
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharded:
+    """One sharded module of a model."""
+
+    name: str
+    """Its path in the model."""
+    module: Any
+
+    @property
+    def collection(self) -> Any:
+        """The module that has the input dists and the tables; a feature processor's is within it."""
+        return self.module._embedding_bag_collection if self.has_processors else self.module
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether feature processors, with weights of their own, run in the embedding forward."""
+        return isinstance(self.module, ShardedFeatureProcessedEmbeddingBagCollection)
+
+    @property
+    def kind(self) -> str:
+        """The type's name."""
+        return type(self.module).__name__
+
+
+def sharded_modules(model: DistributedModelParallel) -> list[Sharded]:
+    """Returns the sharded modules of the model, the outermost ones. ValueError where there are none, or others than
+    TAKEN."""
+    if isinstance(model, DMPCollection):
+        raise ValueError("FiveStagePipeline has no 2D parallelism: wrap the model by DistributedModelParallel")
+    found = [
+        Sharded(name, module) for name, module in model.module.named_modules() if isinstance(module, ShardedModule)
+    ]
+    outer = [one for one in found if not any(one.name.startswith(f"{other.name}.") for other in found)]
+    wrong = [f"{one.name} is a {one.kind}" for one in outer if not isinstance(one.module, TAKEN)]
+    if not outer or wrong:
+        raise ValueError(
+            f"FiveStagePipeline takes models with {', '.join(kind.__name__ for kind in TAKEN)}; "
+            f"{'; '.join(wrong) or 'this one has no sharded module'}. Use TorchRec's TrainPipelineSparseDist for it"
+        )
+    return outer
+
+
+def find_inputs(model: nn.Module, modules: list[Sharded], batch: Any, device: torch.device) -> dict[Sharded, Path]:
+    """Finds where in `batch`, on `device`, the KJT is that `model(batch)` gives to each module, in the order of calls.
+
+    Calls the model, without gradients, until all modules have been called; to each call zeros are given back. Random
+    numbers and buffers are put back afterwards. Modules that are not called are left out. ValueError where none is, or
+    one twice, or one with a KJT that the batch does not hold as it is.
+    """
+    paths: dict[Sharded, Path] = {}
+    put_back = snapshot(model, [one.module for one in modules], device)
+
+    def arrives_at(one: Sharded) -> Callable[..., Any]:
+        def arrive(*args: Any, **kwargs: Any) -> Any:
+            if one in paths:
+                raise _ArrivedError(_twice(one))
+            features = next(iter((*args, *kwargs.values())), None)
+            path = find_path(batch, features)
+            if path is None or not isinstance(features, KeyedJaggedTensor):
+                raise _ArrivedError(_no_field(one, features, batch))
+            paths[one] = path
+            if len(paths) == len(modules):
+                raise _ArrivedError(None)
+            return LazyNoWait(_zeros(one, features))
+
+        return arrive
+
+    try:
+        with forwards_replaced({one.module: arrives_at(one) for one in modules}), torch.no_grad():
+            model(batch)
+    except _ArrivedError as arrived:
+        if arrived.problem is not None:
+            raise ValueError(arrived.problem) from None
+    finally:
+        put_back()
+    if not paths:
+        names = ", ".join(one.name for one in modules)
+        raise ValueError(f"the model's forward does not call {names}: nothing to pipeline")
+    return paths
+
+
+def refuse_call(one: Sharded) -> Callable[..., NoReturn]:
+    """Returns a forward for a module that the first batch did not come to."""
+
+    def forward(*_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            f"the model calls {one.name}, which it did not call with the first batch: the pipeline has not looked up "
+            "what it is to give. Call every sharded module with every batch"
+        )
+
+    return forward
+
+
+class _ArrivedError(BaseException):  # not an Exception: a model that catches those must not catch this
+    def __init__(self, problem: str | None) -> None:
+        self.problem = problem
+
+
+def _twice(one: Sharded) -> str:
+    return (
+        f"the model calls {one.name} twice with one batch: TorchRec's pipelines and this one look up once. Give it the "
+        "features of both calls as one KJT, or shard a second module"
+    )
+
+
+def _no_field(one: Sharded, features: Any, batch: Any) -> str:
+    return (
+        f"the model gives {one.name} a {type(features).__name__} that is no field of the batch "
+        f"({type(batch).__name__}): compute it before the batch comes to the pipeline, whose input dist of the next "
+        "batch runs before the model sees it"
+    )
+
+
+def _zeros(one: Sharded, features: KeyedJaggedTensor) -> KeyedTensor | dict[str, JaggedTensor]:
+    """What the module gives for `features`, in form."""
+    device = features.device()
+    if isinstance(one.module, ShardedEmbeddingCollection):
+        dim, result = one.module._embedding_dim, {}
+        for name in (name for names in one.module._embedding_names_per_sharding for name in names):
+            of = features[name.split("@")[0]]
+            weights = of.values() if one.module._need_indices else None
+            values = torch.zeros(of.values().numel(), dim, device=device)
+            result[name] = JaggedTensor(values=values, lengths=of.lengths(), weights=weights)
+        return result
+    collection = one.collection
+    names, dims = collection._embedding_names, collection._embedding_dims
+    inverse = features.inverse_indices_or_none()
+    rows = features.stride() if inverse is None else inverse[1].numel() // len(inverse[0])
+    return KeyedTensor(names, dims, torch.zeros(rows, sum(dims), device=device))

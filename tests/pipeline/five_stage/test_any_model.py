@@ -1,0 +1,89 @@
+"""Cross-cutting: models of all kinds, with several sharded modules, train bit by bit as by TrainPipelineSparseDist."""
+
+import signal
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed import TrainPipelineSparseDist
+
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from tests.cases import GPU_PLACES
+from tests.pipeline.five_stage.any_models import MODELS, PLANS, batches, build
+from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
+
+STEPS = 6
+TIMEOUT = 600  # seconds, after which a rank that hangs is killed
+OPTIONS = {
+    "none": FiveStageOptions(avoid_record_streams=False, pinned_d2h=False),
+    "all": FiveStageOptions(cuda_graph="dense", launch_threads=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    plan: str
+
+
+def assert_equal(ours: Trained, theirs: Trained, rtol: float, what: str) -> None:
+    assert len(ours.outputs) == len(theirs.outputs) > 0
+    said = lambda message: f"{what}: {message}"  # noqa: E731
+    for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol, msg=said)
+    torch.testing.assert_close(ours.state, theirs.state, rtol=10 * rtol, atol=rtol, msg=said)
+
+
+def train(ranks: Ranks, case: Case, options: FiveStageOptions | None, steps: int) -> tuple[Trained, Any]:
+    model, optimizer = build(ranks, MODELS[case.model], PLANS[case.plan])
+    data = iter(batches(ranks, steps))
+    if options is None:
+        pipeline: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
+        trained = drain(pipeline, data)
+    else:
+        with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
+            trained = drain(pipeline, data)
+            trained.captured = pipeline._graph is not None and pipeline._graph.captured
+    trained.state = state(model, optimizer)
+    return trained, pipeline
+
+
+def parity(ranks: Ranks, cases: list[Case], rtol: float, steps: int) -> dict[str, dict[str, str]]:
+    """What was off with all switches on, by model."""
+    signal.alarm(TIMEOUT)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    off = {}
+    for case in cases:
+        theirs, _ = train(ranks, case, None, steps)
+        for name, options in OPTIONS.items():
+            ours, pipeline = train(ranks, case, options, steps)
+            assert_equal(ours, theirs, rtol, f"{case}, {name}")
+        off[case.model] = dict(pipeline.switched_off)
+    return off
+
+
+ON_CPU = [Case(model, "mixed") for model in MODELS] + [
+    Case(model, plan) for model, plan in product(("sequence", "everything"), PLANS) if plan != "mixed"
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trains_bit_by_bit_as_torchrec(run_ranks, world_size):
+    for off in run_ranks(world_size, parity, ON_CPU, 0, STEPS):
+        assert set(off) == set(MODELS)
+
+
+# Those whose kernels the slimmed FBGEMM has: no weights.
+ON_GPU = [
+    *(Case(model, "TW") for model in ("dlrm", "dcn", "projection", "deepfm", "two towers", "sequence")),
+    *(Case(model, "mixed") for model in ("two towers", "sequence")),
+]
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
+def test_trains_as_torchrec_gpu(run_ranks, world_size, gpu):
+    run_ranks(world_size, parity, ON_GPU, 1e-5, 30, gpu=gpu)

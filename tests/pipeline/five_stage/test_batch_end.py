@@ -1,0 +1,42 @@
+"""Ranks with more batches than another end with an error on all of them, or with the shortest."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from tests.pipeline.five_stage.torchrec_models import batches, build, drain
+
+
+def ends(ranks: Ranks) -> list[Any]:
+    """Batches trained on, and what was raised; of every pair of numbers of batches."""
+    signal.alarm(600)
+    results: list[Any] = []
+    for mode in ("stop", "error"):
+        model, optimizer = build(ranks, "TW")
+        with FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(uneven_end=mode)) as pipeline:
+            for of_ranks in ((3, 5), (1, 0), (4, 4), (6, 2)):
+                data = iter(batches(ranks, of_ranks[ranks.rank]))
+                done: list[int] = []
+                try:
+                    drain(pipeline, data, done.append)
+                    said = None
+                except ValueError as error:
+                    said = str(error)
+                results.append((mode, of_ranks, len(done) - 1, said))
+    return results
+
+
+def test_all_ranks_end_together(run_ranks):
+    one, other = run_ranks(2, ends)
+    assert one == other
+    assert [done for _, _, done, _ in one] == [3, 0, 4, 2] * 2
+    said = {of_ranks: message for mode, of_ranks, _, message in one if mode == "error"}
+    assert said[(3, 5)].startswith("the data of rank 0 ended after 3 batches, rank 1 had more")
+    assert said[(6, 2)].startswith("the data of rank 1 ended after 2 batches, rank 0 had more")
+    assert said[(1, 0)] is not None
+    assert said[(4, 4)] is None
+    assert all(message is None for mode, _, _, message in one if mode == "stop")
