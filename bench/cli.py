@@ -33,7 +33,8 @@ class Compare:
     sides: Positional[tuple[Path, ...]]
     """A B [...]."""
     strict: bool = False
-    """Refuse to compare sides that differ in what should be equal, or that come with a warning."""
+    """Refuse to compare sides that differ in what should be equal, that come with a warning, or whose records do not
+    say what ran where: hash of the source, GPU UUIDs, environment, versions."""
     fail_on: str | None = None
     """Check that a regression of this percentage, such as 2%, is excluded: exit status 0 only where it is, 1 where a
     side is proven slower, 5 where there are not enough runs to know."""

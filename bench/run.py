@@ -15,9 +15,11 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteLossError
-from dlrm_bench.bench.measure.machine import describe_machine, git_state, platform_name, short_name
+from dlrm_bench.bench.measure.machine import describe_machine, platform_name, short_name
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, RunStatus
+from dlrm_bench.bench.measure.provenance import provenance
 from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
+from dlrm_bench.bench.measure.source import git_state
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import (
@@ -29,7 +31,7 @@ from dlrm_bench.bench.records.record import (
     write_iterations,
     write_record,
 )
-from dlrm_bench.bench.records.schema import Machine, Profile, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry, TrainingStatus
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
@@ -165,7 +167,7 @@ def run(
     log = MLPerfLog(None)
     this: Run | None = None
     with AbortWatch(ranks, lambda: log.close("aborted", this.epoch_num if this else 0.0)):
-        machine = describe_machine()
+        machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = open_dataset(config.data, config.model, config.seed)
         _check_target(config, dataset.best_auc)
         schedule = plan_schedule(config, dataset.train_samples, ranks.world_size)
@@ -200,7 +202,7 @@ def run(
                 raise ValueError(f"{error}; {_keep(this, error, folder)}") from None
         log.close(this.log_status, this.epoch_num)
         profile = profiling.profile() if profiling else None
-        record = _write(this, machine, command, folder, losses, monitor.gather(), profile)
+        record = _write(this, machine, source, command, folder, losses, monitor.gather(), profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
 
@@ -271,13 +273,14 @@ def _drop_page_cache() -> None:
 def _write(
     this: Run,
     machine: Machine,
+    source: Git,
     command: str,
     folder: Path,
     losses: list[float],
     telemetry: Telemetry,
     profile: Profile | None,
 ) -> RunRecord:
-    """The record, equal on every rank; global rank 0 writes it."""
+    """The record, which global rank 0 writes; on the others, what else they depend on is theirs."""
     config, ranks = this.config, this.ranks
     iterations_ms = this.clock.gather_ms()
     created: list[Any] = [datetime.now(UTC)]
@@ -286,7 +289,8 @@ def _write(
         run_id=folder.name,
         created=created[0],
         command=command,
-        git=git_state(ROOT),
+        git=source,
+        provenance=provenance() if ranks.rank == 0 else None,
         config=config,
         world_size=ranks.world_size,
         machine=machine,

@@ -5,7 +5,7 @@ Within a side the program should be the same too.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,15 @@ SHOULD_BE_EQUAL = {
     "host": "machine.hosts",
     "GPUs": "machine.gpus",
     "GPU": "machine.gpu",
+    "GPUs themselves (UUIDs)": "machine.gpu_uuids",
     "CPU": "machine.cpu",
     "cores": "machine.cores",
+    "CPU governor": "machine.cpu_governor",
+    "NUMA nodes": "machine.numa",
+    "CPUs of the ranks": "machine.rank_cpus",
+    "kernel": "machine.kernel",
+    "launcher": "provenance.started_by.launcher",
+    "environment": "provenance.environment",
     "driver": "machine.driver",
     "power limit (W)": "machine.power_limit_w",
     "largest SM clock (MHz)": "machine.sm_clock_max_mhz",
@@ -44,6 +51,25 @@ SHOULD_BE_EQUAL = {
     "iterations between checks of the loss": "config.loss_interval",
 }
 """What a reader takes to be the same on both sides, and where a record says it."""
+_VARIABLE = "environment variable "
+_KNOWN = "environment"
+BOOT = "boot of the machine"
+"""Tells machines of one description apart where no GPU does."""
+MUST_BE_KNOWN = {
+    "hash of the source files": "git.source",
+    "versions of the packages": "provenance.packages",
+    "environment": "provenance.environment",
+    "how the ranks were started": "provenance.started_by",
+    "CPU": "machine.cpu",
+    "boot of the machine": "machine.boots",
+}
+"""What --strict asks of each record."""
+MUST_BE_KNOWN_OF_GPUS = {
+    "UUIDs of the GPUs": "machine.gpu_uuids",
+    "driver": "machine.driver",
+    "power limit": "machine.power_limit_w",
+    "whether it was throttled": "conditions.throttled",
+}
 SM_CLOCK = "SM clock during the run (MHz)"
 """A setting that is measured, not configured."""
 
@@ -51,7 +77,37 @@ SM_CLOCK = "SM clock during the run (MHz)"
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
     """The distinct values, over the records, of each setting that should be equal; unknown ones are left out."""
     settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
-    return settings | {SM_CLOCK: _clocks(records)}
+    boots = different(None if _lookup(r, "machine.gpu_uuids") else _lookup(r, "machine.boots") for r in records)
+    return settings | {BOOT: boots, SM_CLOCK: _clocks(records)} | _environment(records)
+
+
+def absent(settings: Mapping[str, list[Any]], name: str) -> list[Any]:
+    """The values of a setting that a side lacks: not set, of an environment variable where the environment is known."""
+    return ["not set"] if name.startswith(_VARIABLE) and settings.get(_KNOWN) else []
+
+
+def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """Values of each environment variable that some record names, and whether all records know theirs."""
+    known = [record.run["provenance"]["environment"] for record in records if "provenance" in record.run]
+    names = sorted({name for variables in known for name in variables})
+    values = {f"{_VARIABLE}{name}": different(v.get(name, "not set") for v in known) for name in names}
+    return {_KNOWN: ["known"] if len(known) == len(records) else [], **values}
+
+
+def machine_of(record: Record) -> str:
+    """What tells the machine of a run from others: UUIDs of its GPUs, else its boots, of older records host names."""
+    machine = record.run["machine"]
+    return " + ".join(machine.get("gpu_uuids") or machine.get("boots") or machine.get("hosts", []))
+
+
+def unknown(label: str, records: Sequence[Record]) -> list[str]:
+    """What --strict asks for and records do not say, in one sentence a side."""
+    missing: Counter[str] = Counter()
+    for record in records:
+        asked = MUST_BE_KNOWN | (MUST_BE_KNOWN_OF_GPUS if record.run["machine"]["gpu"] else {})
+        missing.update(name for name, field in asked.items() if _lookup(record, field) in (None, [], ""))
+    said = [f"{name} in {n}" for name, n in missing.items()]
+    return [f"{label}: not known in {len(records)} run(s): {', '.join(said)}"] if said else []
 
 
 def different(values: Iterable[Any]) -> list[Any]:
@@ -88,9 +144,13 @@ def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
 
 
 def _program(record: Record) -> dict[str, str | None]:
-    """The program of a run: commit, pipeline and all of the pipeline's options."""
+    """The program of a run: its source's hash (of older records the commit), pipeline, and the pipeline's options."""
     options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
-    return {"pipeline": options.pop("name"), **options, "commit": record.run["git"]["commit"]}
+    git = record.run["git"]
+    source = git.get("source")
+    # Commits that differ in nothing that runs are the same program.
+    code = {"source": source} if source else {"commit": git["commit"]}
+    return {"pipeline": options.pop("name"), **options, **code}
 
 
 def _lookup(record: Record, field: str) -> Any:

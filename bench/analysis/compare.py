@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_bench.bench.analysis.comparability import SM_CLOCK
+from dlrm_bench.bench.analysis.comparability import SM_CLOCK, absent
 from dlrm_bench.bench.analysis.sides import Side, read_side, rungs_of
 from dlrm_bench.bench.records.repetitions import detectable, drift_left, holm, runs_needed
 from dlrm_bench.bench.records.series import CONFIDENCE, Metric, drift_within, spread_of_log, summary_statistics
@@ -161,7 +161,7 @@ def _estimate(a: Side, b: Side, comparison: Comparison) -> Estimate:
 
 def _differences(a: Side, b: Side) -> Iterator[str]:
     for name in a.settings | b.settings:
-        left, right = a.settings.get(name, []), b.settings.get(name, [])
+        left, right = (side.settings.get(name) or absent(side.settings, name) for side in (a, b))
         for side, values in ((a, left), (b, right)):
             if len(values) > 1:
                 yield f"{name} varies within {side.label}: {_brief(values)}"

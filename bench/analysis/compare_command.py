@@ -34,8 +34,9 @@ def compare_command(
     results = compare_paths(sides)
     if strict:
         for result in results:
-            if result.differences:
-                raise ValueError("\n  ".join(("--strict: the sides cannot be compared:", *result.differences)))
+            refused = dict.fromkeys([*result.differences, *result.a.unknown, *result.b.unknown])
+            if refused:
+                raise ValueError("\n  ".join(("--strict: the sides cannot be compared:", *refused)))
     checks = [[check_regression(result, limit)] if limit is not None else [] for result in results]
     for of_result, result in zip(checks, results, strict=True):
         of_result += [check_equivalence(result, margin)] if margin is not None else []

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_bench.bench.analysis.comparability import caveats_of_side, different, settings_of
+from dlrm_bench.bench.analysis.comparability import caveats_of_side, different, machine_of, settings_of, unknown
 from dlrm_bench.bench.analysis.mlperf_logs import BENCHMARK, MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.records.distinct import distinct
 from dlrm_bench.bench.records.ladder import LADDER_JSON, read_ladder_json
@@ -33,6 +33,8 @@ class Side:
     mean_only: bool
     """Whether only the mean latency is known, as in MLPerf logs."""
     warnings: list[str]
+    unknown: Sequence[str] = ()
+    """What records do not say, and --strict asks for."""
     logs: Sequence[MLPerfRun] = ()
     """Every run of MLPerf logs, also those with nothing to compare; empty for records."""
 
@@ -104,11 +106,12 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         label=label,
         series=[record.latencies_ms.astype(np.float64) for record in records],
         finished=[record.run["created"] for record in records],
-        machines=[" + ".join(record.run["machine"].get("hosts", [])) for record in records],
+        machines=[machine_of(record) for record in records],
         settings=settings_of(records),
         global_batch_size=_one_batch_size(label, [r.run["config"].get("global_batch_size") for r in records]),
         mean_only=False,
         warnings=[*warnings, *caveats_of_side(label, records)],
+        unknown=unknown(label, records),
     )
 
 

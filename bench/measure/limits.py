@@ -14,7 +14,8 @@ import torch
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.ceilings import measure
-from dlrm_bench.bench.measure.machine import describe_machine, git_state, short_name
+from dlrm_bench.bench.measure.machine import describe_machine, short_name
+from dlrm_bench.bench.measure.source import git_state
 from dlrm_bench.bench.records.limits import (
     LIMITS_JSON,
     LIMITS_SCHEMA,

@@ -1,4 +1,4 @@
-"""What a run ran on: hardware through NVML, versions of the software, and the state of the source tree.
+"""What a run ran on: hardware through NVML and Linux, and versions of the software.
 
 What cannot be read is None in the description, never a guess, and never stops a run.
 """
@@ -8,16 +8,15 @@ import os
 import platform
 import re
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.records.schema import Git, Machine
+from dlrm_bench.bench.measure import cpu
+from dlrm_bench.bench.records.schema import Machine
 
 try:
     import pynvml
@@ -38,11 +37,14 @@ class GpuState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where one rank runs: host name, and UUID and name of its GPU, if it has one."""
+    """Where one rank runs: host name and boot, UUID, name and NUMA node of its GPU, if it has one, and its CPUs."""
 
     host: str
+    boot: str | None
     uuid: str | None
     gpu: str | None
+    gpu_numa: int | None
+    cpus: str | None
 
 
 def describe_machine() -> Machine:
@@ -53,7 +55,9 @@ def describe_machine() -> Machine:
     cuda = torch.cuda.is_available()
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if cuda else None
     uuid = str(gpu.uuid) if gpu else None
-    places = _gather_places(_Place(socket.gethostname(), uuid, gpu.name if gpu else None))
+    numa = cpu.numa_node_of_pci(_pci_bus_id(gpu)) if gpu else None
+    own = _Place(socket.gethostname(), cpu.boot_id(), uuid, gpu.name if gpu else None, numa, cpu.allowed_cpus())
+    places = _gather_places(own)
     names = sorted({place.gpu for place in places if place.gpu is not None})
     hosts = list(dict.fromkeys(place.host for place in places))
     nvml = _describe_gpu(uuid, _pci_bus_id(gpu)) if gpu else {}
@@ -63,7 +67,16 @@ def describe_machine() -> Machine:
         gpus=len({(place.host, place.uuid) for place in places if place.uuid is not None}),
         gpu=" + ".join(names) or None,
         gpu_memory_gb=round(gpu.total_memory / 1e9, 1) if gpu else None,
-        cpu=_cpu_name(),
+        gpu_uuids=list(dict.fromkeys(place.uuid for place in places if place.uuid is not None)),
+        gpu_numa=[place.gpu_numa for place in places] if gpu else None,
+        boots=list(dict.fromkeys(place.boot for place in places if place.boot is not None)),
+        cpu=cpu.name(),
+        cpu_governor=cpu.governor(),
+        cpu_mhz=cpu.clocks_mhz(),
+        cpu_max_mhz=cpu.largest_clock_mhz(),
+        numa=cpu.numa_nodes(),
+        rank_cpus=[place.cpus for place in places],
+        kernel=platform.release(),
         cores=os.cpu_count(),
         memory_gb=readable(lambda: round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)),
         driver=nvml.get("driver"),
@@ -78,20 +91,6 @@ def describe_machine() -> Machine:
         sm_clock_max_mhz=nvml.get("sm_clock_max_mhz"),
         topology=nvml.get("topology"),
     )
-
-
-def git_state(root: Path) -> Git:
-    """State of the source: the commit in the environment variable SOURCE_COMMIT, or that of the checkout at `root`.
-
-    A tree that was copied to its host may lie over another checkout, or over none. Untracked files do not make a
-    checkout dirty.
-    """
-    stated = os.environ.get("SOURCE_COMMIT")
-    commit = _git(root, "rev-parse", "HEAD") if not stated and (root / ".git").exists() else None
-    if not commit:
-        return Git(commit=stated or None, dirty=None)
-    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return Git(commit=commit, dirty=None if changes is None else changes != "")
 
 
 def short_name(machine: Machine) -> str:
@@ -139,29 +138,12 @@ def _gather_places(place: _Place) -> list[_Place]:
     return places
 
 
-def _cpu_name() -> str | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return None  # ARM processors give no name there
-
-
 def _installed(*distributions: str) -> str | None:
     """Version of the first of `distributions` that is installed; nothing is imported."""
     for name in distributions:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def readable(read: Callable[[], T]) -> T | None:

@@ -26,6 +26,7 @@ from dlrm_bench.bench.records.schema import (
     LatencySummary,
     Machine,
     Profile,
+    Provenance,
     RunRecord,
     Telemetry,
     Training,
@@ -126,6 +127,7 @@ def build_record(
     peak_memory_bytes: Sequence[int] | None = None,
     telemetry: Telemetry | None = None,
     profile: Profile | None = None,
+    provenance: Provenance | None = None,
 ) -> RunRecord:
     """Assembles run.json from what a run knows.
 
@@ -141,6 +143,7 @@ def build_record(
         created=created.astimezone(UTC).isoformat(timespec="seconds"),
         command=command,
         git=git,
+        **({"provenance": provenance} if provenance else {}),  # type: ignore[typeddict-item]
         config={**as_json(config), "world_size": world_size, "global_batch_size": global_batch_size},
         pipeline=pipeline,
         machine=machine,

@@ -15,6 +15,7 @@ class RunRecord(TypedDict):
     """ISO 8601, UTC."""
     command: str
     git: "Git"
+    provenance: NotRequired["Provenance"]
     config: dict[str, Any]
     """The resolved RunConfig, with world_size and global_batch_size."""
     pipeline: dict[str, Any]
@@ -44,7 +45,29 @@ class Git(TypedDict):
 
     commit: str | None
     dirty: bool | None
-    """Whether tracked files differ from the commit."""
+    """Whether the program's files, or tracked ones, differ from the commit; None where nothing can say."""
+    source: NotRequired[str | None]
+    """Hash of the program's files as they ran: see bench/measure/source.py. Older records have none."""
+
+
+class Provenance(TypedDict):
+    """What else a run depends on."""
+
+    packages: dict[str, str]
+    """Version of each installed distribution that the run had imported."""
+    environment: dict[str, str]
+    """Variables that the libraries read, by name."""
+    started_by: "StartedBy"
+
+
+class StartedBy(TypedDict):
+    """How the ranks were started."""
+
+    launcher: str
+    """torchrun, srun, fork server (of dlrm-bench's ladders), or python."""
+    command: list[str]
+    """Command line of the process that started rank 0; empty where it cannot be read."""
+    local_world_size: int
 
 
 class Machine(TypedDict):
@@ -59,7 +82,25 @@ class Machine(TypedDict):
     gpu: str | None
     """Name of the GPUs; where they differ, all names joined by ' + '."""
     gpu_memory_gb: float | None
+    gpu_uuids: NotRequired[list[str]]
+    """Of the ranks' GPUs, in the order of the ranks: machines of one description are told apart by them. Older records
+    have neither these nor the fields below that are marked so."""
+    gpu_numa: NotRequired[list[int | None] | None]
+    """NUMA node of each rank's GPU, as Linux gives it."""
+    boots: NotRequired[list[str]]
+    """Linux's random id of each node's boot, which tells hosts of one name apart."""
     cpu: str | None
+    cpu_governor: NotRequired[str | None]
+    """Which clock Linux asks for, such as 'performance'; None where it does not decide, as in virtual machines."""
+    cpu_mhz: NotRequired[list[float] | None]
+    """[min, median, max] over the cores' clocks at the time of the description."""
+    cpu_max_mhz: NotRequired[float | None]
+    numa: NotRequired[list[str]]
+    """CPUs of each NUMA node, such as '0-31'."""
+    rank_cpus: NotRequired[list[str | None]]
+    """CPUs on which each rank may run."""
+    kernel: NotRequired[str | None]
+    """Linux's release."""
     cores: int | None
     """Logical CPUs of a node."""
     memory_gb: float | None

@@ -13,7 +13,7 @@ from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.record import RUN_JSON, TrainingOutcome, build_record, write_record
-from dlrm_bench.bench.records.schema import Git, Kernel, Machine, Profile, Span, Telemetry
+from dlrm_bench.bench.records.schema import Git, Kernel, Machine, Profile, Provenance, Span, Telemetry
 from tests.pipelines import changed
 
 SERIES = Path(__file__).resolve().parents[1] / "data" / "series" / "cpu_smoke.npz"
@@ -23,10 +23,16 @@ H200: Machine = {
     **describe_machine(),
     "gpus": 8,
     "gpu": "NVIDIA H200",
+    "gpu_uuids": [f"uuid-{i}" for i in range(8)],
     "driver": "580.1",
     "power_limit_w": 700.0,
     "sm_clock_mhz": 1980,
     "sm_clock_max_mhz": 1980,
+}
+PROVENANCE: Provenance = {
+    "packages": {"torch": "2.11.0"},
+    "environment": {"OMP_NUM_THREADS": "1"},
+    "started_by": {"launcher": "torchrun", "command": ["torchrun"], "local_world_size": 2},
 }
 
 
@@ -54,7 +60,8 @@ def write(
         "run_id": folder.name,
         "created": BEGIN + timedelta(minutes=minute),
         "command": f"torchrun --nproc_per_node={world_size} launch/dlrm.py --preset launch-bound --seed 0",
-        "git": Git(commit="0123abc", dirty=False),
+        "git": Git(commit="0123abc", dirty=False, source="456def"),
+        "provenance": PROVENANCE,
         "config": config or configured(),
         "world_size": world_size,
         "machine": H200,

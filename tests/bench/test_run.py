@@ -15,11 +15,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.analysis.sides import read_side
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
 from dlrm_bench.bench.measure.schedule import plan_schedule
+from dlrm_bench.bench.measure.source import source_hash
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
@@ -103,6 +105,8 @@ def test_the_target_is_reached_and_recorded(data, reached):
     assert training["losses"]["last"] < training["losses"]["first"]
     assert "target 0.60000 reached" in ended.outputs[0]
     assert ended.outputs[1] == ""
+    assert record.run["git"]["source"] == source_hash(ROOT)
+    assert record.run["provenance"]["packages"]["torch"] == torch.__version__
 
 
 def test_the_log_passes_the_checker(reached):

@@ -15,7 +15,7 @@ from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
-from tests.bench.made_records import H200, WARMUP, configured, edit, recorded_runs, write
+from tests.bench.made_records import H200, PROVENANCE, WARMUP, configured, edit, recorded_runs, write
 
 RUNS = recorded_runs()
 RECORDS = Path(__file__).resolve().parents[3] / "results"
@@ -96,7 +96,7 @@ def test_hosts_are_named_where_both_sides_know_theirs(tmp_path: Path) -> None:
         ({"config": configured(pipeline="static", overlap=True)}, "pipeline"),
         ({"config": configured(schedule="base")}, "schedule"),
         ({"config": configured(row_wise=False)}, "row_wise"),
-        ({"git": {"commit": "4567def", "dirty": False}}, "commit"),
+        ({"git": {"commit": "4567def", "dirty": False, "source": "789aaa"}}, "source"),
     ],
 )
 def test_a_side_of_several_programs_is_refused(
@@ -111,6 +111,45 @@ def test_a_side_of_several_programs_is_refused(
     assert f"warning: {said}" in capsys.readouterr().out
     assert main(["compare", "--strict", str(ladder), str(ladder / "two")]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_commits_of_one_source_are_one_program(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "one", RUNS[0])
+    write(tmp_path / "a" / "two", RUNS[1], git={"commit": "4567def", "dirty": False, "source": "456def"})
+    assert read_side(tmp_path / "a").warnings == []
+    old = {"commit": "0123abc", "dirty": False}
+    write(tmp_path / "b" / "one", RUNS[0], git=old)
+    write(tmp_path / "b" / "two", RUNS[1], git={**old, "commit": "4567def"})
+    (said,) = read_side(tmp_path / "b").warnings
+    assert "which differ in commit" in said
+
+
+def test_machines_of_one_description_are_told_apart(tmp_path: Path) -> None:
+    """By their GPUs; where there are none, by the boot."""
+    others = {**H200, "gpu_uuids": ["uuid-8"], "boots": ["later"]}
+    said = compared(tmp_path / "gpus", {}, {"machine": others}).differences
+    assert [text.partition(" differs")[0] for text in said] == ["GPUs themselves (UUIDs)"]
+    cpu = {**H200, "gpu": None, "gpus": 0, "gpu_uuids": [], "boots": ["first"]}
+    said = compared(tmp_path / "cpu", {"machine": cpu}, {"machine": {**cpu, "boots": ["second"]}}).differences
+    assert [text.partition(" differs")[0] for text in said] == ["boot of the machine"]
+
+
+def test_variables_are_compared_one_by_one(tmp_path: Path) -> None:
+    set_too = {**PROVENANCE, "environment": {"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"}}
+    (said,) = compared(tmp_path, {}, {"provenance": set_too}).differences
+    assert said.startswith("environment variable NCCL_ALGO differs: not set in")
+    assert compared(tmp_path / "old", {"provenance": None}, {"provenance": set_too}).differences == []
+
+
+def test_what_strict_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {name: value for name, value in H200.items() if name not in ("gpu_uuids", "boots")}
+    a = write(tmp_path / "a", RUNS[0], machine=old, provenance=None, git={"commit": "0123abc", "dirty": None})
+    assert main(["compare", str(a), str(a)]) == 0
+    assert main(["compare", "--strict", str(a), str(a)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("not known in 1 run(s)") == 1
+    for name in ("hash of the source files", "environment", "how the ranks", "UUIDs", "boot"):
+        assert name in said
 
 
 def test_a_side_of_one_program(tmp_path: Path) -> None:

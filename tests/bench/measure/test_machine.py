@@ -1,9 +1,7 @@
-"""The machine description: with a faked NVML, without one, and over ranks; names; the state of the source tree."""
+"""The machine description: with a faked NVML, without one, and over ranks; names."""
 
 import socket
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from dlrm_bench.bench.measure import machine
-from dlrm_bench.bench.measure.machine import describe_machine, git_state, platform_name, short_name
+from dlrm_bench.bench.measure.machine import describe_machine, platform_name, short_name
 from dlrm_bench.bench.records.schema import Machine
 from dlrm_bench.dlrm.ranks import Ranks
 
@@ -102,6 +100,8 @@ def test_description_has_every_field_and_counts_this_process() -> None:
     assert description["gpus"] == int(torch.cuda.is_available())
     assert description["torch"] == torch.__version__
     assert description["cores"] is not None
+    assert len(description["rank_cpus"]) == 1
+    assert len(description["boots"]) == 1
 
 
 def test_nvml_is_read_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,38 +187,6 @@ def describe_on_rank(ranks: Ranks) -> tuple[int, list[str]]:
 
 def test_nodes_are_the_distinct_hosts_of_all_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(3, describe_on_rank) == [(2, ["node1", "node0"])] * 3
-
-
-def git(root: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-    return subprocess.run(
-        ["git", "-C", str(root), *identity, *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
-def test_git_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
-    git(tmp_path, "init", "-q")
-    (tmp_path / "file").write_text("a")
-    git(tmp_path, "add", "file")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    (tmp_path / "untracked").touch()
-    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
-    (tmp_path / "file").write_text("b")
-    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
-    monkeypatch.setenv("SOURCE_COMMIT", "0123abc")
-    assert git_state(tmp_path) == {"commit": "0123abc", "dirty": None}, "another tree was copied over the checkout"
-
-
-def test_git_state_of_a_plain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
-    assert git_state(tmp_path) == {"commit": None, "dirty": None}
-    monkeypatch.setenv("SOURCE_COMMIT", "0123abc")
-    assert git_state(tmp_path) == {"commit": "0123abc", "dirty": None}
-    monkeypatch.setenv("PATH", "")  # no git either
-    (tmp_path / ".git").mkdir()
-    assert git_state(tmp_path) == {"commit": "0123abc", "dirty": None}
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, RunRecord
+from tests.bench.made_records import PROVENANCE
 
 NOW = datetime(2026, 11, 21, 0, 45, 12, tzinfo=UTC)
 MACHINE = describe_machine()
@@ -40,6 +41,7 @@ def record_of(ms: np.ndarray, losses: Any, **changes: Any) -> RunRecord:
         "created": NOW,
         "command": "python launch/dlrm.py --preset launch-bound",
         "git": Git(commit="0123abc", dirty=False),
+        "provenance": PROVENANCE,
         "config": preset("launch-bound"),
         "world_size": len(ms),
         "machine": MACHINE,

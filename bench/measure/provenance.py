@@ -1,0 +1,60 @@
+"""What a run depends on beside machine, source and configuration: packages, environment, and how ranks were started."""
+
+import multiprocessing
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from dlrm_bench.bench.records.schema import Provenance, StartedBy
+
+_READ_BY_LIBRARIES = (
+    *("CUDA_", "CUBLAS", "CUDNN_", "NCCL_", "NVIDIA_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "TRITON_", "FBGEMM"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "TCMALLOC_", "LD_PRELOAD", "PYTHONHASHSEED"),
+    *("PYTHONMALLOC", "PYTHON_GIL", "PYTHONOPTIMIZE", "SLURM_CPU", "SLURM_MPI"),
+)
+"""Beginnings of names of variables that change how fast a run is, or what it computes."""
+_OF_LAUNCHERS = "TORCHELASTIC_"
+
+
+def provenance() -> Provenance:
+    """That of this process, after all that it needs was imported."""
+    environment = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_READ_BY_LIBRARIES) and not name.startswith(_OF_LAUNCHERS)
+    }
+    return Provenance(packages=imported_packages(), environment=environment, started_by=started_by())
+
+
+def imported_packages() -> dict[str, str]:
+    """Version of each installed distribution of which a module is imported."""
+    modules = {name.partition(".")[0] for name in sys.modules}
+    versions = {}
+    for module, distributions in metadata.packages_distributions().items():
+        if module in modules:
+            versions.update({name: metadata.version(name) for name in distributions})
+    return dict(sorted(versions.items(), key=lambda each: each[0].lower()))
+
+
+def started_by() -> StartedBy:
+    """The launcher, by what it leaves in the environment, and the command line of the process above."""
+    launcher, above = "python", os.getppid()
+    forked_by = multiprocessing.parent_process()
+    if forked_by is not None and forked_by.pid is not None:
+        launcher, above = "fork server", forked_by.pid
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = "torchrun"
+    elif "SLURM_PROCID" in os.environ:
+        launcher = "srun"
+    return StartedBy(
+        launcher=launcher, command=_command(above), local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    )
+
+
+def _command(process: int) -> list[str]:
+    try:
+        words = Path("/proc", str(process), "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return []
+    return [word.decode(errors="replace") for word in words]

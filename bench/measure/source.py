@@ -1,0 +1,100 @@
+"""Which source code ran: a hash of its files, and whether a commit holds them.
+
+The hash is the id that git gives to a tree of the program's folders (git's own formats of blobs and trees, "Git
+Internals - Git Objects"), so that a commit's is had without this program:
+
+    git ls-tree COMMIT bench dlrm kernels launch pipeline | git mktree
+
+It is made from the files that run, whether they lie in a checkout, in a copy of one, or are installed.
+"""
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+from dlrm_bench.bench.records.schema import Git
+
+PROGRAM = ("bench", "dlrm", "kernels", "launch", "pipeline")
+"""Folders that a run's code is in."""
+_NOT_SOURCE = ("__pycache__", ".pyc", ".so")
+"""Endings of what running and compiling leave beside sources."""
+_EMPTY = hashlib.sha1(b"tree 0\0").digest()
+
+
+def git_state(root: Path) -> Git:
+    """State of the source at `root`: its hash, its commit, and whether the two belong together.
+
+    The commit is that of the checkout at `root`, or the one that the environment variable SOURCE_COMMIT states, of a
+    tree that was copied to its host: dirty is then None, as nothing there can say whether it is true, unless a
+    checkout holds that commit. Untracked files in the program's folders make a checkout dirty: they can be imported.
+    """
+    source = source_hash(root)
+    checkout = (root / ".git").exists()
+    stated = os.environ.get("SOURCE_COMMIT")
+    commit = stated or (git(root, "rev-parse", "HEAD") if checkout else None)
+    if not commit:
+        return Git(commit=None, dirty=None, source=source)
+    committed = source_of_commit(root, commit) if checkout else None
+    dirty = None if committed is None else committed != source
+    if dirty is False and not stated:
+        changes = git(root, "status", "--porcelain", "--untracked-files=no")
+        dirty = None if changes is None else changes != ""
+    return Git(commit=commit, dirty=dirty, source=source)
+
+
+def source_hash(root: Path) -> str:
+    """Id of the git tree that holds the program's folders, from the files as they lie there."""
+    folders = [name for name in PROGRAM if (root / name).is_dir()]
+    return _tree_id([(b"40000", name, _folder_id(root / name)) for name in folders])
+
+
+def source_of_commit(root: Path, commit: str) -> str | None:
+    """The same of a commit, from the checkout at `root`; None where git does not know the commit."""
+    listed = git(root, "ls-tree", commit, *PROGRAM)
+    if not listed:
+        return None
+    entries = []
+    for line in listed.splitlines():
+        mode, kind, rest = line.split(" ", 2)
+        identity, name = rest.split("\t", 1)
+        if kind == "tree":
+            entries.append((mode.lstrip("0").encode(), name, bytes.fromhex(identity)))
+    return _tree_id(entries)
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What a git command prints; None if it fails, or there is no git."""
+    try:
+        process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return process.stdout.strip() if process.returncode == 0 else None
+
+
+def _folder_id(folder: Path) -> bytes:
+    entries = []
+    for path in folder.iterdir():
+        if path.name.endswith(_NOT_SOURCE):
+            continue
+        if path.is_symlink():
+            entries.append((b"120000", path.name, _blob_id(os.fsencode(os.readlink(path)))))
+        elif path.is_dir():
+            identity = _folder_id(path)
+            if identity != _EMPTY:  # git keeps no empty folders
+                entries.append((b"40000", path.name, identity))
+        else:
+            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
+            entries.append((mode, path.name, _blob_id(path.read_bytes())))
+    return bytes.fromhex(_tree_id(entries))
+
+
+def _tree_id(entries: list[tuple[bytes, str, bytes]]) -> str:
+    """entries: (mode, name, id). Git sorts folders as if their names ended in a slash."""
+    ordered = sorted(entries, key=lambda entry: entry[1].encode() + (b"/" if entry[0] == b"40000" else b""))
+    content = b"".join(b"%s %s\0%s" % (mode, name.encode(), identity) for mode, name, identity in ordered)
+    return hashlib.sha1(b"tree %d\0%s" % (len(content), content)).hexdigest()
+
+
+def _blob_id(content: bytes) -> bytes:
+    return hashlib.sha1(b"blob %d\0%s" % (len(content), content)).digest()
