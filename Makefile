@@ -4,6 +4,7 @@ GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 SET := $(if $(filter-out 0,$(GPUS)),gpu,cpu)
 NPROC ?= $(if $(filter gpu,$(SET)),$(GPUS),2)
 ROUNDS ?= 5
+WORKERS ?= 2
 PINS := requirements/$(SET).txt
 INSTALLED := $(VENV)/.installed-$(SET)
 PIP := $(VENV)/bin/pip --disable-pip-version-check install
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help bench test format install clean
 
 help:  ## List these targets
-	@echo "make TARGET [PYTHON=python3.12] [NPROC=processes] [ROUNDS=rounds of the ladder]"
+	@echo "make TARGET [PYTHON=python3.12] [NPROC=processes] [ROUNDS=rounds of the ladder] [WORKERS=test processes]"
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 bench:  ## First minutes: install, make data, train to a target, compare three pipelines. ARGS='--seed 1' go to training
@@ -35,7 +36,8 @@ test:  ## Install, check style and types, run the tests. ARGS='-k ladder' go to 
 	$(STEP) "[2/5] ruff check: style" $(VENV)/bin/ruff check .
 	$(STEP) "[3/5] ruff format: layout" $(VENV)/bin/ruff format --check .
 	$(STEP) "[4/5] mypy: types" $(VENV)/bin/mypy
-	$(STEP) "[5/5] pytest: the tests" $(VENV)/bin/python -m pytest $(ARGS)
+	$(STEP) "[5/5] pytest: the tests, in $(WORKERS) processes" \
+		$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 	@echo; echo "make test: five steps in $$(($$(date +%s) - $(START))) s"
 
 format: install  ## Mend style and layout

@@ -18,6 +18,8 @@ from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import start_server
 from tests.launched import free_port, rank_environment
 
+# Of NVML, as in start_server: what asks CUDA itself is no process to fork ranks from.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -69,9 +71,9 @@ def _rank_main(
 
 
 def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: bool = False) -> list[Any]:
-    # Forks of a server that has imported everything start in a tenth of a second, fresh processes in five. Where there
-    # is a GPU, the server has asked for it, and a rank that is to do without would find it too.
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    # Forks of a server that has imported everything start in a tenth of a second, fresh processes in five. The server's
+    # Triton is compiled where there is a GPU, and interpreted where there is none: ranks without the GPU are fresh.
+    method = "spawn" if torch.cuda.is_available() and not gpu else "forkserver"
     if method == "forkserver":
         start_server()
     with TemporaryDirectory() as folder:
