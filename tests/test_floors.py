@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = {"kernels": 1, "dlrm": 2, "pipeline": 3, "bench": 4, "launch": 5}
+FLOORS = {"kernels": 1, "dlrm": 2, "hstu": 2, "pipeline": 3, "bench": 4, "launch": 5}
 PACKAGE = "dlrm_bench"
 FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 DROP_IN = ROOT / "pipeline" / "five_stage"

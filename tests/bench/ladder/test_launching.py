@@ -137,7 +137,7 @@ def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name:
         _, said = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == status
         assert said == ""
-        assert not list(ranks_naming(str(script)))
+        wait_until(lambda: not list(ranks_naming(str(script))), "the ranks have ended")
     finally:
         end([process], str(script))
 

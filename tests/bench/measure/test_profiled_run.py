@@ -113,7 +113,8 @@ def test_a_profiled_run_measures_every_rank(run_ranks: Any, tmp_path: Path) -> N
     assert steps == configured().warmup_iterations + MEASURED + SETTLING + PROFILED
     assert measured["gpu"] is None
     assert measured["host"]["kernel_launches"] == 0
-    assert 0 < measured["host"]["launching_thread_ms"] <= measured["host"]["cpu_ms"] * 1.01
+    # Two clocks, read one after the other: of iterations that do nothing, the time between shows.
+    assert 0 < measured["host"]["launching_thread_ms"] <= measured["host"]["cpu_ms"] * 1.01 + 0.005
     assert sum(measured["host_threads_ms"].values()) <= measured["host"]["cpu_ms"]
     assert measured["stages_ms"] == measured["host_stages_ms"]
     assert measured["stages_ms"]["embedding_forward"] > 0

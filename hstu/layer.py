@@ -1,0 +1,63 @@
+"""A layer of HSTU (Zhai et al. 2024, arXiv 2402.17152, eq. 1 to 3) over jagged sequences.
+
+u, v, q, k = split(silu(norm(x) W1 + b1));   y = x + norm(attention(q, k, v)) * u W2
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dlrm_bench.hstu.config import HstuConfig
+from dlrm_bench.kernels.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
+
+
+class SiluAttention(torch.autograd.Function):
+    """`kernels.silu_attention` of a projection [T, heads * 4 * width] that holds u, v, q and k of all heads, in this
+    order: returns [T, heads * width], and leaves u's gradient to whoever reads u."""
+
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+        sequences = Sequences(offsets, targets, max_length)
+        _, v, q, k = _by_heads(projected, heads)
+        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        silu_attention_forward(q, k, v, sequences, out)
+        ctx.save_for_backward(projected, offsets, targets)
+        ctx.max_length, ctx.heads = max_length, heads
+        return out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        projected, offsets, targets = ctx.saved_tensors
+        sequences = Sequences(offsets, targets, ctx.max_length)
+        _, v, q, k = _by_heads(projected, ctx.heads)
+        of_projected = torch.zeros_like(projected)
+        _, dv, dq, dk = _by_heads(of_projected, ctx.heads)
+        grad = grads[0].contiguous().view(v.shape)
+        silu_attention_backward(grad, q, k, v, sequences, dq, dk, dv)
+        return of_projected, None, None, None, None
+
+
+def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
+    return tuple(part.unflatten(1, (heads, -1)) for part in projected.chunk(4, dim=1))
+
+
+class HstuLayer(nn.Module):
+    """Maps tokens [T, width] to tokens [T, width]; tokens attend within their sequence."""
+
+    def __init__(self, config: HstuConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        inner = config.heads * config.head_width
+        self._heads, self._max_length = config.heads, config.max_length
+        self.norm = nn.LayerNorm(config.width, device=device)
+        self.project = nn.Linear(config.width, 4 * inner, device=device)
+        self.attention_norm = nn.LayerNorm(inner, device=device)
+        self.output = nn.Linear(inner, config.width, device=device)
+
+    def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
+        """offsets: [B + 1], where a sequence's tokens start; targets: [B], how many of its last ones are candidates."""
+        projected = functional.silu(self.project(self.norm(tokens)))
+        attended = SiluAttention.apply(projected, offsets, targets, self._max_length, self._heads)
+        gate = projected[:, : attended.shape[1]]
+        return tokens + self.output(self.attention_norm(attended) * gate)

@@ -1,0 +1,259 @@
+"""Causal attention with pointwise SiLU over jagged sequences, as in HSTU (Zhai et al. 2024, arXiv 2402.17152, eq. 2).
+
+Weights are silu(q k^T / sqrt(D)) / max_length instead of a softmax's, so no row needs another key's weight, and forward
+and backward are tiles of GEMMs that keep nothing between them. A sequence ends with its targets (the candidates to
+rank): a target attends to the history and to itself, never to another target. The [length, length] weights exist in
+registers alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, tl
+
+_TILE = 64  # rows and keys of a program's tile
+_NUM_WARPS = 4
+
+
+class Sequences(NamedTuple):
+    """Which tokens belong together.
+
+    offsets: int32 or int64 [B + 1], tokens of sequence b are offsets[b] to offsets[b + 1] - 1. targets: int32 or int64
+    [B], how many of a sequence's last tokens are targets. max_length: no sequence is longer, which is not checked,
+    because lengths are on the device.
+    """
+
+    offsets: Tensor
+    targets: Tensor
+    max_length: int
+
+
+def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
+    """Store what every token attends to in `out`: [T, H, V], overwritten.
+
+    q, k: [T, H, D], v: [T, H, V], T tokens of all sequences, H heads; one dtype, fp32, bf16 or fp16, D and V powers of
+    two from 16 on. A token's heads lie next to each other, tokens any distance apart, so that slices of one projection
+    will do. Tokens past the last sequence are left alone.
+    """
+    _check(q, k, v, out, out)
+    forward = triton_silu_attention_forward if q.is_cuda else plain_silu_attention_forward
+    forward(q, k, v, sequences, out)
+
+
+def silu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Store the gradients of `silu_attention_forward`'s inputs in dq, dk and dv, shaped and laid out like them.
+
+    grad: [T, H, V], the gradient of its output. Equal inputs give equal bits: no sum is made by atomics.
+    """
+    _check(q, k, v, grad, dv)
+    backward = triton_silu_attention_backward if q.is_cuda else plain_silu_attention_backward
+    backward(grad, q, k, v, sequences, dq, dk, dv)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, like_v: Tensor) -> None:
+    assert q.shape == k.shape and q.shape[:2] == v.shape[:2], "q, k: [T, H, D], v: [T, H, V]"
+    assert out.shape == v.shape == like_v.shape, "output and its gradient: [T, H, V]"
+    assert q.dtype == k.dtype == v.dtype == out.dtype, "one dtype"
+    for tensor in (q, k, v, out, like_v):
+        width = tensor.shape[2]
+        assert width >= 16 and width == next_power_of_2(width), f"head widths: powers of two from 16 on, not {width}"
+        assert tensor.stride(2) == 1 and tensor.stride(1) == width, "heads of a token must lie next to each other"
+
+
+def plain_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
+    """What `silu_attention_forward` does, in PyTorch, on padded sequences."""
+    padded = _Padded(q, k, v, sequences)
+    padded.store(torch.einsum("bhij,bjhv->bihv", padded.weights.to(v.dtype), padded.v), out)
+
+
+def plain_silu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """What `silu_attention_backward` does, in PyTorch, on padded sequences."""
+    padded = _Padded(q, k, v, sequences)
+    of_out = padded.pad(grad)
+    of_weights = _at_least_fp32(torch.einsum("bihv,bjhv->bhij", of_out, padded.v))
+    of_scores = (of_weights * padded.slopes).to(q.dtype)
+    padded.store(torch.einsum("bhij,bjhd->bihd", of_scores, padded.k), dq)
+    padded.store(torch.einsum("bhij,bihd->bjhd", of_scores, padded.q), dk)
+    padded.store(torch.einsum("bhij,bihv->bjhv", padded.weights.to(v.dtype), of_out), dv)
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+class _Padded:
+    """Sequences as [B, N, H, ...], their attention weights and the derivatives of these: fp32 [B, H, N, N]."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
+        offsets = sequences.offsets.long()
+        lengths, place = offsets.diff(), torch.arange(sequences.max_length, device=q.device)
+        self._inside = place < lengths[:, None]
+        self._tokens = torch.where(self._inside, offsets[:-1, None] + place, 0)
+        self.q, self.k, self.v = self.pad(q), self.pad(k), self.pad(v)
+        row, key = place[:, None], place[None, :]
+        of_history = key < (lengths - sequences.targets)[:, None, None]
+        allowed = (key <= row) & (of_history | (key == row)) & self._inside[:, :, None]
+        factor = allowed[:, None] / sequences.max_length
+        scale = q.shape[2] ** -0.5
+        scores = _at_least_fp32(torch.einsum("bihd,bjhd->bhij", self.q, self.k)) * scale
+        sigmoid = scores.sigmoid()
+        self.weights = scores * sigmoid * factor
+        self.slopes = sigmoid * (1 + scores * (1 - sigmoid)) * factor * scale
+
+    def pad(self, jagged: Tensor) -> Tensor:
+        """Returns [B, N, H, ...] of [T, H, ...], with zeros past a sequence's end."""
+        if not len(jagged):
+            return jagged.new_zeros(*self._tokens.shape, *jagged.shape[1:])
+        return jagged[self._tokens] * self._inside[:, :, None, None]
+
+    def store(self, padded: Tensor, out: Tensor) -> None:
+        """Stores [B, N, H, ...] in the tokens of `out`."""
+        out[self._tokens[self._inside]] = padded[self._inside]
+
+
+def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
+    """What `silu_attention_forward` does, in one kernel: a program for 64 tokens of a sequence and a head."""
+    _silu_attention_forward_kernel[_grid(q, sequences)](
+        q, k, v, out, *_common(q, k, v, sequences), out.stride(0), **_sizes(q, v)
+    )
+
+
+def triton_silu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """What `silu_attention_backward` does, in two kernels: of queries, then of keys and values, 64 tokens a program."""
+    grid, common, sizes = _grid(q, sequences), _common(q, k, v, sequences), _sizes(q, v)
+    grad_row = grad.stride(0)
+    _silu_attention_query_backward_kernel[grid](q, k, v, grad, dq, *common, grad_row, dq.stride(0), **sizes)
+    _silu_attention_key_backward_kernel[grid](
+        q, k, v, grad, dk, dv, *common, grad_row, dk.stride(0), dv.stride(0), **sizes
+    )
+
+
+def _grid(q: Tensor, sequences: Sequences) -> tuple[int, int, int]:
+    return cdiv(sequences.max_length, _TILE), q.shape[1], len(sequences.offsets) - 1
+
+
+def _common(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[object, ...]:
+    scale, share = q.shape[2] ** -0.5, 1 / sequences.max_length
+    return sequences.offsets, sequences.targets, scale, share, q.stride(0), k.stride(0), v.stride(0)
+
+
+def _sizes(q: Tensor, v: Tensor) -> dict[str, object]:
+    tf32 = q.dtype == torch.float32 and not INTERPRETED and torch.backends.cuda.matmul.allow_tf32
+    precision = "tf32" if tf32 else "ieee"
+    return {"depth": q.shape[2], "width": v.shape[2], "tile": _TILE, "precision": precision, "num_warps": _NUM_WARPS}
+
+
+@jit
+def _tile(base, row, start, first, length, head, columns: tl.constexpr, tile: tl.constexpr):
+    """Loads [tile, columns] of a head, tokens `first` and on of the sequence that begins at token `start`."""
+    token = first + tl.arange(0, tile)
+    at = (start + token).to(tl.int64)[:, None] * row + head * columns + tl.arange(0, columns)[None, :]
+    return tl.load(base + at, (token < length)[:, None], other=0.0)
+
+
+@jit
+def _store_tile(base, row, start, first, length, head, values, columns: tl.constexpr, tile: tl.constexpr):
+    token = first + tl.arange(0, tile)
+    at = (start + token).to(tl.int64)[:, None] * row + head * columns + tl.arange(0, columns)[None, :]
+    tl.store(base + at, values.to(base.dtype.element_ty), (token < length)[:, None])
+
+
+@jit
+def _allowed(row_first, key_first, length, history, tile: tl.constexpr):
+    """Whether a row attends to a key: bool [rows, keys]."""
+    row = row_first + tl.arange(0, tile)[:, None]
+    key = key_first + tl.arange(0, tile)[None, :]
+    return (key <= row) & ((key < history) | (key == row)) & (row < length)
+
+
+@jit
+def _silu_attention_forward_kernel(
+    q, k, v, out, offsets, targets, scale, share, q_row, k_row, v_row, out_row,
+    depth: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    first, head, sequence = tl.program_id(0) * tile, tl.program_id(1), tl.program_id(2)
+    start = tl.load(offsets + sequence)
+    length = (tl.load(offsets + sequence + 1) - start).to(tl.int32)
+    history = length - tl.load(targets + sequence).to(tl.int32)
+    if first < length:
+        queries = _tile(q, q_row, start, first, length, head, depth, tile)
+        total = tl.zeros([tile, width], tl.float32)
+        key = 0
+        while key <= first:  # tiles up to the diagonal's
+            keys = _tile(k, k_row, start, key, length, head, depth, tile)
+            score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale
+            weight = tl.where(_allowed(first, key, length, history, tile), score * tl.sigmoid(score) * share, 0.0)
+            values = _tile(v, v_row, start, key, length, head, width, tile)
+            total += tl.dot(weight.to(values.dtype), values, input_precision=precision)
+            key += tile
+        _store_tile(out, out_row, start, first, length, head, total, width, tile)
+
+
+@jit
+def _silu_attention_query_backward_kernel(
+    q, k, v, grad, dq, offsets, targets, scale, share, q_row, k_row, v_row, grad_row, dq_row,
+    depth: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    first, head, sequence = tl.program_id(0) * tile, tl.program_id(1), tl.program_id(2)
+    start = tl.load(offsets + sequence)
+    length = (tl.load(offsets + sequence + 1) - start).to(tl.int32)
+    history = length - tl.load(targets + sequence).to(tl.int32)
+    if first < length:
+        queries = _tile(q, q_row, start, first, length, head, depth, tile)
+        of_out = _tile(grad, grad_row, start, first, length, head, width, tile)
+        total = tl.zeros([tile, depth], tl.float32)
+        key = 0
+        while key <= first:
+            keys = _tile(k, k_row, start, key, length, head, depth, tile)
+            values = _tile(v, v_row, start, key, length, head, width, tile)
+            score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale
+            sigmoid = tl.sigmoid(score)
+            slope = sigmoid * (1 + score * (1 - sigmoid)) * (share * scale)
+            of_weight = tl.dot(of_out, tl.trans(values), input_precision=precision)
+            of_score = tl.where(_allowed(first, key, length, history, tile), of_weight * slope, 0.0)
+            total += tl.dot(of_score.to(keys.dtype), keys, input_precision=precision)
+            key += tile
+        _store_tile(dq, dq_row, start, first, length, head, total, depth, tile)
+
+
+@jit
+def _silu_attention_key_backward_kernel(
+    q, k, v, grad, dk, dv, offsets, targets, scale, share, q_row, k_row, v_row, grad_row, dk_row, dv_row,
+    depth: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    first, head, sequence = tl.program_id(0) * tile, tl.program_id(1), tl.program_id(2)
+    start = tl.load(offsets + sequence)
+    length = (tl.load(offsets + sequence + 1) - start).to(tl.int32)
+    history = length - tl.load(targets + sequence).to(tl.int32)
+    if first < length:
+        keys = _tile(k, k_row, start, first, length, head, depth, tile)
+        values = _tile(v, v_row, start, first, length, head, width, tile)
+        of_keys = tl.zeros([tile, depth], tl.float32)
+        of_values = tl.zeros([tile, width], tl.float32)
+        row = first
+        end = tl.where(first < history, length, first + 1)  # targets are keys of their own rows alone
+        while row < end:
+            queries = _tile(q, q_row, start, row, length, head, depth, tile)
+            of_out = _tile(grad, grad_row, start, row, length, head, width, tile)
+            score = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale
+            sigmoid = tl.sigmoid(score)
+            allowed = _allowed(row, first, length, history, tile)
+            weight = tl.where(allowed, score * sigmoid * share, 0.0)
+            of_values += tl.dot(tl.trans(weight.to(of_out.dtype)), of_out, input_precision=precision)
+            slope = sigmoid * (1 + score * (1 - sigmoid)) * (share * scale)
+            of_weight = tl.dot(of_out, tl.trans(values), input_precision=precision)
+            of_score = tl.where(allowed, of_weight * slope, 0.0)
+            of_keys += tl.dot(tl.trans(of_score.to(queries.dtype)), queries, input_precision=precision)
+            row += tile
+        _store_tile(dk, dk_row, start, first, length, head, of_keys, depth, tile)
+        _store_tile(dv, dv_row, start, first, length, head, of_values, width, tile)

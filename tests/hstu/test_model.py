@@ -1,0 +1,122 @@
+"""The HSTU model: against one sample at a time, its gradients, and that it learns."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from dlrm_bench.hstu.batch import HstuBatch, random_batches
+from dlrm_bench.hstu.config import PRESETS, HstuConfig
+from dlrm_bench.hstu.model import HstuRanker, HstuTrain
+
+TINY = PRESETS["hstu-tiny"]
+
+
+def model(config: HstuConfig = TINY) -> HstuRanker:
+    torch.manual_seed(0)
+    return HstuRanker(config, device=torch.device("cpu"))
+
+
+def sample(batch: HstuBatch, index: int, config: HstuConfig = TINY) -> HstuBatch:
+    """One sample of a batch, as a batch."""
+    parts = {key: batch.features[key] for key in batch.features.keys()}  # noqa: SIM118 a KeyedJaggedTensor is no dict
+    values = [part.values()[part.offsets()[index] : part.offsets()[index + 1]] for part in parts.values()]
+    features = KeyedJaggedTensor(
+        list(parts), torch.cat(values), lengths=torch.tensor([len(value) for value in values], dtype=torch.int32)
+    )
+    offsets = next(iter(parts.values())).offsets()
+    candidates = slice(index * config.candidates, (index + 1) * config.candidates)
+    return HstuBatch(features, batch.actions[offsets[index] : offsets[index + 1]], batch.labels[candidates])
+
+
+@pytest.mark.parametrize(
+    "config", [TINY, replace(TINY, tables=TINY.of_event()[:1], candidates=1)], ids=["all", "least"]
+)
+def test_samples_do_not_meet(config: HstuConfig) -> None:
+    ranker = model(config)
+    batch = next(random_batches(config, 4, seed=1))
+    together = ranker(batch)
+    alone = torch.cat([ranker(sample(batch, index, config)) for index in range(4)])
+    assert together.shape == (4 * config.candidates,)
+    torch.testing.assert_close(together, alone)
+
+
+def test_a_candidate_does_not_see_the_others() -> None:
+    ranker = model()
+    batch = next(random_batches(TINY, 1, seed=2))
+    before = ranker(batch)
+    values = batch.features.values().clone()
+    start, end = batch.features["candidate item"].offsets()[[0, -1]].tolist()
+    first = int(batch.features.offset_per_key()[batch.features.keys().index("candidate item")])
+    values[first + start] = (values[first + start] + 1) % 50
+    assert end - start == TINY.candidates
+    changed = KeyedJaggedTensor(batch.features.keys(), values, lengths=batch.features.lengths())
+    after = ranker(HstuBatch(changed, batch.actions, batch.labels))
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+
+
+def test_gradients_reach_all_weights() -> None:
+    ranker = model()
+    HstuTrain(ranker)(next(random_batches(TINY, 3, seed=3)))[0].backward()
+    assert [name for name, weight in ranker.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+def test_the_layer_equals_its_derivative() -> None:
+    layer = model().layers[0].double()
+    assert isinstance(layer, nn.Module)
+    tokens = torch.randn(7, TINY.width, dtype=torch.float64, requires_grad=True)
+    offsets, targets = torch.tensor([0, 4, 7]), torch.tensor([2, 1])
+
+    def of(tokens: Tensor) -> Any:
+        return layer(tokens, offsets, targets).square().sum()
+
+    assert torch.autograd.gradcheck(of, tokens, atol=1e-5)
+
+
+def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
+    first, again, other = (next(random_batches(TINY, 64, seed=4, rank=rank)) for rank in (0, 0, 1))
+    assert torch.equal(first.features.values(), again.features.values())
+    assert torch.equal(first.labels, again.labels)
+    assert not torch.equal(first.features.lengths(), other.features.lengths())
+    lengths = first.features["history item"].lengths()
+    assert lengths.min() > 0
+    assert lengths.max() <= TINY.max_history
+    assert abs(lengths.float().mean() - TINY.mean_history) < 2
+
+
+def test_it_learns() -> None:
+    trained = HstuTrain(model())
+    optimizer = torch.optim.Adam(trained.parameters(), 3e-3)
+    batches = random_batches(TINY, 64, seed=5)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss, _ = trained(next(batches))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_width": 24}, "head_width is 24"),
+        ({"mean_history": 30}, "mean_history is 30"),
+        ({"tables": TINY.of_user()}, 'per="event"'),
+    ],
+)
+def test_sizes_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **changes)
+
+
+def test_the_small_preset_has_dlrmv4s_shapes() -> None:
+    config = PRESETS["hstu-small"]
+    assert len(config.tables) == 11
+    assert config.max_length == 4087
+    assert abs(sum(table.rows for table in config.tables) - 30e6) < 1e5
