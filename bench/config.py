@@ -52,7 +52,10 @@ class RunConfig(TrainingConfig):
     """The pipeline that trains, with its options."""
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
     iterations: int | None = None
-    """Training iterations, warm-up included; by default one epoch (source random needs a number)."""
+    """Training iterations, warm-up included; by default what --min-time needs, or else one epoch."""
+    min_time: float | None = None
+    """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
+    or the epoch ends."""
     warmup_iterations: int = 50
     """First iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None
@@ -70,9 +73,10 @@ class RunConfig(TrainingConfig):
         TrainingConfig.__post_init__(self)
         self.pipeline.check(self)
         require(
-            self.iterations is not None or self.data.source != "random",
-            "--iterations is missing: random batches have no end",
+            self.iterations is not None or self.min_time is not None or self.data.source != "random",
+            "--iterations or --min-time is missing: random batches have no end",
         )
+        require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
         require(self.iterations is None or self.iterations > 0, "--iterations must be positive")
         require(self.warmup_iterations >= 0, "--warmup-iterations must not be negative")
         require(

@@ -65,7 +65,9 @@ class Run:
         """The training loop: iterations, each timed; evaluations at MLPerf's cadence; stops at the target."""
         with self._read(self.dataset.train_batches, self.pipeline.prepare) as batches, frozen_gc():
             self.clock.start()
-            for iteration in range(1, self.schedule.iterations + 1):
+            iteration, last = 0, self.schedule.iterations
+            while iteration < last:
+                iteration += 1
                 self.losses.add(self.pipeline.train_step(batches))
                 self.clock.lap()
                 if self.schedule.evaluates_after(iteration):
@@ -76,8 +78,22 @@ class Run:
                     if self.reached_target:
                         break
                     self.clock.start()
+                elif iteration == last:
+                    last += self._lacking()
             self.clock.pause()
             self._draw(self.clock.iterations)
+
+    def _lacking(self) -> int:
+        """Iterations that a run by time still lacks, by rank 0's clock; goes on with the clock if there are some."""
+        if self.schedule.min_time_s is None:
+            return 0
+        self.clock.pause()
+        answer = [self.schedule.lacking(self.clock.local_ms(), self.config.warmup_iterations)]
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0]:
+            self._draw(self.clock.iterations)
+            self.clock.start()
+        return answer[0]
 
     def evaluate(self, epoch_num: float) -> float:
         """Exact AUC over the evaluation samples of all ranks."""
@@ -257,7 +273,7 @@ def _log_init(
         seed=config.seed,
         global_batch_size=schedule.global_batch_size,
         optimizer=config.optimizer,
-        train_samples=dataset.train_samples or schedule.iterations * schedule.global_batch_size,
+        train_samples=dataset.train_samples or round(schedule.iterations_per_epoch * schedule.global_batch_size),
         eval_samples=dataset.eval_samples,
     )
 

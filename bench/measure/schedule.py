@@ -1,8 +1,13 @@
 """How many iterations a run has, and when it evaluates."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from dlrm_bench.bench.config import RunConfig
+
+_EPOCH_BY_TIME = 1000  # iterations of random batches
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -11,11 +16,16 @@ class Schedule:
 
     global_batch_size: int
     iterations: int
+    """Of a run by time, those before its first look at the clock."""
     evaluate_every: int | None
     """None where the run has no target."""
     iterations_per_epoch: float
     """Not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have no end: their epoch is
-    the samples that the run is to see."""
+    the samples that the run is to see, and in a run by time a thousand iterations."""
+    most: int = 1 << 40
+    """Iterations that the data has at most."""
+    min_time_s: float | None = None
+    """Time that the iterations after the warm-up take at least, in a run by time."""
 
     def epoch_num(self, iteration: int) -> float:
         """Fraction of the epoch that `iteration` iterations have seen."""
@@ -27,6 +37,21 @@ class Schedule:
             return False
         return iteration % self.evaluate_every == 0 or iteration == self.iterations
 
+    def lacking(self, latencies_ms: np.ndarray, warmup: int) -> int:
+        """Iterations that a run by time lacks after those of `latencies_ms` [n]; 0 in other runs, and where it has all.
+
+        As many as the remaining time has room for at the median speed of the later half of them, and 5 % more, so that
+        one look at the clock in the warm-up nearly always suffices: what is timed is then one stretch.
+        """
+        if self.min_time_s is None:
+            return 0
+        done = len(latencies_ms)
+        remaining_ms = self.min_time_s * 1000 - float(latencies_ms[warmup:].sum())
+        if remaining_ms <= 0:
+            return 0
+        more = math.ceil(1.05 * remaining_ms / float(np.median(latencies_ms[done // 2 :])))
+        return min(max(0, warmup - done) + more, self.most - done)
+
 
 def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int) -> Schedule:
     """The schedule of a run. ValueError, naming the flag, if the data set cannot fill the iterations asked for.
@@ -34,13 +59,17 @@ def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int)
     train_samples: samples of one epoch; None for random batches.
     """
     global_batch_size = config.local_batch_size * world_size
+    by_time = config.iterations is None and config.target_auc is None and config.min_time is not None
+    first_look = max(1, config.warmup_iterations // 2)  # in the middle of the warm-up: what is timed follows in one go
     if train_samples is None:
-        assert config.iterations is not None  # RunConfig sees to it
+        iterations = first_look if by_time else config.iterations
+        assert iterations is not None  # RunConfig sees to it
         return Schedule(
             global_batch_size=global_batch_size,
-            iterations=config.iterations,
+            iterations=iterations,
             evaluate_every=None,
-            iterations_per_epoch=config.iterations,
+            iterations_per_epoch=_EPOCH_BY_TIME if by_time else iterations,
+            min_time_s=config.min_time if by_time else None,
         )
     per_epoch = train_samples // global_batch_size  # the last partial batch is dropped
     iterations = config.iterations or per_epoch
@@ -62,7 +91,9 @@ def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int)
     cadence = train_samples // (config.evaluations_per_epoch * global_batch_size)
     return Schedule(
         global_batch_size=global_batch_size,
-        iterations=iterations,
+        iterations=first_look if by_time else iterations,
+        most=iterations,
+        min_time_s=config.min_time if by_time else None,
         evaluate_every=max(1, cadence) if config.target_auc is not None else None,
         iterations_per_epoch=train_samples / global_batch_size,
     )

@@ -16,7 +16,8 @@ RANDOM: dict[str, Any] = {"data": DataConfig(), "target_auc": None, "iterations"
 VARIABLE = RANDOM | {"data": DataConfig(variable_lengths=True)}
 BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--iterations", {"iterations": 0}),
-    ("--iterations", {"data": DataConfig(), "target_auc": None}),
+    ("--iterations or --min-time", {"data": DataConfig(), "target_auc": None}),
+    ("--min-time", {"min_time": 0.0}),
     ("--warmup-iterations", {"warmup_iterations": -1}),
     ("--warmup-iterations", {"warmup_iterations": 50, "iterations": 50}),
     ("--target-auc", {"target_auc": 0.5}),

@@ -152,9 +152,12 @@ def test_a_missed_target(data, tmp_path):
 
 
 def test_a_run_without_a_target_does_not_look_failed(data, tmp_path):
-    """Its log closes with success, and passes for no submission all the same."""
-    ended = launch(data, tmp_path, "--target-auc", "None", "--iterations", "12", "--preset", "smoke")
+    """Its log closes with success, and passes for no submission all the same. It ends by time."""
+    ended = launch(data, tmp_path, "--target-auc", "None", "--min-time", "0.2", "--preset", "smoke")
     assert ended.statuses == [0, 0], ended
+    record = read_record(tmp_path / "results" / "x")
+    assert record.latencies_ms.sum() >= 199 or len(record.losses) == ITERATIONS
+    assert len(record.losses) == record.iterations_ms.shape[1] > 2
     log = tmp_path / "results" / "x" / LOG_NAME
     assert [end["status"] for end in metadata(tmp_path, "run_stop")] == ["success"]
     assert values(tmp_path, "submission_division") == ["open"]

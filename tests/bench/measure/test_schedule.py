@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,3 +75,32 @@ def test_errors_name_the_flag():
     plan_schedule(config(iterations=3), 3 * 1024, 2)
     with pytest.raises(ValueError, match=r"--warmup-iterations 3 leaves nothing to time of 3 iterations"):
         plan_schedule(replace(preset("smoke"), warmup_iterations=3), 3 * 1024, 2)
+
+
+def test_a_run_by_time_looks_at_the_clock_in_its_warm_up_and_then_knows() -> None:
+    """25 iterations of 10 ms after slow ones: 10 s are 1000 more, after 25 of warm-up, and 5 % for luck."""
+    this = plan_schedule(replace(preset("launch-bound"), warmup_iterations=50), None, world_size=2)
+    assert (this.iterations, this.min_time_s) == (25, 10.0)
+    warming = np.r_[np.full(12, 900.0), np.full(13, 10.0)]
+    assert this.lacking(warming, warmup=50) == 25 + 1050
+    timed = np.full(1075 + 25, 10.0)
+    assert this.lacking(timed, warmup=50) == 0
+    slower = np.r_[np.full(50, 10.0), np.full(500, 12.0)]  # than it looked: 4 s lack
+    assert this.lacking(slower, warmup=50) == 350
+
+
+def test_a_run_by_time_ends_with_its_data() -> None:
+    timed = config(target_auc=None, min_time=1e6, local_batch_size=10)
+    this = plan_schedule(timed, 1000, world_size=2)
+    assert this.iterations == 1
+    assert this.lacking(np.ones(10), warmup=0) == 40
+    assert this.lacking(np.ones(50), warmup=0) == 0
+    assert this.epoch_num(50) == 1
+
+
+@pytest.mark.parametrize("changes", [{"target_auc": 0.8}, {"target_auc": None, "iterations": 10}])
+def test_a_target_and_a_number_of_iterations_come_before_time(changes: dict[str, float | None]) -> None:
+    this = plan_schedule(config(min_time=5.0, **changes), 1_000_000, world_size=2)
+    assert this.min_time_s is None
+    assert this.lacking(np.ones(10), warmup=0) == 0
+    assert this.iterations == (changes.get("iterations") or 1_000_000 // this.global_batch_size)
