@@ -95,6 +95,15 @@ class Run:
             self.clock.start()
         return answer[0]
 
+    def warm_up(self) -> None:
+        """Does what takes longer the first time, evaluations included, and changes no weight."""
+        evaluates = self.schedule.evaluate_every is not None
+        self.pipeline.warm_up(evaluates)
+        if evaluates:  # a sort of as many samples as there will be
+            samples = -(-self.dataset.eval_samples // self.ranks.world_size)
+            scores = torch.zeros(max(samples, 2), device=self.ranks.device)
+            distributed_auc(scores, torch.arange(scores.numel(), device=scores.device) % 2)
+
     def evaluate(self, epoch_num: float) -> float:
         """Exact AUC over the evaluation samples of all ranks."""
         self.log.eval_start(epoch_num)
@@ -206,6 +215,7 @@ def run(
             ),
         )
         with this.bar:
+            this.warm_up()
             dist.barrier()
             log.init_stop()
             log.run_start()

@@ -36,6 +36,14 @@ class Pipeline(Protocol):
         """Returns the batch in the form that the other two methods take, still in (pinned) host memory."""
         ...
 
+    def warm_up(self, evaluates: bool) -> None:
+        """Does what takes longer the first time, such as captures, before the first batch; weights and optimizer state
+        are bit for bit as before afterwards. Collective.
+
+        evaluates: whether there will be evaluations.
+        """
+        ...
+
     def train_step(self, batches: Iterator[Any]) -> Tensor:
         """Train on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device.
 

@@ -94,6 +94,10 @@ class ProfiledPipeline:
         """Calls the pipeline's prepare, as the following methods call theirs."""
         return self._pipeline.prepare(batch)
 
+    def warm_up(self, evaluates: bool) -> None:
+        """See prepare."""
+        self._pipeline.warm_up(evaluates)
+
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """See prepare."""
         return self._pipeline.evaluate(batches)

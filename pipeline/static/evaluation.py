@@ -11,8 +11,8 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.static.graphs import Graphs
 
-# Batches that are evaluated eagerly before the capture: cuBLAS, NCCL and Triton set themselves up in them.
-_EAGER_BATCHES = 2
+EAGER_BATCHES = 2
+"""Batches that are evaluated eagerly before the capture: cuBLAS, NCCL and Triton set themselves up in them."""
 
 
 class EvaluationSlot(Protocol):
@@ -68,7 +68,7 @@ class Evaluation(Generic[Slot]):
         """Returns logits and labels of slot i's batch, to keep."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._copied[i])
-        if self.graphs is not None and self._evaluated >= _EAGER_BATCHES:
+        if self.graphs is not None and self._evaluated >= EAGER_BATCHES:
             self.graphs.run(i)
         else:
             self._works[i]()

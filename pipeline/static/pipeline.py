@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import ModelState, StateBlocks, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
-from dlrm_bench.pipeline.static.evaluation import Evaluation
+from dlrm_bench.pipeline.static.evaluation import EAGER_BATCHES, Evaluation
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.iteration import Iteration, Slot
@@ -35,8 +36,9 @@ from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static.table_load import embedding_load
+from dlrm_bench.pipeline.static.warm_up import unchanged, warm_up_batch
 
-# Real iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
+# Iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
 
 _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
@@ -98,8 +100,25 @@ class StaticPipeline:
         self._graphs = make_graphs("iteration", iterations) if make_graphs else None
         slots = [self._new_slot(sorts=False) for _ in range(2)]
         self._eval = Evaluation(slots, self._iteration.evaluate, ranks, make_graphs)
-        self._step = 0
-        self._named = 0
+        self._step = self._named = 0
+        self._launched = 0
+        """Iterations of the warm-up, too."""
+
+    def warm_up(self, evaluates: bool) -> None:
+        """Trains on batches of its own until the iterations are captured, and evaluates some where the run will;
+        weights and optimizer state are as before afterwards. See pipeline/interface.py."""
+        assert self._named == 0, "a warm-up comes before the first batch"
+        pin = self._ranks.device.type == "cuda"
+        batch = warm_up_batch(self._config.local_batch_size, self._config.model, pin)
+        with unchanged(list(self.ebc.tables()), self.dense.buckets, self._ranks):
+            steps = _EAGER_ITERATIONS + len(self._slots)  # which replay the graph of each slot
+            batches = repeat(batch, steps)
+            for _ in range(steps):
+                self.train_step(batches)
+            if evaluates:
+                for _ in self.evaluate(repeat(batch, EAGER_BATCHES + len(self._eval.slots))):
+                    pass
+        self._step = self._named = 0
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns the batch itself: its one buffer in pinned memory is all that travels."""
@@ -117,12 +136,13 @@ class StaticPipeline:
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
         self._name(next(batches, None))
-        if self._graphs is not None and self._step >= _EAGER_ITERATIONS:
+        if self._graphs is not None and self._launched >= _EAGER_ITERATIONS:
             self._graphs.run(self._step % 2)
         else:
             self._iteration.train(now, ahead)
         self._streams.end_iteration()
         self._step += 1
+        self._launched += 1
         return self.dense.loss.clone()
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,6 +9,7 @@ mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py.
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ from dlrm_bench.pipeline.torchrec.batch import BatchLayout
 from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 
+_WARM_UP_BATCHES = 3
 Codecs = dict[str, QuantizedCommCodecs]
 _BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
 
@@ -89,6 +91,15 @@ class TorchRecPipeline(ABC):
     def prepare(self, batch: Batch) -> TorchRecBatch:
         """A torchrec Batch over the same memory."""
         return self._layout.batch(batch)
+
+    def warm_up(self, evaluates: bool) -> None:
+        """Evaluates empty batches where the run will evaluate. Nothing is trained: a step before the first batch would
+        leave its own in the schedule."""
+        if evaluates:
+            batch = Batch.empty(self._config.local_batch_size, self._config.model, pin=self._device.type == "cuda")
+            batch.storage.zero_()
+            for _ in self.evaluate(map(self.prepare, repeat(batch, _WARM_UP_BATCHES))):
+                pass
 
     def train_step(self, batches: Iterator[TorchRecBatch]) -> Tensor:
         """One `progress` of the schedule, which may read two batches ahead."""

@@ -73,6 +73,7 @@ class Training:
 
     def train_and_evaluate(self) -> tuple[list[float], list[torch.Tensor]]:
         losses, logits = [], []
+        self.pipeline.warm_up(evaluates=True)
         for step in range(STEPS):
             losses.append(self.pipeline.train_step(self._batches).item())
             if step % EVALUATED_EVERY == 0:
@@ -89,7 +90,7 @@ class Training:
 class Trained:
     losses: list[float]
     evaluated: list[float]
-    """Losses of a second training, evaluated in between."""
+    """Losses of a second training, warmed up before and evaluated in between."""
     logits: list[torch.Tensor]
     state: ModelState
     resumed: list[float]

@@ -51,7 +51,7 @@ def small(**changes: Any) -> RunConfig:
 class Trained:
     losses: list[float]
     evaluated: list[float]
-    """Losses of a second training, evaluated in between."""
+    """Losses of a second training, warmed up before and evaluated in between."""
     described: dict[str, Any]
 
     @property
@@ -65,6 +65,8 @@ def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[
     pipeline = stock_pipeline(config, ranks)
     batches = map(pipeline.prepare, islice(dataset.train_batches(*place), STEPS))
     losses = []
+    if evaluate_every:
+        pipeline.warm_up(evaluates=True)
     for step in range(1, STEPS + 1):
         losses.append(pipeline.train_step(batches).item())
         if evaluate_every and step % evaluate_every == 0:

@@ -1,0 +1,116 @@
+"""A warm-up leaves weights, optimizer state and what is trained after it as they would be without one, bit for bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.state import ModelState
+from dlrm_bench.pipeline.static.warm_up import ROWS, warm_up_batch
+from tests.cases import GPU_PLACES, SMALL_MODEL, WAYS
+from tests.pipeline.cpu_graphs import capture_on_cpu
+from tests.pipeline.small_runs import batches_of, equal_states, small
+from tests.pipelines import static_pipeline
+
+GRAPH = {"cuda_graph": "iteration", "overlap": True}
+STEPS = 3
+MODEL = replace(SMALL_MODEL, num_embeddings=(5000, 7, 30, ROWS + 1, 600, 400))
+CONFIGS = {
+    **{f"graph, {way}": small(**options, **GRAPH, model=MODEL) for way, options in WAYS.items()},
+    "rowwise": small("rowwise_adagrad", model=MODEL),
+    "padded": small(presort_ids=True, variable_lengths=True, model=MODEL),
+}
+GPU_CONFIGS = {
+    **{
+        f"graph, bf16, {way}": small(**options, **GRAPH, model=MODEL, precision="bf16") for way, options in WAYS.items()
+    },
+    "graph, halves": small(**GRAPH, **WAYS["peer memory"], model=MODEL, local_batch_size=2048),
+    "sgd": small("sgd", model=MODEL),
+}
+RANKS = [pytest.param(2, False), *GPU_PLACES]
+"""On the CPU one rank has nothing that two have not."""
+
+
+@dataclass(slots=True)
+class Trained:
+    states: list[ModelState]
+    """Before the warm-up and after it, where there is one; after the training."""
+    losses: list[float]
+    logits: torch.Tensor
+    captures: dict[str, int]
+    """Of each graph, after the training, which alone is too short for any."""
+
+
+def train(ranks: Ranks, config: RunConfig, warms_up: bool) -> Trained:
+    trained, states = static_pipeline(config, ranks), []
+    if warms_up:
+        states.append(trained.state_dict())
+        trained.warm_up(evaluates=True)
+        states.append(trained.state_dict())
+    batches = batches_of(config, ranks, STEPS)
+    losses = [trained.train_step(batches).item() for _ in range(STEPS)]
+    logits = torch.cat([values for values, _ in trained.evaluate(batches_of(config, ranks, 2))]).cpu()
+    with pytest.raises(StopIteration):
+        trained.train_step(batches)
+    states.append(trained.state_dict())
+    captures = {name: graph["captures"] for name, graph in trained.describe()["cuda_graphs"].items()}
+    trained.close()
+    return Trained(states, losses, logits, captures)
+
+
+def train_all(ranks: Ranks) -> dict[str, tuple[Trained, Trained]]:
+    configs = CONFIGS
+    if ranks.device.type == "cuda":
+        configs = CONFIGS | GPU_CONFIGS
+    else:
+        capture_on_cpu()
+    return {name: (train(ranks, config, True), train(ranks, config, False)) for name, config in configs.items()}
+
+
+Run = Callable[[int, bool], list[dict[str, tuple[Trained, Trained]]]]
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks: Callable[..., list[Any]]) -> Run:
+    return cache(lambda world_size, gpu: run_ranks(world_size, train_all, gpu=gpu))
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), RANKS)
+def test_weights_and_optimizer_state_are_restored(trained: Run, world_size: int, gpu: bool) -> None:
+    for name, (warm, _) in trained(world_size, gpu)[0].items():
+        before, after, end = warm.states
+        assert equal_states(before, after), name
+        assert not equal_states(before, end), name
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), RANKS)
+def test_the_training_is_the_one_without_a_warm_up(trained: Run, world_size: int, gpu: bool) -> None:
+    # Sums on a GPU may come in another order.
+    close = {"rtol": 1e-3, "atol": 0} if gpu else {"rtol": 0, "atol": 0}
+    for of_rank in trained(world_size, gpu):
+        for name, (warm, cold) in of_rank.items():
+            torch.testing.assert_close(torch.tensor(warm.losses), torch.tensor(cold.losses), **close, msg=name)
+            if not gpu:
+                assert torch.equal(warm.logits, cold.logits), name
+                assert equal_states(warm.states[-1], cold.states[-1]), name
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), RANKS)
+def test_everything_is_captured_by_then(trained: Run, world_size: int, gpu: bool) -> None:
+    for name, (warm, cold) in trained(world_size, gpu)[0].items():
+        graphs = {"iteration": 1, "evaluation": 1} if name.startswith("graph") else {}
+        assert warm.captures == graphs
+        assert cold.captures == dict.fromkeys(graphs, 0)
+
+
+def test_the_batch_names_the_rows_that_are_kept() -> None:
+    batch = warm_up_batch(1000, SMALL_MODEL, pin=False)
+    for rows, block in zip(SMALL_MODEL.rows, feature_blocks(batch.ids, SMALL_MODEL.multi_hot_sizes), strict=True):
+        assert block.min() == 0
+        assert block.max() == min(rows, ROWS, block.numel()) - 1
