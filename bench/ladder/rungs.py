@@ -108,6 +108,8 @@ _FULL = (
     ),
 )
 
+_READING = (*_FULL[-1].flags, "--data.source")
+
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "stock": (
         Rung("stock-fp32", _FP32, _STOCK),
@@ -121,6 +123,10 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     ),
     "full": _FULL,
     "ends": (_FULL[0], _FULL[-1]),
+    "reading": (
+        Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),
+        Rung("files", (*_READING, "multi_hot"), "Nothing: the same on batches from the day files of --data.path."),
+    ),
     "same": (
         Rung("stock-a", ()),
         Rung("stock-b", (), "Nothing: the same thing again."),
