@@ -125,8 +125,9 @@ def test_nothing_outside_the_tests_imports_them():
 
 
 def training_calls(tree: ast.AST) -> int:
-    """Calls of train_step, but for those of a pipeline that wraps another one and passes its own train_step on."""
-    if isinstance(tree, ast.FunctionDef) and tree.name == "train_step":
+    """Calls of train_step, but for those of a pipeline that wraps another one and passes its own train_step on, and for
+    those of a warm-up, after which weights are as before."""
+    if isinstance(tree, ast.FunctionDef) and tree.name in ("train_step", "warm_up"):
         return 0
     own = isinstance(tree, ast.Call) and called(tree) == "train_step"
     return own + sum(training_calls(node) for node in ast.iter_child_nodes(tree))

@@ -90,7 +90,8 @@ class StaticPipeline:
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
-        parts = (self.dense, self.ebc, memory, LossGuard(ranks, memory), self._streams, self._fetcher)
+        self._guard = LossGuard(ranks, memory)
+        parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
         self._iteration = Iteration(config, schedule, *parts)
         make_graphs = None
         if options.cuda_graph != "none":
@@ -110,7 +111,7 @@ class StaticPipeline:
         assert self._named == 0, "a warm-up comes before the first batch"
         pin = self._ranks.device.type == "cuda"
         batch = warm_up_batch(self._config.local_batch_size, self._config.model, pin)
-        with unchanged(list(self.ebc.tables()), self.dense.buckets, self._ranks):
+        with unchanged(list(self.ebc.tables()), self.dense.buckets, self._guard, self._ranks):
             steps = _EAGER_ITERATIONS + len(self._slots)  # which replay the graph of each slot
             batches = repeat(batch, steps)
             for _ in range(steps):

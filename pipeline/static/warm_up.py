@@ -11,6 +11,7 @@ from dlrm_bench.dlrm.buckets import Bucket
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.embedding.static_ebc import TableShard
+from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.ranks import Ranks
 
 ROWS = 4096
@@ -28,14 +29,19 @@ def warm_up_batch(batch_size: int, model: ModelConfig, pin: bool) -> Batch:
 
 
 @contextmanager
-def unchanged(tables: Sequence[TableShard], buckets: Sequence[Bucket], ranks: Ranks) -> Iterator[None]:
+def unchanged(
+    tables: Sequence[TableShard], buckets: Sequence[Bucket], guard: LossGuard, ranks: Ranks
+) -> Iterator[None]:
     """Whatever is trained inside, on warm-up batches, weights and optimizer state are bit for bit as before after it.
-    Collective."""
+
+    So are the guard's flags, which a loss may have raised. Collective.
+    """
     kept = [tensor[:ROWS] for table in tables for tensor in (table.weights, table.state)]
     kept += [tensor for bucket in buckets for tensor in (bucket.working, bucket.master, bucket.state)]
+    kept.append(guard.stopped)
     copies = [tensor.detach().clone() for tensor in kept]
     yield
-    _wait_for_all(ranks)  # in peer memory other ranks write this one's weights
+    _wait_for_all(ranks)  # in peer memory other ranks write this one's weights and flags
     with torch.no_grad():
         for tensor, copy in zip(kept, copies, strict=True):
             tensor.copy_(copy)

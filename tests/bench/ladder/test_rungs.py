@@ -27,7 +27,7 @@ AFTER_ALL = ("one-launch-thread", "graph-dists")
 def test_every_rung_is_a_valid_configuration(name: str) -> None:
     rungs = built_in_ladder(name)
     assert len({rung.name for rung in rungs}) == len(rungs)
-    configs = [parse(["--preset", "launch-bound", *rung.flags]) for rung in rungs]
+    configs = [parse(["--preset", "launch-bound", "--data.path", "data", *rung.flags]) for rung in rungs]
     assert len(set(configs)) == (1 if name == "same" else len(rungs))
 
 
