@@ -3,8 +3,6 @@
 import signal
 from typing import Any
 
-import pytest
-
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
