@@ -33,7 +33,8 @@ class MLPerfConfig:
     org: str = "unaffiliated"
     """Submitting organisation."""
     division: Division = "open"
-    """MLPerf division; closed fixes the model, the data and the target, so that random batches are logged as open."""
+    """MLPerf division; closed fixes model, data, target and optimizer: a run with others is logged as open, and says
+    why."""
     status: Literal["onprem", "cloud", "research", "preview"] = "onprem"
     """Availability category."""
     platform: str | None = None
@@ -98,11 +99,6 @@ class RunConfig(TrainingConfig):
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",
         )
-
-    @property
-    def division(self) -> Division:
-        """The MLPerf division that the log names: only data from files can be the closed division's."""
-        return "open" if self.data.source == "random" else self.mlperf.division
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One run: set up, train to the target, log, record. This is the only training loop of the project."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
+from dlrm_bench.bench.measure.division import division_of
 from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteLossError
 from dlrm_bench.bench.measure.machine import describe_machine, platform_name, short_name
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, RunStatus
@@ -43,6 +45,7 @@ from dlrm_bench.pipeline.interface import Pipeline, check_device
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
     from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline
 
+LOGGER = logging.getLogger(__name__)
 LOG_NAME = "result_0.txt"
 
 
@@ -278,7 +281,10 @@ def _log_init(
         _drop_page_cache()
     log.cache_clear(config.mlperf.clear_cache)
     log.init_start()
-    log.submission(replace(config.mlperf, division=config.division), config.mlperf.platform or platform_name(machine))
+    division, obstacles = division_of(config, dataset)
+    if obstacles and config.data.source != "random" and ranks.rank == 0:
+        LOGGER.warning("--mlperf.division closed: logged as open, because %s", "; ".join(obstacles))
+    log.submission(replace(config.mlperf, division=division), config.mlperf.platform or platform_name(machine))
     log.hyperparameters(
         seed=config.seed,
         global_batch_size=schedule.global_batch_size,

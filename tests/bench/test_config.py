@@ -71,10 +71,3 @@ def test_variable_lengths_are_the_static_pipelines() -> None:
 def test_the_rest_has_defaults() -> None:
     assert preset("smoke").mlperf == MLPerfConfig()
     assert preset("smoke").results_dir == Path("results")
-
-
-def test_random_batches_are_no_closed_division() -> None:
-    config = preset("mlperf-dcnv2")
-    assert config.division == "open"
-    assert replace(config, data=replace(config.data, source="multi_hot", path=Path("days"))).division == "closed"
-    assert preset("launch-bound").division == preset("smoke").division == "open"
