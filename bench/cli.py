@@ -270,6 +270,23 @@ class Data:
         return main(forwarded)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Submission:
+    """Builds, checks and scores an MLPerf submission: `dlrm-bench submission build --help`, and likewise the others.
+
+    build: ten runs, arranged as the rules say. check: what MLPerf's checkers find in it. score: its minutes.
+    """
+
+    what: Positional[Literal["build", "check", "score"]]
+    """What to do; its own flags follow."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Hands the flags on; returns the exit status."""
+        from dlrm_bench.bench.submission.command import run_submission
+
+        return run_submission(self.what, console, forwarded)
+
+
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
@@ -277,6 +294,7 @@ Command = (
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Data, tyro.conf.subcommand("data")]
+    | Annotated[Submission, tyro.conf.subcommand("submission")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -288,10 +306,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     starts = (i for i, word in enumerate(arguments) if word == "--" or word.partition("=")[0] == "--preset")
-    end = 2 if list(arguments[:1]) == ["data"] else next(starts, len(arguments))
+    end = 2 if list(arguments[:1]) in (["data"], ["submission"]) else next(starts, len(arguments))
     forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
-    if not isinstance(command, Data | Doctor):  # what follows them has flags of its own
+    if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
     return command.run(_console(), forwarded)
 

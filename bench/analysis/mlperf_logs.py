@@ -30,7 +30,11 @@ class MLPerfRun:
     benchmark: str | None = None
     org: str | None = None
     division: str | None = None
+    availability: str | None = None
+    """submission_status: onprem, cloud, research or preview."""
     platform: str | None = None
+    seed: int | None = None
+    """The last one, where the log has several."""
     global_batch_size: int | None = None
     train_samples: int | None = None
     start_ms: float | None = None
@@ -201,7 +205,9 @@ _HEADER: dict[str, tuple[str, type]] = {
     "submission_benchmark": ("benchmark", str),
     "submission_org": ("org", str),
     "submission_division": ("division", str),
+    "submission_status": ("availability", str),
     "submission_platform": ("platform", str),
+    "seed": ("seed", int),
     "global_batch_size": ("global_batch_size", int),
     "train_samples": ("train_samples", int),
 }
