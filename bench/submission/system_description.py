@@ -26,6 +26,9 @@ OPTIONAL = (
 )
 """Fields that may stay empty."""
 
+COUNTS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
+"""Fields that mlperf_logging.result_summarizer multiplies, and crashes on where they are no whole numbers."""
+
 FIELDS = (
     "submitter",
     "division",
@@ -165,7 +168,10 @@ def malformed_fields(path: Path, description: Mapping[str, Any]) -> Iterator[str
             yield f"{path}: the field {field} is missing: add it"
         elif not isinstance(description[field], str) and field != "other_software_stack":
             value = description[field]
-            yield f"{path}: {field} is {json.dumps(value)}, which is no text: write {json.dumps(str(value))}"
+            text = "" if value is None else str(value)
+            yield f"{path}: {field} is {json.dumps(value)}, which is no text: write {json.dumps(text)}"
+        elif field in COUNTS and description[field] and not description[field].isdigit():
+            yield f'{path}: {field} is "{description[field]}", which is no whole number: write one, such as "1"'
 
 
 def system_id(name: str) -> str:
