@@ -25,7 +25,7 @@ class Samples:
 
 DEFAULT = preset("mlperf-dcnv2")
 FILES = replace(DEFAULT.data, source="multi_hot", path=Path("days"))
-CLOSED = replace(DEFAULT, data=FILES, iterations=None, target_auc=MLPERF_TARGET_AUC)
+CLOSED = replace(DEFAULT, data=FILES, min_time=None, target_auc=MLPERF_TARGET_AUC)
 
 
 def test_the_samples_are_those_of_the_days() -> None:
@@ -46,7 +46,7 @@ def test_free_hyperparameters_are_free() -> None:
 @pytest.mark.parametrize(
     ("changes", "samples", "obstacle"),
     [
-        ({"data": DEFAULT.data, "iterations": 250, "target_auc": None}, Samples(0, 0), "the data are random"),
+        ({"data": DEFAULT.data, "min_time": 10.0, "target_auc": None}, Samples(0, 0), "the data are random"),
         ({}, Samples(best_auc=0.85), "a generator made the data"),
         ({}, Samples(eval_samples=89137318), "4195197692 training and 89137318 evaluation samples"),
         ({"model": replace(DEFAULT.model, table_scale=0.5)}, Samples(), "the model is not MLPerf's"),
