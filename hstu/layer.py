@@ -6,6 +6,7 @@ u, v, q, k = split(silu(norm(x) W1 + b1));   y = x + norm(attention(q, k, v)) * 
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,13 +44,19 @@ def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
     return tuple(part.unflatten(1, (heads, -1)) for part in projected.chunk(4, dim=1))
 
 
+@torch.fx.wrap
+def silu_attention(projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+    """Calls SiluAttention; in a function, which TorchRec's trace of a model takes whole."""
+    return SiluAttention.apply(projected, offsets, targets, max_length, heads)
+
+
 class HstuLayer(nn.Module):
     """Maps tokens [T, width] to tokens [T, width]; tokens attend within their sequence."""
 
     def __init__(self, config: HstuConfig, device: torch.device | None = None) -> None:
         super().__init__()
         inner = config.heads * config.head_width
-        self._heads, self._max_length = config.heads, config.max_length
+        self._inner, self._heads, self._max_length = inner, config.heads, config.max_length
         self.norm = nn.LayerNorm(config.width, device=device)
         self.project = nn.Linear(config.width, 4 * inner, device=device)
         self.attention_norm = nn.LayerNorm(inner, device=device)
@@ -58,6 +65,5 @@ class HstuLayer(nn.Module):
     def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
         """offsets: [B + 1], where a sequence's tokens start; targets: [B], how many of its last ones are candidates."""
         projected = functional.silu(self.project(self.norm(tokens)))
-        attended = SiluAttention.apply(projected, offsets, targets, self._max_length, self._heads)
-        gate = projected[:, : attended.shape[1]]
-        return tokens + self.output(self.attention_norm(attended) * gate)
+        attended = silu_attention(projected, offsets, targets, self._max_length, self._heads)
+        return tokens + self.output(self.attention_norm(attended) * projected[:, : self._inner])

@@ -5,6 +5,7 @@ kind. Whatever depends on lengths is computed on the device: no step reads one o
 """
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
@@ -47,43 +48,64 @@ class HstuRanker(nn.Module):
 
     def forward(self, batch: HstuBatch) -> Tensor:
         """Returns logits, [B * candidates]."""
+        per = self._config.candidates
         embedded = self.tables(batch.features)
-        history, candidates = self._sum(embedded, HISTORY), self._sum(embedded, CANDIDATE)
+        history, candidates, users = (self._sum(embedded, kind) for kind in (HISTORY, CANDIDATE, USER))
         lengths = embedded[f"{HISTORY} {self._config.of_event()[0].name}"].lengths()
-        tokens, offsets = self._sequences(history + self.actions(batch.actions), candidates, lengths)
-        tokens = tokens + self._of_places(offsets, len(tokens), self._sum(embedded, USER))
-        targets = torch.full_like(lengths, self._config.candidates)
+        offsets, targets = sequence_offsets(lengths, per), torch.full_like(lengths, per)
+        tokens = join(history + self.actions(batch.actions), candidates, lengths, offsets, per)
+        sample, place = sample_and_place(tokens, offsets)
+        tokens = tokens + self.places(place)
+        if users is not None:
+            tokens = tokens + users[sample]
         for layer in self.layers:
             tokens = layer(tokens, offsets, targets)
-        last = offsets[1:, None] - torch.arange(self._config.candidates, 0, -1, device=tokens.device)
-        return self.head(tokens[last.flatten()]).squeeze(1)
+        return self.head(tokens[candidate_tokens(offsets, per)]).squeeze(1)
 
-    def _sum(self, embedded: dict[str, JaggedTensor], kind: str) -> Tensor:
-        """Returns the sum over the tables of one kind of feature: [tokens of that kind, width], or 0 without tables."""
-        of_kind = [value.values() for key, value in embedded.items() if key.startswith(f"{kind} ")]
-        return torch.stack(of_kind).sum(0) if of_kind else torch.zeros((), device=self.places.weight.device)
+    def _sum(self, embedded: dict[str, JaggedTensor], kind: str) -> Tensor | None:
+        """Returns the sum over the tables of one kind of feature, [tokens of that kind, width]; None without tables."""
+        tables = self._config.of_user() if kind == USER else self._config.of_event()
+        total = None
+        for table in tables:
+            values = embedded[f"{kind} {table.name}"].values()
+            total = values if total is None else total + values
+        return total
 
-    def _sequences(self, history: Tensor, candidates: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each sample's history followed by its candidates, [T, width], and where samples start, [B + 1]."""
-        per = self._config.candidates
-        samples = torch.arange(len(lengths) + 1, device=lengths.device)
-        of_history = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        offsets = of_history + per * samples
-        # An event moves back by the candidates before it; how many events there are, the host knows from their shape.
-        sample = torch.repeat_interleave(samples[:-1], lengths, output_size=len(history))
-        place = torch.arange(len(history), device=lengths.device) + per * sample
-        of_candidates = (offsets[1:, None] - torch.arange(per, 0, -1, device=lengths.device)).flatten()
-        tokens = history.new_zeros(len(history) + len(candidates), history.shape[1])
-        tokens = tokens.index_copy(0, place, history)
-        return tokens.index_copy(0, of_candidates, candidates.to(tokens.dtype)), offsets
 
-    def _of_places(self, offsets: Tensor, tokens: int, of_user: Tensor) -> Tensor:
-        """Returns what each token gets from its place in the sequence and from its user: [T, width]."""
-        samples = torch.arange(len(offsets) - 1, device=offsets.device)
-        sample = torch.repeat_interleave(samples, offsets.diff(), output_size=tokens)
-        place = torch.arange(tokens, device=offsets.device) - offsets[sample]
-        embedded = self.places(place)
-        return embedded + of_user[sample] if of_user.dim() else embedded
+# TorchRec's pipelines trace a model to find where its tables' inputs come from. What depends on the sizes of tensors
+# stands in functions, which the trace takes whole.
+
+
+@torch.fx.wrap
+def sequence_offsets(lengths: Tensor, candidates: int) -> Tensor:
+    """Returns where each sample's tokens start, int64 [B + 1], from the lengths of the histories, [B]."""
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), (lengths + candidates).cumsum(0)])
+
+
+@torch.fx.wrap
+def candidate_tokens(offsets: Tensor, candidates: int) -> Tensor:
+    """Returns the tokens that are candidates, int64 [B * candidates]: the last ones of each sample."""
+    return (offsets[1:, None] - torch.arange(candidates, 0, -1, device=offsets.device)).flatten()
+
+
+@torch.fx.wrap
+def sample_and_place(tokens: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sample of each token and the token's place in it, int64 [T]."""
+    samples = torch.arange(len(offsets) - 1, device=offsets.device)
+    # How many tokens there are, the host knows from their shape; without it, it would have to ask the device.
+    sample = torch.repeat_interleave(samples, offsets.diff(), output_size=len(tokens))
+    return sample, torch.arange(len(tokens), device=offsets.device) - offsets[sample]
+
+
+@torch.fx.wrap
+def join(history: Tensor, candidates: Tensor, lengths: Tensor, offsets: Tensor, per: int) -> Tensor:
+    """Returns each sample's history followed by its `per` candidates: [T, width]."""
+    samples = torch.arange(len(lengths), device=lengths.device)
+    sample = torch.repeat_interleave(samples, lengths, output_size=len(history))
+    place = torch.arange(len(history), device=lengths.device) + per * sample  # after the candidates of those before
+    tokens = history.new_zeros(len(history) + len(candidates), history.shape[1])
+    tokens = tokens.index_copy(0, place, history)
+    return tokens.index_copy(0, candidate_tokens(offsets, per), candidates.to(tokens.dtype))
 
 
 class HstuTrain(nn.Module):
