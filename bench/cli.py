@@ -4,7 +4,6 @@ Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the comma
 bad input and for what --strict refuses; 5 if there are not enough runs for a check; 128 plus its number after a signal.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -63,8 +62,14 @@ class LadderCommand:
     same switches in another order); full (every optimisation); ends (first and last rung of full); reading
     (the last rung on random batches and on the day files of --data.path); same (one rung
     twice: A/A); cpu (runs without a GPU)."""
-    rounds: int = 5
-    """Runs of each rung; one round alone proves nothing."""
+    rounds: int | Literal["auto"] = 5
+    """Runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
+    detect: str = "2%"
+    """With --rounds auto: the smallest difference that the rounds are to find, with a probability of 80 %."""
+    max_rounds: int = 40
+    """With --rounds auto: rounds at most."""
+    max_minutes: float | None = None
+    """Minutes after which no other round begins."""
     host: bool = False
     """After all rounds, profile each rung once: CPU time, launches, syncs, copies, GPU idle fraction."""
     nproc: int | None = None
@@ -73,49 +78,16 @@ class LadderCommand:
     """Seed of the order within a round."""
     results_dir: Path = Path("results")
     """Folder in which the ladder's folder is made."""
+    resume: Path | None = None
+    """Folder of an interrupted ladder, which goes on by its plan; takes no other flag."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""
-        from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table
-        from dlrm_bench.bench.ladder.run_ladder import profiled_run_id, run_ladder
-        from dlrm_bench.bench.ladder.rungs import built_in_ladder
-        from dlrm_bench.bench.progress import StillBar, stderr_console
-        from dlrm_bench.bench.records.ladder import read_ladder_json
-        from dlrm_bench.bench.records.record import create_run_folder
-        from dlrm_bench.bench.started_runs import new_id, processes_of_run
+        from dlrm_bench.bench.ladder.ladder_command import ladder_command
 
-        if self.rounds < 1:
-            raise ValueError(f"--rounds is {self.rounds}: at least one is needed")
-        rungs = built_in_ladder(self.rungs)
-        processes = processes_of_run(self.nproc)
-        folder = create_run_folder(self.results_dir, new_id(processes, forwarded, "ladder"))
-        runs = run_ladder(
-            rungs,
-            folder=folder,
-            processes=processes,
-            rounds=self.rounds,
-            seed=self.seed,
-            flags=forwarded,
-            command=shlex.join(["dlrm-bench", *sys.argv[1:]]),
-            host=self.host,
-        )
-        # Drawn between runs only: drawing must take no time from a run that is timed.
-        with StillBar((self.rounds + self.host) * len(rungs), "runs", stderr_console()) as bar:
-            for done, run_id in enumerate(runs, start=1):
-                bar.show(done, run_id)
-        ladder = read_ladder_json(folder)
-        for table in (ladder_table(ladder), ladder_host_table(ladder)):
-            if table is not None:
-                console.print(table)
-        for rung in ladder["rungs"]:
-            if rung["note"]:
-                console.print(f"{rung['name']}: {rung['note']}", soft_wrap=True, markup=False, highlight=False)
-            if self.host and rung["host"] is None:
-                log = folder / f"{profiled_run_id(rung['name'])}.log"
-                text = f"warning: the profiled run of {rung['name']} failed: {log}"
-                console.print(text, soft_wrap=True, markup=False)
-        console.print(f"record {folder}", soft_wrap=True)
-        return 0
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [field.name for field in fields(self) if given[field.name] != field.default]
+        return ladder_command(console, forwarded, changed, **given)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from dlrm_bench.bench.analysis.compare import Result, compare_paths
 from dlrm_bench.bench.analysis.comparison_tables import result_as_json, result_table, rungs_table, verdict_in_words
-from dlrm_bench.bench.analysis.gate import Check, check_equivalence, check_regression, worst
+from dlrm_bench.bench.analysis.gate import Check, check_equivalence, check_regression, percentage, worst
 from dlrm_bench.bench.analysis.mlperf_logs import logs_table
 from dlrm_bench.dlrm.command_line import EXIT_FAILED
 
@@ -28,7 +28,7 @@ def compare_command(
     """
     if len(sides) < 2:
         raise ValueError("compare needs two sides: dlrm-bench compare A B")
-    limit, margin = _percentage("--fail-on", fail_on), _percentage("--equivalent", equivalent)
+    limit, margin = percentage("--fail-on", fail_on), percentage("--equivalent", equivalent)
     if margin == 0:
         raise ValueError("--equivalent 0%: no two programs take exactly the same time; name a margin, such as 2%")
     results = compare_paths(sides)
@@ -75,16 +75,3 @@ def _print_json(results: Sequence[Result], checks: Sequence[Sequence[Check]]) ->
         for result, of_result in zip(results, checks, strict=True)
     ]
     print(dumps(found, indent=2))
-
-
-def _percentage(flag: str, text: str | None) -> float | None:
-    """The fraction that a percentage is: 0.02 for '2%' or '2'."""
-    if text is None:
-        return None
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 10:
-        raise ValueError(f"{flag} {text!r} is no percentage: write 2%")
-    return value

@@ -61,6 +61,19 @@ def worst(checks: Sequence[Check]) -> Outcome:
     return next((o for o in ("failed", "not enough runs") if o in outcomes), "passed")
 
 
+def percentage(flag: str, text: str | None) -> float | None:
+    """The fraction that a percentage is: 0.02 for '2%' or '2'."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 10:
+        raise ValueError(f"{flag} {text!r} is no percentage: write 2%")
+    return value
+
+
 def _known(result: Result) -> bool:
     return result.comparison.between_runs and result.estimate.error == result.estimate.error
 

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm_bench.bench.analysis.ladder import proven
+from dlrm_bench.bench.analysis.ladder import proven, read_judged_ladder
 from dlrm_bench.bench.ladder.rungs import LADDERS
-from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult, read_ladder
+from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.command_line import exit_status
@@ -50,7 +50,7 @@ def latest_ladder(folder: Path) -> Path:
 
 def verdict(folder: Path) -> list[str]:
     """Returns paragraphs on the ladder in `folder`: its rungs, each against the first, then what limits the answer."""
-    ladder, _ = read_ladder(folder)
+    ladder, _ = read_judged_ladder(folder)
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
     first, *others = ladder["rungs"]
     said = [f"{rung['name']}: {_pipeline(run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]

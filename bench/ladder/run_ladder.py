@@ -6,82 +6,188 @@ Every run has fresh processes of its own (bench/ladder/launching.py), so no rung
 communicators. Each round runs every rung once on the same batches (equal --seed), in an order drawn from the seed that
 the next round runs backwards, so that a linear drift cancels. A rung is compared with another round by round. With
 --host a profiled run of each rung follows the last round.
-ladder.json and the members' records and output stay together in one folder.
+plan.json, ladder.json and the members' records and output stay together in one folder. What plan.json says and what has
+finished suffice to resume an interrupted ladder.
 """
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dlrm_bench.bench.analysis.ladder import host_cost, rung_results
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.analysis.ladder import Precision, host_cost, precision_of, rung_results
 from dlrm_bench.bench.ladder.launching import MEASURE, run_forked
 from dlrm_bench.bench.ladder.rungs import Rung
-from dlrm_bench.bench.records.ladder import LADDER_JSON, LADDER_SCHEMA, HostCost, Ladder
-from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.measure.machine import readable
+from dlrm_bench.bench.measure.source import git_state
+from dlrm_bench.bench.records.ladder import (
+    LADDER_JSON,
+    LADDER_SCHEMA,
+    PLAN_JSON,
+    PLAN_SCHEMA,
+    HostCost,
+    Ladder,
+    Plan,
+    PlannedRung,
+    read_plan,
+)
+from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.records.repetitions import balanced_orders
 
+FEWEST_ROUNDS = 6
+"""Rounds after which a ladder that runs until it finds a difference looks for the first time. It looks after every
+second round from then on, where a linear drift has cancelled."""
 
-def draw_order(rungs: Sequence[Rung], rounds: int, seed: int) -> list[tuple[int, Rung]]:
-    """Pairs (round, rung) in the order to run them: every rung once in each round, balanced over pairs of rounds."""
-    return [(r, rungs[i]) for r, order in enumerate(balanced_orders(len(rungs), rounds, seed)) for i in order]
 
-
-def run_ladder(
+def make_plan(
     rungs: Sequence[Rung],
     *,
-    folder: Path,
     processes: int,
     rounds: int,
     seed: int,
     flags: Sequence[str],
     command: str,
     host: bool = False,
-) -> Iterator[str]:
-    """Runs everything and writes folder/ladder.json; yields the id of each run when it has ended.
+    detect: float | None = None,
+    minutes: float | None = None,
+) -> Plan:
+    """The plan of a ladder on this machine; the fields are those of Plan."""
+    return Plan(
+        schema=PLAN_SCHEMA,
+        command=command,
+        rungs=[PlannedRung(name=rung.name, flags=list(rung.flags), note=rung.note) for rung in rungs],
+        rounds=rounds,
+        detect=detect,
+        minutes=minutes,
+        seed=seed,
+        processes=processes,
+        flags=list(flags),
+        host=host,
+        node=_node(),
+        source={**git_state(ROOT)},
+    )
 
-    folder: exists and is empty. flags: flags of launch/dlrm.py for all rungs; a rung's own flags come after them. host:
-    do one profiled run of each rung too, after all timed runs. FailedError, with its output, if a timed run fails;
-    ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name them,
-    whatever ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
+
+def plan_to_resume(folder: Path) -> Plan:
+    """The plan of the interrupted ladder in `folder`.
+
+    ValueError if it has finished, or was begun on another machine or by other source code: rounds of one ladder are
+    compared with each other.
     """
+    plan = read_plan(folder)
+    if (folder / LADDER_JSON).exists():
+        raise ValueError(
+            f"{folder} is a finished ladder. More rounds until something is proven would prove anything: run a new "
+            "one, with --rounds auto if the number is not known"
+        )
+    if plan["node"] != _node():
+        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {_node()}: run a new ladder here")
+    if plan["source"] != {**git_state(ROOT)}:
+        raise ValueError(
+            f"{folder} was begun by other source code ({plan['source']}): check that out, or run a new one"
+        )
+    return plan
+
+
+def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[str]:
+    """Runs all of a plan that has not run yet and writes folder/ladder.json; yields each run's id when it has ended.
+
+    folder: exists, and is empty or holds what was interrupted; a run that did not finish is put aside and run again.
+    say: gets a sentence after each round on what so many rounds find. FailedError, with its output, if a timed run
+    fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
+    them, whatever ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
+    """
+    rungs = [Rung(rung["name"], tuple(rung["flags"]), rung["note"]) for rung in plan["rungs"]]
     members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
     host_costs: dict[str, HostCost | None] = {}
     order: list[str] = []
+    begun = time.monotonic()
+    (folder / PLAN_JSON).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
 
     def write() -> None:
         ladder = Ladder(
             schema=LADDER_SCHEMA,
             id=folder.name,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=command,
-            rounds=rounds,
-            seed=seed,
-            rungs=rung_results(rungs, members, host_costs),
+            command=plan["command"],
+            rounds=len(order) // len(rungs),
+            detect=plan["detect"],
+            seed=plan["seed"],
+            rungs=rung_results(rungs, members, host_costs, by_precision=plan["detect"] is not None),
             order=order,
         )
         (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
 
     with _naming_what_is_kept(folder, order):
-        for round_number, rung in draw_order(rungs, rounds, seed):
-            run_id = f"{round_number:02d}-{rung.name}"
-            place = ["--results-dir", str(folder), "--run-id", run_id]
-            run_forked([*flags, *rung.flags, *place], processes, folder / f"{run_id}.log")
-            members[rung.name].append(_timed(read_record(folder / run_id)))
-            order.append(run_id)
-            yield run_id
+        for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):
+            for rung in (rungs[i] for i in in_turn):
+                run_id = f"{number:02d}-{rung.name}"
+                members[rung.name].append(_run_or_read(plan, rung, folder, run_id))
+                order.append(run_id)
+                yield run_id
+            if _enough(plan, members, number + 1, time.monotonic() - begun, say):
+                break
         write()
-        for rung in rungs if host else ():
+        for rung in rungs if plan["host"] else ():
             run_id = profiled_run_id(rung.name)
             place = ["--results-dir", str(folder), "--run-id", run_id]
             try:
-                run_forked(["host", *flags, *rung.flags, *place], processes, folder / f"{run_id}.log", MEASURE)
+                flags = ["host", *plan["flags"], *rung.flags, *place]
+                run_forked(flags, plan["processes"], folder / f"{run_id}.log", MEASURE)
                 host_costs[rung.name] = host_cost(read_record(folder / run_id))
             except ValueError:  # must not cost the hours of timed rounds
                 host_costs[rung.name] = None
             write()
             yield run_id
+
+
+def profiled_run_id(rung: str) -> str:
+    """Id of a rung's profiled run; its output is in the file of this name with .log."""
+    return f"host-{rung}"
+
+
+def _run_or_read(plan: Plan, rung: Rung, folder: Path, run_id: str) -> Record:
+    """The record of a run: as it is there already, or of a run made now."""
+    if not (folder / run_id / RUN_JSON).exists():
+        _put_aside(folder / run_id)
+        place = ["--results-dir", str(folder), "--run-id", run_id]
+        run_forked([*plan["flags"], *rung.flags, *place], plan["processes"], folder / f"{run_id}.log")
+    return _timed(read_record(folder / run_id))
+
+
+def _put_aside(unfinished: Path) -> None:
+    """Renames the folder of a run that did not finish, if it is there: runs never write into an existing one."""
+    if unfinished.exists():
+        taken = len(list(unfinished.parent.glob(f"{unfinished.name}.unfinished-*")))
+        unfinished.rename(f"{unfinished}.unfinished-{taken + 1}")
+
+
+def _enough(
+    plan: Plan, members: dict[str, list[Record]], rounds: int, seconds: float, say: Callable[[str], None]
+) -> bool:
+    """Whether no other round is to begin, and says what so many rounds find."""
+    if (
+        plan["minutes"] is not None
+        and seconds * (rounds + 1) / rounds > plan["minutes"] * 60
+        and rounds < plan["rounds"]
+    ):
+        say(f"another round would end after --max-minutes {plan['minutes']:g}: the ladder ends with {rounds} rounds")
+        return True
+    if plan["detect"] is None or rounds < 2:
+        return False
+    precision: Precision = precision_of(members, plan["detect"])
+    say(precision.in_words(rounds, plan["detect"]))
+    return rounds >= FEWEST_ROUNDS and rounds % 2 == 0 and precision.detectable <= plan["detect"]
+
+
+def _node() -> str:
+    """Host name and, on Linux, the random id of this boot, which tells hosts of one name apart."""
+    boot = readable(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return f"{platform.node()} (boot {boot})"
 
 
 @contextlib.contextmanager
@@ -91,7 +197,8 @@ def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
         yield
     except BaseException as error:
         if order:
-            error.add_note(f"finished before, and kept in {folder}: {', '.join(order)}")
+            kept = f"finished before, and kept in {folder}: {', '.join(order)}"
+            error.add_note(f"{kept}; go on with dlrm-bench ladder --resume {folder}")
         raise
 
 
@@ -103,8 +210,3 @@ def _timed(record: Record) -> Record:
             f"--warmup-iterations ({record.run['warmup_iterations']}), or raise --target-auc"
         )
     return record
-
-
-def profiled_run_id(rung: str) -> str:
-    """Id of a rung's profiled run; its output is in the file of this name with .log."""
-    return f"host-{rung}"

@@ -10,6 +10,39 @@ from dlrm_bench.bench.records.statistics import mean_statistics
 
 LADDER_JSON = "ladder.json"
 LADDER_SCHEMA = 1
+PLAN_JSON = "plan.json"
+PLAN_SCHEMA = 1
+
+
+class Plan(TypedDict):
+    """What plan.json holds, which is written first: all that it takes to resume an interrupted ladder."""
+
+    schema: int
+    command: str
+    rungs: "list[PlannedRung]"
+    rounds: int
+    """Rounds at most."""
+    detect: float | None
+    """Difference (0.02: 2 %) that ends the ladder once so many rounds find it; None for a fixed number of rounds."""
+    minutes: float | None
+    """Time after which no other round begins; None for no limit."""
+    seed: int
+    processes: int
+    flags: list[str]
+    """Flags of launch/dlrm.py for all rungs."""
+    host: bool
+    node: str
+    """Host name and boot id of the machine."""
+    source: dict[str, Any]
+    """State of the source tree."""
+
+
+class PlannedRung(TypedDict):
+    """A rung of a plan."""
+
+    name: str
+    flags: list[str]
+    note: str
 
 
 class Ladder(TypedDict):
@@ -20,6 +53,9 @@ class Ladder(TypedDict):
     created: str
     command: str
     rounds: int
+    """Rounds that were run."""
+    detect: NotRequired[float | None]
+    """Difference (0.02: 2 %) whose finding ended the ladder; None, or absent, where the rounds were fixed before."""
     seed: int
     rungs: "list[RungResult]"
     order: list[str]
@@ -48,8 +84,19 @@ class RungResult(TypedDict):
     """Geometric mean of the members' 99th percentiles. Older ladders lack this field and the following ones."""
     note: NotRequired[str]
     """What the rung takes away, in a sentence; may be empty."""
+    detectable: NotRequired[float | None]
+    """Smallest difference from the first rung that so many rounds find; None for the first, and after one round."""
+    spread: NotRequired["RungSpread"]
     host: NotRequired["HostCost | None"]
     """None where no profiled run was asked for, or it failed."""
+
+
+class RungSpread(TypedDict):
+    """Standard deviation that a level adds to the logarithm of a run's median: see bench/records/variance.py."""
+
+    iteration: float | None
+    process: float | None
+    machine: float | None
 
 
 class HostCost(TypedDict):
@@ -81,6 +128,20 @@ def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> t
     return ladder, members
 
 
+def read_plan(folder: Path) -> Plan:
+    """plan.json in `folder`; ValueError, naming the file, if it is missing or damaged."""
+    file = folder / PLAN_JSON
+    try:
+        content: Any = read_json(file)
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read ({error.strerror}): name the folder of an interrupted ladder"
+        ) from error
+    check_form(file, content, Plan, (PLAN_SCHEMA,))
+    plan: Plan = content
+    return plan
+
+
 def read_ladder_json(folder: Path) -> Ladder:
     """ladder.json in `folder`, without its members; an older one stays without p99_ms.
 
@@ -90,7 +151,9 @@ def read_ladder_json(folder: Path) -> Ladder:
     try:
         content: Any = read_json(file)
     except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): name the folder of a finished ladder") from error
+        unfinished = (folder / PLAN_JSON).exists()
+        way_out = f"finish it with dlrm-bench ladder --resume {folder}" if unfinished else "name the folder of a ladder"
+        raise ValueError(f"{file} cannot be read ({error.strerror}): {way_out}") from error
     check_form(file, content, Ladder, (LADDER_SCHEMA,))
     ladder: Ladder = content
     for rung in ladder["rungs"]:

@@ -16,13 +16,14 @@ from dlrm_bench.bench.records.statistics import student_t
 POWER = 0.8
 
 
-def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1) -> float:
-    """The smallest relative difference that `runs` runs a side find with a probability of 80 %, at 95 % confidence.
+def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
+    """The smallest relative difference that `runs` runs a side find with a probability of 80 %.
 
     spread: standard deviation of the logarithms of the runs' metric on one side; if paired, of their differences within
     a pair. comparisons: how many are looked at together; the one with the smallest p value must then pass 0.05 / that
-    many (Holm). 0.02 means 2 %; inf with one run. From the noncentral t distribution of the test's statistic (Chow,
-    Shao and Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
+    many (Holm). confidence: of the interval that must leave out 1. 0.02 means 2 %; inf with one run. From the
+    noncentral t distribution of the test's statistic (Chow, Shao and Wang, Sample Size Calculations in Clinical
+    Research, 2008, section 3.2).
     """
     if runs < 2:
         return math.inf
@@ -30,22 +31,29 @@ def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1) -> 
 
     freedom = runs - 1 if paired else 2 * (runs - 1)
     error = spread * math.sqrt((1 if paired else 2) / runs)
-    least = student_t(1 - (1 - CONFIDENCE) / 2 / comparisons, freedom)
+    least = student_t(1 - (1 - confidence) / 2 / comparisons, freedom)
     return math.expm1(min(700.0, float(nctdtrinc(freedom, 1 - POWER, least)) * error))
 
 
-def runs_needed(spread: float, difference: float, paired: bool, comparisons: int = 1, most: int = 10_000) -> int | None:
+def runs_needed(
+    spread: float,
+    difference: float,
+    paired: bool,
+    comparisons: int = 1,
+    confidence: float = CONFIDENCE,
+    most: int = 10_000,
+) -> int | None:
     """The least number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over `most`."""
     if spread > 0 and difference <= 0:
         return None
     low, high = 2, 2
-    while detectable(spread, high, paired, comparisons) > difference:
+    while detectable(spread, high, paired, comparisons, confidence) > difference:
         low, high = high + 1, high * 2
         if low > most:
             return None
     while low < high:
         middle = (low + high) // 2
-        if detectable(spread, middle, paired, comparisons) <= difference:
+        if detectable(spread, middle, paired, comparisons, confidence) <= difference:
             high = middle
         else:
             low = middle + 1

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dlrm_bench.bench.analysis.ladder import read_judged_ladder
 from dlrm_bench.bench.analysis.sides import Side, read_side, side_of_records
 from dlrm_bench.bench.records.distinct import distinct, record_key
-from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, read_ladder
+from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
 from dlrm_bench.bench.records.limits import LIMITS_JSON, Limits, read_limits
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 
@@ -120,7 +121,7 @@ def _unfinished(folder: Path) -> bool:
 
 
 def _add_ladder(path: Path, read: Callable[[Path], Record], sources: Sources) -> None:
-    ladder, timed = read_ladder(path, read)
+    ladder, timed = read_judged_ladder(path, read)
     name = path.resolve().name
     same_name = sum(other.name == name or other.name.startswith(f"{name} (") for other in sources.ladders)
     runs = LadderRuns(

@@ -1,14 +1,22 @@
 """What a ladder of recorded runs says of its rungs, and its tables."""
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.analysis.ladder import ladder_table, proven
+from dlrm_bench.bench.analysis.ladder import (
+    AUTO_CONFIDENCE,
+    ladder_spread_table,
+    ladder_table,
+    proven,
+    read_judged_ladder,
+)
 from dlrm_bench.bench.records.ladder import Ladder, RungResult, read_ladder
-from dlrm_bench.bench.records.repetitions import student_t
+from dlrm_bench.bench.records.repetitions import detectable
+from dlrm_bench.bench.records.statistics import student_t
 from tests.bench.ladder.made_ladders import made as made
 from tests.bench.ladder.made_ladders import make, pretend_runs
 
@@ -34,9 +42,14 @@ def test_speed_ups(made: Path) -> None:
 def test_the_table_marks_what_is_not_proven(made: Path) -> None:
     ladder, _ = read_ladder(made)
     rows = list(zip(*(column.cells for column in ladder_table(ladder).columns), strict=True))
-    assert rows[0][3:7] == ("", "", "", "")
-    assert "~" not in str(rows[1][5])
-    assert str(rows[2][5]).endswith("~")
+    assert rows[0][3:8] == ("", "", "", "", "")
+    assert "~" not in str(rows[1][6])
+    assert str(rows[2][6]).endswith("~")
+    assert str(rows[1][5]) == f"{ladder['rungs'][1]['detectable']:.2%}"
+    spread = ladder_spread_table(ladder)
+    assert spread is not None
+    assert [str(cell) for cell in spread.columns[3].cells] == ["unknown"] * 3  # one machine
+    assert all(str(cell).endswith("%") for column in spread.columns[1:3] for cell in column.cells)
 
 
 def test_one_round_has_no_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +114,33 @@ def test_one_round_proves_nothing() -> None:
     for rung in ladder["rungs"]:
         rung["ci95"] = rung["ci95_vs_previous"] = None
     assert proven(ladder, "first") == set()
+
+
+def test_an_older_ladder_is_judged_anew(made: Path) -> None:
+    """Whatever its file says of intervals: they follow from the raw times."""
+    path = made / "ladder.json"
+    written = json.loads(path.read_text())
+    older = json.loads(path.read_text())
+    for rung in older["rungs"]:
+        rung |= {"ci95": [0.1, 10.0], "ci95_vs_previous": [0.1, 10.0]}
+        del rung["spread"], rung["detectable"]
+    path.write_text(json.dumps(older))
+    assert ladder_spread_table(read_ladder(made)[0]) is None
+    judged, members = read_judged_ladder(made)
+    assert judged == written
+    assert {name: len(runs) for name, runs in members.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_intervals_of_rounds_that_ended_by_what_they_find_cover_95_percent() -> None:
+    """Differences of logarithms that spread by 1.25 and 1.5 times what is to be found, the worst there is."""
+    rng, most = np.random.default_rng(0), 40
+    factors = {n: math.log1p(detectable(0.001, n, True, confidence=AUTO_CONFIDENCE)) / 0.001 for n in range(6, 41, 2)}
+    quantiles = {n: [student_t((1 + c) / 2, n - 1) for c in (AUTO_CONFIDENCE, 0.95)] for n in factors}
+    drawn = np.concatenate([rng.normal(0, spread, (4000, most)) for spread in (1.25, 1.5)])
+    covered = np.zeros(2)
+    for row in drawn:
+        rounds = next((n for n in factors if factors[n] * row[:n].std(ddof=1) <= 1), most)
+        t = abs(row[:rounds].mean()) / (row[:rounds].std(ddof=1) / math.sqrt(rounds))
+        covered += t <= np.array(quantiles[rounds])
+    assert covered[0] / len(drawn) > 0.947
+    assert covered[1] / len(drawn) < 0.94  # which is why

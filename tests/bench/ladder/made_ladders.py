@@ -1,13 +1,15 @@
 """Ladders whose runs never ran: records of recorded runs, for tests of what makes and reads ladders."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlrm_bench.bench.ladder import run_ladder as module
 from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE
-from dlrm_bench.bench.ladder.run_ladder import run_ladder
+from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
 from dlrm_bench.bench.ladder.rungs import Rung
+from dlrm_bench.bench.records.ladder import Plan
 from tests.bench.made_records import profile, recorded_runs, write
 
 RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision", "bf16")), Rung("c", ()))
@@ -38,10 +40,12 @@ def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_profiles: str = "") ->
     return ended
 
 
+def plan(rounds: int = 4, **others: Any) -> Plan:
+    return make_plan(RUNGS, processes=2, rounds=rounds, seed=1, flags=["--seed", "3"], command="cmd", **others)
+
+
 def make(folder: Path, rounds: int = 4, host: bool = False) -> list[str]:
-    flags = ["--seed", "3"]
-    runs = run_ladder(RUNGS, folder=folder, processes=2, rounds=rounds, seed=1, flags=flags, command="cmd", host=host)
-    return list(runs)
+    return list(run_ladder(plan(rounds, host=host), folder))
 
 
 @pytest.fixture

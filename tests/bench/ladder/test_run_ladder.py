@@ -1,17 +1,19 @@
 """Ladders: their order, what a run that fails leaves, and the profiled runs. Real ones run in test_cli.py."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.analysis.ladder import ladder_host_table
+from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table
 from dlrm_bench.bench.ladder import run_ladder as module
-from dlrm_bench.bench.ladder.run_ladder import draw_order
+from dlrm_bench.bench.ladder.run_ladder import plan_to_resume, run_ladder
 from dlrm_bench.bench.records.ladder import Ladder, read_ladder
 from dlrm_bench.dlrm.command_line import FailedError
-from tests.bench.ladder.made_ladders import RUNGS, make, pretend_runs
+from tests.bench.ladder.made_ladders import SPEED, make, plan, pretend_runs
+from tests.bench.ladder.made_ladders import made as made
 from tests.bench.made_records import recorded_runs, write
 
 
@@ -21,14 +23,13 @@ def cells(ladder: Ladder, columns: slice) -> list[tuple[str, ...]]:
     return [tuple(map(str, row))[columns] for row in zip(*(column.cells for column in table.columns), strict=True)]
 
 
-def test_every_round_runs_every_rung_once_in_a_drawn_order() -> None:
-    order = draw_order(RUNGS, 20, seed=0)
-    rounds = [[rung.name for r, rung in order if r == round_number] for round_number in range(20)]
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len({tuple(names) for names in rounds}) > 3
-    assert all(backwards == forwards[::-1] for forwards, backwards in zip(rounds[::2], rounds[1::2], strict=True))
-    assert [r for r, _ in order] == sorted(r for r, _ in order)
-    assert order == draw_order(RUNGS, 20, seed=0) != draw_order(RUNGS, 20, seed=1)
+def test_every_round_runs_every_rung_once_and_every_second_one_backwards(made: Path) -> None:
+    order = read_ladder(made)[0]["order"]
+    rounds = [[run_id.partition("-") for run_id in order[i : i + 3]] for i in range(0, 12, 3)]
+    assert [[number for number, _, _ in ids] for ids in rounds] == [[f"{i:02d}"] * 3 for i in range(4)]
+    names = [[name for _, _, name in ids] for ids in rounds]
+    assert all(sorted(each) == ["a", "b", "c"] for each in names)
+    assert (names[1], names[3]) == (names[0][::-1], names[2][::-1])
 
 
 def test_profiled_runs_follow_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,8 @@ def test_a_member_that_ends_within_its_warm_up_ends_the_ladder_at_once(
         make(tmp_path)
     assert len(ran) == 3
     assert str(caught.value).startswith(str(tmp_path / ran[2]))
-    assert caught.value.__notes__ == [f"finished before, and kept in {tmp_path}: {ran[0]}, {ran[1]}"]
+    kept = f"finished before, and kept in {tmp_path}: {ran[0]}, {ran[1]}"
+    assert caught.value.__notes__ == [f"{kept}; go on with dlrm-bench ladder --resume {tmp_path}"]
 
 
 @pytest.mark.parametrize("ending", [FailedError("dead"), KeyboardInterrupt(), SystemExit(143)])
@@ -91,12 +93,89 @@ def test_what_ends_a_ladder_names_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: BaseException
 ) -> None:
     def pretend(flags: list[str], *_: Any) -> None:
-        if any(tmp_path.iterdir()):
+        if any(tmp_path.glob("0*")):
             raise ending
         write(tmp_path / flags[flags.index("--run-id") + 1], recorded_runs()[0])
 
     monkeypatch.setattr(module, "run_forked", pretend)
     with pytest.raises(type(ending)):
         make(tmp_path)
-    (kept,) = tmp_path.iterdir()
-    assert ending.__notes__ == [f"finished before, and kept in {tmp_path}: {kept.name}"]
+    (kept,) = tmp_path.glob("0*")
+    assert ending.__notes__[0].startswith(f"finished before, and kept in {tmp_path}: {kept.name}; go on with")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, spread: float, fails_at: int | None = None) -> list[str]:
+    """Runs of 60 iterations whose medians spread by `spread`; the one of this number leaves an unfinished folder."""
+    random = np.random.default_rng(0)
+    ran: list[str] = []
+
+    def run(flags: list[str], *_: Any) -> None:
+        run_id = flags[flags.index("--run-id") + 1]
+        ran.append(run_id)
+        if len(ran) - 1 == fails_at:
+            (folder / run_id).mkdir()
+            raise FailedError("the node went down")
+        level = SPEED[run_id[-1]] * np.exp(random.normal(0, spread))
+        write(folder / run_id, level * random.gamma(1e4, 1e-4, 60), minute=len(ran))
+
+    monkeypatch.setattr(module, "run_forked", run)
+    return ran
+
+
+def test_rounds_go_on_until_they_find_what_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, spread=0.01)
+    said: list[str] = []
+    runs = list(run_ladder(plan(rounds=40, detect=0.03), tmp_path, said.append))
+    ladder, _ = read_ladder(tmp_path)
+    assert 6 <= ladder["rounds"] < 20
+    assert ladder["rounds"] % 2 == 0
+    assert len(runs) == 3 * ladder["rounds"] == len(ladder["order"])
+    assert ladder.get("detect") == 0.03
+    assert said[0].startswith("2 rounds find differences from ")
+    assert re.fullmatch(r"4 rounds find differences from \d+\.\d\d%(; 3\.00% takes about \d+)?", said[2])
+    assert re.fullmatch(rf"{ladder['rounds']} rounds find differences from [0-2]\.\d\d%", said[-1])
+    assert all((rung["detectable"] or 1) <= 0.03 for rung in ladder["rungs"][1:])
+    assert "97 % interval" in [column.header for column in ladder_table(ladder).columns]
+
+
+def test_rounds_end_where_the_limits_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    pretend(monkeypatch, tmp_path / "a", spread=0.1)
+    assert len(list(run_ladder(plan(rounds=7, detect=0.001), tmp_path / "a"))) == 21
+    pretend(monkeypatch, tmp_path / "b", spread=0.1)
+    said: list[str] = []
+    assert len(list(run_ladder(plan(rounds=7, minutes=1e-6), tmp_path / "b", said.append))) == 3
+    assert said == ["another round would end after --max-minutes 1e-06: the ladder ends with 1 rounds"]
+
+
+def test_an_interrupted_ladder_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = pretend(monkeypatch, tmp_path, spread=0.01, fails_at=7)
+    with pytest.raises(FailedError):
+        list(run_ladder(plan(), tmp_path))
+    with pytest.raises(ValueError, match="finish it with dlrm-bench ladder --resume"):
+        read_ladder(tmp_path)
+    again = pretend(monkeypatch, tmp_path, spread=0.01)
+    resumed = plan_to_resume(tmp_path)
+    assert resumed == plan()
+    runs = list(run_ladder(resumed, tmp_path))
+    assert again == runs[7:]
+    assert again[0] == ran[7]
+    assert (tmp_path / f"{ran[7]}.unfinished-1").is_dir()
+    assert read_ladder(tmp_path)[0]["order"] == runs
+    with pytest.raises(ValueError, match="is a finished ladder"):
+        plan_to_resume(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("node", "another"), ("source", {"commit": "0123"})])
+def test_a_ladder_is_not_resumed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
+) -> None:
+    pretend(monkeypatch, tmp_path, spread=0.01, fails_at=1)
+    begun: Any = {**plan(), field: value}
+    with pytest.raises(FailedError):
+        list(run_ladder(begun, tmp_path))
+    with pytest.raises(ValueError, match="was begun "):
+        plan_to_resume(tmp_path)
+    with pytest.raises(ValueError, match=r"plan\.json cannot be read"):
+        plan_to_resume(tmp_path / "absent")

@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_bench.bench.ladder import run_ladder as ladder_module
 from dlrm_bench.bench.ladder.launching import LAUNCHER
-from dlrm_bench.bench.ladder.run_ladder import run_ladder
+from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
 from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.limits import LIMITS_JSON
 from tests.bench.analysis.test_mlperf_logs import LOGS
@@ -32,8 +32,8 @@ def make_results(results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ladder_module, "run_forked", pretend)
     (results / "ladder").mkdir(parents=True)
     rungs = (Rung("stock", ()), Rung("fast", (), "Half of the work."), Rung("same", ()))
-    folder, command = results / "ladder", "dlrm-bench ladder"
-    list(run_ladder(rungs, folder=folder, processes=2, rounds=3, seed=0, flags=[], command=command, host=True))
+    plan = make_plan(rungs, processes=2, rounds=3, seed=0, flags=[], command="dlrm-bench ladder", host=True)
+    list(run_ladder(plan, results / "ladder"))
     write(results / "timed-1", RUNS[20], telemetry=telemetry(throttled=True))
     write(results / "timed-2", RUNS[21], minute=1)
     write(results / "profiled-<b>", RUNS[22], profile=profile())
