@@ -31,7 +31,8 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT)
         plan = make_torchrec_plan(config, world_size, topology.gpus_per_node, "cuda", costs.memory_bytes)
     else:
         memory_bytes = int(costs.memory_bytes * HEADROOM)
-        plan = plan_for(config, topology, memory_bytes, not options.peer_memory, options.splits_rows, costs)
+        replicate = topology.nodes > 1 or not options.peer_memory
+        plan = plan_for(config, topology, memory_bytes, replicate, options.splits_rows(topology.nodes), costs)
     loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs, topology)
     table = Table(
         title=f"{config.preset} with --pipeline static on {world_size} rank(s){_nodes(topology)}, "

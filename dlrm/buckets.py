@@ -29,9 +29,20 @@ class Bucket(ABC):
     sharded: each rank updates its slice; otherwise each updates all.
     """
 
-    def __init__(self, weights: dict[str, Tensor], ranks: Ranks, sharded: bool, zeros: Callable[[int], Tensor]) -> None:
-        """zeros: returns memory for so many working weights or gradients."""
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        ranks: Ranks,
+        sharded: bool,
+        zeros: Callable[[int], Tensor],
+        of_node: dist.ProcessGroup | None = None,
+    ) -> None:
+        """zeros: returns memory for so many working weights or gradients. of_node: the ranks of the node, where these
+        share the slices out; None: all ranks do."""
         rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
+        if of_node is not None:
+            rank, world_size = ranks.local_rank, ranks.local_world_size
+        self._of_node = of_node
         self.starts, end = {}, 0
         for name, value in weights.items():
             self.starts[name] = end
@@ -86,7 +97,7 @@ class Bucket(ABC):
         flat = share
         if self._sharded:
             flat = share.new_empty(self._size)
-            dist.all_gather_into_tensor(flat, share.clone())
+            dist.all_gather_into_tensor(flat, share.clone(), group=self._of_node)
         return {name: self.view(flat, name).clone() for name in self.starts}
 
 
@@ -144,6 +155,52 @@ class PeerBucket(Bucket):
         self._memory.barrier(f"{self._name} gradients")
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
         sharded_adagrad(*share, learning_rate, eps, stopped)
+        self._memory.barrier(f"{self._name} weights")
+
+    def all_gather(self) -> None:
+        """Does nothing: `update` has done it."""
+
+
+class NodeBucket(Bucket):
+    """A bucket over several nodes, sharded inside each, where it lies in peer memory: a rank adds up its slice's
+    gradients of the node, the ranks that have this slice on all nodes add up these sums, and each updates the slice and
+    writes it to its node."""
+
+    def __init__(
+        self, name: str, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
+    ) -> None:
+        """Collective. name: no other bucket's."""
+        peers: list[PeerTensors] = []
+
+        def zeros(size: int) -> Tensor:
+            peers.append(memory.zeros(size, dtype=dtype))
+            return peers[-1].own
+
+        super().__init__(weights, ranks, True, zeros, of_node=ranks.new_group_of_node())
+        self._name, self._memory, self._across = name, memory, ranks.new_group_across_nodes()
+        self._workings, grads = peers
+        self._grads_of_share = [grad[self._mine] for grad in grads.tensors]
+        self._summed = torch.zeros_like(self._grads_of_share[0])
+
+    def tensors(self) -> list[Tensor]:
+        """All memory of Bucket's, and the sums of gradients."""
+        return [*super().tensors(), self._summed]
+
+    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
+        """Updates this rank's slice, and writes it to the working weights of all ranks of the node: a rank calls it
+        when it has read its own for the last time, and reads them again after it. Collective."""
+        self._memory.barrier(f"{self._name} gradients")
+        total = self._grads_of_share[0].float()
+        for grad in self._grads_of_share[1:]:
+            total += grad
+        self._summed.copy_(total)
+        dist.all_reduce(self._summed, group=self._across)
+        mine = self.working[self._mine]
+        working = None if mine.dtype == torch.float32 else mine
+        flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, stopped)
+        for rank, peer in enumerate(self._workings.tensors):
+            if rank != self._workings.rank:
+                peer[self._mine].copy_(mine)
         self._memory.barrier(f"{self._name} weights")
 
     def all_gather(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.buckets import Bucket, CollectiveBucket, DenseState, PeerBucket
+from dlrm_bench.dlrm.buckets import Bucket, CollectiveBucket, DenseState, NodeBucket, PeerBucket
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.model import DenseNetwork
 from dlrm_bench.dlrm.peer_memory import PeerMemory
@@ -51,9 +51,12 @@ class ExplicitDense:
     ) -> None:
         """Collective.
 
-        memory: for x0, whose pooled vectors the ranks that look them up may then write, and for the update.
+        memory: for the update and, on one node, for x0, whose pooled vectors the ranks that look them up may then
+        write.
         """
-        self.model, self.shape, self._memory = model, shape, memory
+        self.model, self.shape = model, shape
+        # Other nodes do not reach x0: what they look up comes by a collective.
+        self._memory = memory if ranks.nodes == 1 else None
         self.global_batch_size = shape.samples * ranks.world_size
         dtype = shape.dtype
         self._padded = -(-model.dense_in_features // _PAD) * _PAD
@@ -66,7 +69,8 @@ class ExplicitDense:
             names = tuple(f"{part}.{layer}." for layer in layers)
             mine = {name: value for name, value in weights.items() if name.startswith(names)}
             if memory:
-                return PeerBucket(names[0], mine, dtype, ranks, memory)
+                kind = PeerBucket if ranks.nodes == 1 else NodeBucket
+                return kind(names[0], mine, dtype, ranks, memory)
             return CollectiveBucket(mine, dtype, ranks, sharded)
 
         def buckets(part: str, *groups: range) -> dict[tuple[int, ...], Bucket]:

@@ -20,22 +20,21 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class PeerMemory:
-    """Tensors that all ranks share, and barriers on the current stream."""
+    """Tensors that all ranks of a node share, and barriers on the current stream."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Collective. ValueError, on every rank, where the ranks are not all on one node, or a GPU does not reach
-        another."""
-        if ranks.local_world_size != ranks.world_size:
-            raise ValueError("--peer-memory reaches the GPUs of one node: leave it out on several nodes")
-        self._ranks = ranks
-        self._alone, self._cuda = ranks.world_size == 1, ranks.device.type == "cuda"
+        """Collective over all ranks. ValueError, on every rank, where a GPU does not reach another of its node."""
+        self._ranks, self._index, self._size = ranks, ranks.local_rank, ranks.local_world_size
+        self._alone, self._cuda = self._size == 1, ranks.device.type == "cuda"
+        world = dist.GroupMember.WORLD
+        self._group = ranks.new_group_of_node() if ranks.nodes > 1 else world
         self._channels: dict[str, int] = {}
         self._handles: list[Any] = []
         """Handles of all allocations; the signals of the first one serve the barriers."""
         self.own: list[Tensor] = []
         """This rank's tensors of all allocations; on GPUs PyTorch's allocator does not count them."""
         if self._cuda and not self._alone:
-            _check_reach(ranks.world_size)
+            _check_reach(self._size)
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             # An allocation, with signals of its own, for each tensor: in a pool its place would depend on what the
@@ -44,17 +43,18 @@ class PeerMemory:
             self._allocate((1,), torch.float32)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensors:
-        """Returns a tensor on every rank, of one shape; all of them are zero when this returns. Collective."""
+        """Returns a tensor on every rank of the node, by local rank, of one shape; all of them are zero when this
+        returns. Collective."""
         tensors = self._allocate(shape, dtype)
-        tensors[self._ranks.rank].zero_()
+        tensors[self._index].zero_()
         if self._cuda:
             torch.cuda.synchronize()
-        dist.barrier()
-        return PeerTensors(tensors, self._ranks.rank)
+        dist.barrier(self._group)
+        return PeerTensors(tensors, self._index)
 
     def barrier(self, name: str) -> None:
-        """Makes the current stream wait until all ranks' streams have come here: what any of them did before is then
-        done, and seen by all.
+        """Makes the current stream wait until the streams of all ranks of the node have come here: what any of them
+        did before is then done, and seen by all.
 
         All ranks use the names for the first time in one order, and launch each name's barriers in one order. Those of
         different names may wait at the same time. A rank that never comes is waited for without end.
@@ -64,7 +64,7 @@ class PeerMemory:
         if self._cuda:
             self._handles[0].barrier(channel=self._channels.setdefault(name, len(self._channels)))
         else:
-            dist.barrier()
+            dist.barrier(self._group)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         """Returns a tensor of every rank, not initialised."""
@@ -73,28 +73,43 @@ class PeerMemory:
         if self._alone:
             tensors = [torch.empty(shape, dtype=dtype, device=self._ranks.device)]
         else:
-            tensors = _mapped_files(self._ranks, shape, dtype)
-        self.own.append(tensors[self._ranks.rank])
+            tensors = self._mapped_files(shape, dtype)
+        self.own.append(tensors[self._index])
         return tensors
 
     def _allocate_on_gpus(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric_memory  # registers operators that only GPUs need
 
-        own, world = symmetric_memory.empty(shape, dtype=dtype, device=self._ranks.device), dist.GroupMember.WORLD
-        assert world is not None
+        own = symmetric_memory.empty(shape, dtype=dtype, device=self._ranks.device)
+        assert self._group is not None
         try:
-            handle = symmetric_memory.rendezvous(own, world)
+            handle = symmetric_memory.rendezvous(own, self._group)
         except RuntimeError as error:
             raise RuntimeError(f"--peer-memory: the GPUs cannot share memory, leave it out: {error}") from error
         self._handles.append(handle)
         self.own.append(own)  # which keeps the views below
         # Where tensors come from a pool, get_buffer counts from the start of their allocation.
-        offset = own.data_ptr() - handle.get_buffer(self._ranks.rank, shape, dtype).data_ptr()
-        offsets = [offset] * self._ranks.world_size
-        dist.all_gather_object(offsets, offset)
+        offset = own.data_ptr() - handle.get_buffer(self._index, shape, dtype).data_ptr()
+        offsets = [offset] * self._size
+        dist.all_gather_object(offsets, offset, group=self._group)
         if len(set(offsets)) > 1:
             raise RuntimeError("--peer-memory: the ranks' tensors lie differently: set TORCH_SYMMMEM_IMPLICIT_POOL=0")
-        return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._ranks.world_size)]
+        return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._size)]
+
+    def _mapped_files(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """Returns a tensor for each rank in a file, mapped by all; deleted at once, as the mappings keep it."""
+        folder: list[str | None] = [tempfile.mkdtemp() if self._index == 0 else None]
+        first = self._ranks.node * self._size
+        dist.broadcast_object_list(folder, src=first, group=self._group)
+        assert folder[0] is not None
+        tensors = [
+            torch.from_file(f"{folder[0]}/{rank}", shared=True, size=prod(shape), dtype=dtype).view(shape)
+            for rank in range(self._size)
+        ]
+        dist.barrier(self._group)
+        if self._index == 0:
+            shutil.rmtree(folder[0])
+        return tensors
 
 
 def _check_reach(gpus: int) -> None:
@@ -106,18 +121,3 @@ def _check_reach(gpus: int) -> None:
             f"--peer-memory needs GPUs that reach each other's memory, and GPU {apart[0][0]} does not reach GPU "
             f"{apart[0][1]}: leave it out"
         )
-
-
-def _mapped_files(ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Returns a tensor for each rank in a file, mapped by all; deleted at once, as the mappings keep it."""
-    folder: list[str | None] = [tempfile.mkdtemp() if ranks.rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    assert folder[0] is not None
-    tensors = [
-        torch.from_file(f"{folder[0]}/{rank}", shared=True, size=prod(shape), dtype=dtype).view(shape)
-        for rank in range(ranks.world_size)
-    ]
-    dist.barrier()
-    if ranks.rank == 0:
-        shutil.rmtree(folder[0])
-    return tensors

@@ -40,6 +40,11 @@ class Ranks:
                     f"use `torchrun --nproc_per_node {torch.cuda.device_count()}`"
                 )
             device = torch.device("cuda", local_rank)
+        if world_size % local_world_size or rank % local_world_size != local_rank:
+            raise ValueError(
+                f"rank {rank} of {world_size} is local rank {local_rank} of {local_world_size}: give every node as "
+                "many ranks, `torchrun --nproc_per_node`, that count through one node after another"
+            )
         return Ranks(
             rank=rank,
             local_rank=local_rank,
@@ -48,10 +53,19 @@ class Ranks:
             device=device,
         )
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are, all of as many ranks."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def node(self) -> int:
+        """Number of this node: ranks count through one node after another."""
+        return self.rank // self.local_world_size
+
     def command_line(self, program: str, arguments: list[str]) -> str:
         """Returns the command that starts such ranks again."""
-        nodes = self.world_size // self.local_world_size
-        torchrun = ["torchrun", *([f"--nnodes={nodes}"] if nodes > 1 else [])]
+        torchrun = ["torchrun", *([f"--nnodes={self.nodes}"] if self.nodes > 1 else [])]
         return shlex.join([*torchrun, f"--nproc_per_node={self.local_world_size}", program, *arguments])
 
     def init_process_group(self) -> None:
@@ -67,9 +81,25 @@ class Ranks:
 
         On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Collective.
         """
+        return self._new_group(None)
+
+    def new_group_of_node(self) -> dist.ProcessGroup:
+        """Returns a communicator of its own of this node's ranks; by local rank. Collective over all ranks."""
+        size = self.local_world_size
+        groups = [self._new_group(list(range(node * size, (node + 1) * size))) for node in range(self.nodes)]
+        return groups[self.node]
+
+    def new_group_across_nodes(self) -> dist.ProcessGroup:
+        """Returns a communicator of its own of the ranks that have this local rank on all nodes; by node. Collective
+        over all ranks."""
+        size = self.local_world_size
+        groups = [self._new_group(list(range(local, self.world_size, size))) for local in range(size)]
+        return groups[self.local_rank]
+
+    def _new_group(self, members: list[int] | None) -> dist.ProcessGroup:
         if self.device.type != "cuda":
-            return dist.new_group()
-        return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
+            return dist.new_group(members)
+        return dist.new_group(members, pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
     def destroy_process_group(self) -> None:
         """Waits for the other ranks, then leaves the group."""

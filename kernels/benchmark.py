@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels import cross, fused_cross, loss, mlp
+from dlrm_bench.kernels import cross, fused_cross, loss, mlp, regroup
 from dlrm_bench.kernels.column_sums import column_sums
 from dlrm_bench.kernels.fetch import fetch_next
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
@@ -24,7 +24,6 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.push_columns import PushTable, push_columns
 from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
-from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from dlrm_bench.kernels.row_sums import row_starts, row_sums
 from dlrm_bench.kernels.sharded_adagrad import sharded_adagrad
 from dlrm_bench.kernels.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
@@ -159,14 +158,16 @@ def regroup_cases() -> Iterator[Case]:
         for block, columns in enumerate(block_columns):
             for start in range(0, columns, 128):
                 matrix_column = 128 + sum(block_columns[:block]) + start
-                runs.append(Run(block, start, matrix_column, min(128, columns - start)))
-        table = RegroupTable(batch, block_columns, runs, torch.device("cuda"))
+                runs.append(regroup.Run(block, start, matrix_column, min(128, columns - start)))
+        table = regroup.RegroupTable(batch, block_columns, runs, torch.device("cuda"))
         matrix = torch.zeros(batch, 3456, dtype=BF16, device="cuda")
         flat = torch.zeros(batch * 3328, dtype=BF16, device="cuda")
         moved = 2 * flat.nbytes
         name = f"[{batch}, 3456], bf16"
-        yield Case("regroup_forward", name, moved, partial(regroup_forward, flat, table, matrix))
-        yield Case("regroup_backward", name, moved, partial(regroup_backward, matrix, table, flat))
+        yield Case("regroup_forward", name, moved, partial(regroup.regroup_forward, flat, table, matrix))
+        yield Case("regroup_backward", name, moved, partial(regroup.regroup_backward, matrix, table, flat))
+        sums = regroup.RegroupSumTable(batch, block_columns, runs, torch.device("cuda"))
+        yield Case("regroup_sum", name, moved, partial(regroup.regroup_sum, flat, sums, matrix))
 
 
 def cross_cases() -> Iterator[Case]:
@@ -332,7 +333,7 @@ def sharded_adagrad_cases() -> Iterator[Case]:
 def push_columns_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         columns = 3328 // PEERS
-        runs = [Run(rank, 0, 128 + rank * columns, columns) for rank in range(PEERS)]
+        runs = [regroup.Run(rank, 0, 128 + rank * columns, columns) for rank in range(PEERS)]
         table = PushTable(batch, [columns] * PEERS, [0] * PEERS, runs, torch.device("cuda"))
         for dtype in (BF16, torch.float32):
             matrix = torch.zeros(batch, 3456, dtype=dtype, device="cuda")

@@ -23,6 +23,10 @@ class PeerTensors:
         self.tensors, self.rank = tuple(tensors), rank
         self.addresses = torch.tensor([t.data_ptr() for t in tensors], device=tensors[rank].device)
 
+    def viewed(self, dtype: torch.dtype) -> PeerTensors:
+        """The same memory in another dtype."""
+        return PeerTensors([tensor.view(dtype) for tensor in self.tensors], self.rank)
+
     def __len__(self) -> int:
         return len(self.tensors)
 

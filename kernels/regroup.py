@@ -1,4 +1,8 @@
-"""Regroup columns between the pooled all-to-all's blocks, one per source rank, and the interaction's input."""
+"""Regroup columns between the pooled all-to-all's blocks, one per source rank, and the interaction's input.
+
+Ranks that hold parts of a table's rows send a pooled vector each, of the ids that their rows have; the vector of all
+ids is their sum. The backward needs no sum: each part's gradient is the whole one, which is copied.
+"""
 
 from __future__ import annotations
 
@@ -153,3 +157,95 @@ def _regroup_kernel(
         tl.store(in_matrix, tl.load(in_block, mask), mask)
     else:
         tl.store(in_block, tl.load(in_matrix, mask), mask)
+
+
+class RegroupSumTable:
+    """The columns of the matrix, and where in the blocks their summands are; put on the device once.
+
+    batch, block_columns, runs: as for `RegroupTable`, except that runs may cover the same columns of the matrix: they
+    then start and end together. targets: int64 [targets, 4]: matrix column, columns, first summand, summands; summands:
+    int64 [summands, 2]: flat offset of the first element, columns of its block; in the order of the runs.
+    """
+
+    def __init__(self, batch: int, block_columns: Sequence[int], runs: Sequence[Run], device: torch.device) -> None:
+        self.batch, self.block_columns, self.runs = batch, tuple(block_columns), tuple(runs)
+        self.flat_size = batch * sum(block_columns)
+        by_target: dict[tuple[int, int], list[Run]] = {}
+        for piece in cut(runs):
+            by_target.setdefault((piece.matrix_column, piece.columns), []).append(piece)
+        targets: list[tuple[int, int, int, int]] = []
+        summands: list[tuple[int, int]] = []
+        for (matrix_column, columns), pieces in sorted(by_target.items()):
+            targets.append((matrix_column, columns, len(summands), len(pieces)))
+            for piece in pieces:
+                offset = batch * sum(block_columns[: piece.block]) + piece.block_column
+                summands.append((offset, block_columns[piece.block]))
+        self.alignment = alignment_of(
+            [*(number for target in targets for number in target[:2]), *(n for summand in summands for n in summand)]
+        )
+        self.targets = torch.tensor(targets, dtype=torch.int64).view(-1, 4).to(device)
+        self.summands = torch.tensor(summands, dtype=torch.int64).view(-1, 2).to(device)
+
+
+def regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
+    """Write to each column of `out` that runs cover the sum of these runs' columns, added up in fp32 in their order.
+
+    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], columns next to each other, row stride a
+    multiple of 8 (4 where the table has odd multiples of 4); converted to its dtype. Columns without a run stay.
+    """
+    assert flat.is_contiguous() and flat.numel() == table.flat_size, f"flat buffer: {table.flat_size} elements"
+    assert out.shape[0] == table.batch and out.stride(1) == 1, f"matrix: [{table.batch}, width], row-major"
+    regroup = triton_regroup_sum if flat.is_cuda else plain_regroup_sum
+    regroup(flat, table, out)
+
+
+def plain_regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
+    """What `regroup_sum` does, in PyTorch."""
+    blocks = [b.view(table.batch, -1) for b in flat.view(-1).split([table.batch * c for c in table.block_columns])]
+    sums: dict[tuple[int, int], Tensor] = {}
+    for run in table.runs:
+        part = blocks[run.block].narrow(1, run.block_column, run.columns).float()
+        key = (run.matrix_column, run.columns)
+        sums[key] = sums[key] + part if key in sums else part
+    for (matrix_column, columns), total in sums.items():
+        out.narrow(1, matrix_column, columns).copy_(total)
+
+
+def triton_regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
+    """What `regroup_sum` does, in one kernel."""
+    assert out.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
+    grid = (len(table.targets), cdiv(table.batch, ROWS))
+    if all(grid):
+        _regroup_sum_kernel[grid](
+            flat, out, table.targets, table.summands, table.batch, out.stride(0), table.alignment, RUN, ROWS
+        )
+
+
+@jit
+def _regroup_sum_kernel(
+    flat,
+    matrix,
+    targets,
+    summands,
+    batch,
+    matrix_stride,
+    alignment: tl.constexpr,
+    run_size: tl.constexpr,
+    num_rows: tl.constexpr,
+) -> None:
+    target = targets + 4 * tl.program_id(0)
+    matrix_column = tl.multiple_of(tl.load(target), alignment)
+    columns = tl.multiple_of(tl.load(target + 1), alignment)
+    summand = summands + 2 * tl.load(target + 2)
+    count = tl.load(target + 3)
+    row = (tl.program_id(1) * num_rows + tl.arange(0, num_rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, run_size)[None, :]
+    mask = (row < batch) & (column < columns)
+    total = tl.zeros([num_rows, run_size], tl.float32)
+    nth = 0
+    while nth < count:
+        base = tl.multiple_of(tl.load(summand + 2 * nth), alignment)
+        block_stride = tl.multiple_of(tl.load(summand + 2 * nth + 1), alignment)
+        total += tl.load(flat + base + row * block_stride + column, mask, other=0.0).to(tl.float32)
+        nth += 1
+    tl.store(matrix + matrix_column + row * matrix_stride + column, total.to(matrix.dtype.element_ty), mask)

@@ -13,6 +13,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_gather_segments_kernel": ("gather_segments", INPUT_DIST),
     "_push_segments_kernel": ("push_segments", INPUT_DIST),
     "_regroup_kernel": ("regroup", None),
+    "_regroup_sum_kernel": ("regroup", EMBEDDING_FORWARD),
     "_cross_forward_kernel": ("cross", DENSE),
     "_cross_backward_kernel": ("cross", DENSE),
     "_cross_output_backward_kernel": ("cross", DENSE),

@@ -43,11 +43,15 @@ class TensorBlock:
     shape: tuple[int, ...]
     local: Tensor | None
     """The memory, of this shape, on every rank that holds the block; None elsewhere."""
+    row_step: int = 1
+    """How far apart its rows are in the full tensor."""
 
     @property
     def index(self) -> tuple[slice, ...]:
         """The elements of the full tensor that it holds."""
-        return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+        steps = (self.row_step, *(1 for _ in self.shape[1:]))
+        ends = zip(self.start, self.shape, steps, strict=True)
+        return tuple(slice(first, first + (size - 1) * step + 1, step) for first, size, step in ends)
 
     @classmethod
     def whole(cls, local: Tensor) -> "TensorBlock":

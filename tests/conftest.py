@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,7 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, gpu: bool, function: Callable[..., Any], args: tuple[Any, ...], results: Path
+    rank: int,
+    world_size: int,
+    port: int,
+    gpu: bool,
+    nodes: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    results: Path,
 ) -> None:
     gc.freeze()  # what was imported: collections touch it, and so copy a fork's memory, to no end
     if gpu:
@@ -56,12 +64,14 @@ def _rank_main(
         faulthandler.dump_traceback_later(float(os.environ.get("RANK_LIMIT_S", 600)), exit=True)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ |= rank_environment(rank, world_size, port)
+    os.environ |= rank_environment(rank, world_size, port, nodes)
     logging.getLogger().setLevel(logging.WARNING)  # Python's own: launch/dlrm.py, which the server imports, sets one
     torch.set_num_threads(1)
     from dlrm_bench.dlrm.ranks import Ranks
 
     ranks = Ranks.from_environment()
+    if gpu and nodes > 1:  # of one machine
+        ranks = replace(ranks, device=torch.device("cuda", rank))
     ranks.init_process_group()
     (results / str(rank)).write_bytes(pickle.dumps(function(ranks, *args)))
     gc.collect()  # pipelines that nobody closed: NCCL waits for the last graph with a collective in it
@@ -70,7 +80,9 @@ def _rank_main(
     faulthandler.cancel_dump_traceback_later()
 
 
-def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: bool = False) -> list[Any]:
+def _run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, gpu: bool = False, nodes: int = 1
+) -> list[Any]:
     # Forks of a server that has imported everything start in a tenth of a second, fresh processes in five. The server's
     # Triton is compiled where there is a GPU, and interpreted where there is none: ranks without the GPU are fresh.
     method = "spawn" if torch.cuda.is_available() and not gpu else "forkserver"
@@ -78,16 +90,17 @@ def _run_ranks(world_size: int, function: Callable[..., Any], *args: Any, gpu: b
         start_server()
     with TemporaryDirectory() as folder:
         results = Path(folder)
-        arguments = (world_size, free_port(), gpu, function, args, results)
+        arguments = (world_size, free_port(), gpu, nodes, function, args, results)
         mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method=method)
         return [pickle.loads((results / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
-    """run_ranks(world_size, function, *args, gpu=False): what function(ranks, *args) returned on each rank.
+    """run_ranks(world_size, function, *args, gpu=False, nodes=1): what function(ranks, *args) returned on each rank.
 
-    Ranks run on the CPU with gloo, or each on its own GPU with NCCL.
+    Ranks run on the CPU with gloo, or each on its own GPU with NCCL; all on this machine, however many nodes they take
+    it for.
     The function must be importable (top level of a test module), arguments and results picklable.
     """
     return _run_ranks

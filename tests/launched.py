@@ -46,13 +46,13 @@ def free_port() -> int:
             return port
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a rank of one node."""
+def rank_environment(rank: int, world_size: int, port: int, nodes: int = 1) -> dict[str, str]:
+    """What torchrun would tell a rank."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % (world_size // nodes)),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

@@ -37,9 +37,11 @@ class GpuState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where one rank runs: host name and boot, UUID, name and NUMA node of its GPU, if it has one, and its CPUs."""
+    """Where one rank runs: host name and number of its node, boot, UUID, name and NUMA node of its GPU, if it has one,
+    and its CPUs."""
 
     host: str
+    node: int
     boot: str | None
     uuid: str | None
     gpu: str | None
@@ -56,13 +58,15 @@ def describe_machine() -> Machine:
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if cuda else None
     uuid = str(gpu.uuid) if gpu else None
     numa = cpu.numa_node_of_pci(_pci_bus_id(gpu)) if gpu else None
-    own = _Place(socket.gethostname(), cpu.boot_id(), uuid, gpu.name if gpu else None, numa, cpu.allowed_cpus())
+    # torchrun's: several nodes may be of one host.
+    node = int(os.environ.get("RANK", 0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own = _Place(socket.gethostname(), node, cpu.boot_id(), uuid, gpu.name if gpu else None, numa, cpu.allowed_cpus())
     places = _gather_places(own)
     names = sorted({place.gpu for place in places if place.gpu is not None})
     hosts = list(dict.fromkeys(place.host for place in places))
     nvml = _describe_gpu(uuid, _pci_bus_id(gpu)) if gpu else {}
     return Machine(
-        nodes=len(hosts),
+        nodes=len({(place.host, place.node) for place in places}),
         hosts=hosts,
         gpus=len({(place.host, place.uuid) for place in places if place.uuid is not None}),
         gpu=" + ".join(names) or None,

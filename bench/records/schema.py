@@ -74,7 +74,7 @@ class Machine(TypedDict):
     """The machine that a run used. All GPUs and nodes are taken to be like rank 0's; GB are 10^9 bytes."""
 
     nodes: int
-    """Distinct host names over all ranks."""
+    """How many torchruns started ranks; in older records, how many distinct host names ranks have."""
     hosts: NotRequired[list[str]]
     """These names, in the order of their first ranks; older records have none."""
     gpus: int

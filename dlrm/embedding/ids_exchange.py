@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.all_to_all import AllToAlls
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Plan
@@ -44,9 +44,11 @@ class IdsExchange(Protocol):
 class CollectiveIdsExchange:
     """An exchange by an all-to-all with constant splits, between two kernels that put the ids in order."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
-        """Collective."""
-        self._device, self._group = ranks.device, ranks.new_group()
+    def __init__(
+        self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory | None = None
+    ) -> None:
+        """memory: inside the nodes, where there are several. Collective."""
+        self._device = ranks.device
         hot, starts, at = model.multi_hot_sizes, _feature_starts(model, shape.samples), 0
         send, self._send_splits = [], []
         for rank in range(ranks.world_size):
@@ -57,7 +59,8 @@ class CollectiveIdsExchange:
                 at += length
             self._send_splits.append(at - start)
         self._send_segments = SegmentTable(send, ranks.device)
-        own = self._send_splits[ranks.rank]
+        own, splits = self._send_splits[ranks.rank], self._send_splits
+        self._all_to_all = AllToAlls(ranks, memory).make("ids", lambda _, to: splits[to], torch.int32)
         self._receive_splits = [own] * ranks.world_size
         receive, at = [], 0
         for part in range(shape.parts):
@@ -79,7 +82,7 @@ class CollectiveIdsExchange:
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self._device)
         gather_segments(ids, self._send_segments, sent)
         received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)
-        dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._group)
+        self._all_to_all.exchange(received, sent)
         gather_segments(received, self._receive_segments, out.own)
 
 

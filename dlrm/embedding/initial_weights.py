@@ -43,13 +43,20 @@ def _table_key(seed: int, table: int) -> int:
 
 @torch.no_grad()
 def fill_initial_weights(
-    weights: Tensor, *, seed: int, table: int, num_embeddings: int, row_offset: int = 0, column_offset: int = 0
+    weights: Tensor,
+    *,
+    seed: int,
+    table: int,
+    num_embeddings: int,
+    row_offset: int = 0,
+    column_offset: int = 0,
+    row_step: int = 1,
 ) -> None:
     """Fill one shard in place with its table's initial weights, uniform in +-sqrt(1 / num_embeddings).
 
     weights: floating point [rows, columns], the part of table number `table` that starts at (row_offset,
-    column_offset); num_embeddings: rows of the whole table. The distribution is the MLPerf reference's (TorchRec's
-    EmbeddingBagConfig default).
+    column_offset), of every row_step-th row from there; num_embeddings: rows of the whole table. The distribution is
+    the MLPerf reference's (TorchRec's EmbeddingBagConfig default).
     """
     rows, columns = weights.shape
     bound = math.sqrt(1 / num_embeddings)
@@ -59,7 +66,7 @@ def fill_initial_weights(
     step = max(1, _CHUNK_ELEMENTS // columns)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        row_counter = torch.arange(row_offset + start, row_offset + stop, device=weights.device)
+        row_counter = row_offset + row_step * torch.arange(start, stop, device=weights.device)
         counter = (row_counter[:, None] << 20) + column_counter
         bits = _shift_right(_mix(counter * _GOLDEN + key), 40)  # 24 bits: every value is exact in fp32
         weights[start:stop] = bits.to(torch.float32) * (2 * bound / 2**24) - bound

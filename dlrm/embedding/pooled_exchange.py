@@ -7,9 +7,9 @@ pooled columns in the order of its shards.
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.all_to_all import AllToAlls
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Plan
@@ -19,7 +19,14 @@ from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.push_columns import PushTable, push_columns
-from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.kernels.regroup import (
+    RegroupSumTable,
+    RegroupTable,
+    Run,
+    regroup_backward,
+    regroup_forward,
+    regroup_sum,
+)
 
 
 class PooledExchange(Protocol):
@@ -49,15 +56,19 @@ class CollectiveExchange:
         tbe: FixedTBE,
         shape: BatchShape,
         autograd: bool,
+        memory: PeerMemory | None = None,
     ) -> None:
-        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables."""
+        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables.
+        memory: inside the nodes, where there are several."""
         self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
-        self._group = ranks.new_group()
         widths, runs = _columns(model, plan)
-        self._output_splits = [batch_size * width for width in widths]
         own, world_size = widths[ranks.rank], ranks.world_size
-        self._pooled_splits = [batch_size * own] * world_size
+        make, dtype, parts = AllToAlls(ranks, memory).make, shape.dtype, range(shape.parts)
+        self._forward = [make(f"pooled {p}", lambda s, _: batch_size * widths[s], dtype) for p in parts]
+        self._backward = [make(f"gradients {p}", lambda _, d: batch_size * widths[d], dtype) for p in parts]
         self._regroup = RegroupTable(batch_size, widths, runs, ranks.device)
+        in_parts = any(shard.row_parts > 1 for shard in plan.shards)
+        self._regroup_sum = RegroupSumTable(batch_size, widths, runs, ranks.device) if in_parts else None
         self.gradients = torch.zeros(shape.parts, world_size * batch_size, own, dtype=shape.dtype, device=ranks.device)
 
     def lookup(self, ids: Tensor, part: int) -> Tensor:
@@ -66,19 +77,21 @@ class CollectiveExchange:
             return self._tbe.lookup(ids, part)
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
-        """Exchanges [rank s][B, T_s * C_s], and regroups into `out`, of any row stride. Collective."""
+        """Exchanges [rank s][B, T_s * C_s], and regroups into `out`, of any row stride; pooled vectors of parts of a
+        table's rows are added up there. Collective."""
         assert pooled is not None
-        received = torch.empty(sum(self._output_splits), dtype=self._dtype, device=out.device)
-        sent = pooled.detach().view(-1)
-        dist.all_to_all_single(received, sent, self._output_splits, self._pooled_splits, group=self._group)
-        regroup_forward(received, self._regroup, out)
+        received = torch.empty(self._regroup.flat_size, dtype=self._dtype, device=out.device)
+        self._forward[part].exchange(received, pooled.detach().view(-1))
+        if self._regroup_sum is not None:
+            regroup_sum(received, self._regroup_sum, out)
+        else:
+            regroup_forward(received, self._regroup, out)
 
     def backward(self, grad: Tensor, part: int) -> None:
         """Regroups and exchanges. Collective."""
-        sent = torch.empty(sum(self._output_splits), dtype=self._dtype, device=grad.device)
+        sent = torch.empty(self._regroup.flat_size, dtype=self._dtype, device=grad.device)
         regroup_backward(grad, self._regroup, sent)
-        received = self.gradients[part].view(-1)
-        dist.all_to_all_single(received, sent, self._pooled_splits, self._output_splits, group=self._group)
+        self._backward[part].exchange(self.gradients[part].view(-1), sent)
 
 
 class PeerInputs(NamedTuple):

@@ -11,6 +11,9 @@ samples, G = W * B, and the rank's T shards of C columns each:
     pooled         [G, T * C]                   rows r * B .. (r + 1) * B belong to rank r: the all-to-all sends as is
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
+A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
+are summands of the output.
+
 In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
 itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
 
@@ -20,7 +23,7 @@ local samples; ids and gradients of the parts stand one after the other.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +35,12 @@ from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
+from dlrm_bench.dlrm.embedding.row_parts import PickedIds, RowParts
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
+from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.non_finite import clear_if_stopped
-from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
+from dlrm_bench.kernels.sorted_adagrad import sort_ids, sorted_adagrad
 
 
 @dataclass(slots=True)
@@ -49,6 +54,9 @@ class DistributedIds:
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
+    picked: PickedIds | None = None
+    """Those of the ids whose rows this rank has, where it has a part of any table's rows; these are then what is looked
+    up and sorted."""
 
     @property
     def ids(self) -> Tensor:
@@ -62,7 +70,7 @@ class TableShard:
 
     shard: Shard
     weights: Tensor
-    """fp32 [rows, columns]."""
+    """fp32 [rows of the shard, columns]."""
     state: Tensor
     """fp32, Adagrad's sum of squared gradients: [rows, columns], or rowwise [rows, 1]; of SGD [rows, 0]."""
 
@@ -80,16 +88,20 @@ class StaticEBC:
         seed: int,
         presort: bool,
         peers: PeerInputs | None = None,
+        memory: PeerMemory | None = None,
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
         presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's
         fused backward sorts and updates. Replicated tables are for Adagrad too. Several parts need presort, because
         FBGEMM's backward updates once for each. peers: where ids, pooled vectors and their gradients go through peer
-        memory, which needs presort too.
+        memory, which needs presort too. memory: where they go through peer memory inside nodes, and by collectives
+        between them.
         """
         assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
         assert presort or (shape.parts == 1 and peers is None)
+        in_parts = any(shard.row_parts > 1 for shard in plan.shards)
+        assert not in_parts or (presort and peers is None), "parts of rows: sorted updates and collectives"
         if peers is not None:
             width = (model.num_features + 1) * model.embedding_dim
             assert peers.inputs.own.shape == (shape.samples, width), "inputs: [B, (num_features + 1) * dim]"
@@ -101,24 +113,27 @@ class StaticEBC:
         self.eps = optimizer.eps
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
-        self._rank = ranks.rank
+        self._rank, self._part_samples = ranks.rank, shape.part_samples * ranks.world_size
+        self._row_parts: RowParts | None = None
+        if any(shard.row_parts > 1 for shard in self.shards):
+            self._row_parts = RowParts(model, self.shards, ranks.world_size, shape, ranks.device)
         tbe_shape = TBEShape(
-            rows=tuple(model.rows[shard.table] for shard in self.shards),
+            rows=tuple(shard.rows(model) for shard in self.shards),
             hot=tuple(model.multi_hot_sizes[shard.table] for shard in self.shards),
             columns=self.columns,
             samples=shape.part_samples * ranks.world_size,
             dtype=shape.dtype,
             parts=shape.parts,
-            padded=shape.padded,
+            padded=shape.padded and self._row_parts is None,
         )
         self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=presort, fbgemm=peers is None)
         layout = (model, plan, ranks, shape)
         self._ids_exchange: IdsExchange = (
-            PeerIdsExchange(*layout, peers.memory) if peers else CollectiveIdsExchange(*layout)
+            PeerIdsExchange(*layout, peers.memory) if peers else CollectiveIdsExchange(*layout, memory)
         )
         sizes = (model, plan, ranks, self._tbe, shape)
         self._exchange: PooledExchange = (
-            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort)
+            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort, memory=memory)
         )
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
@@ -135,28 +150,65 @@ class StaticEBC:
         """
         self._ids_exchange.exchange(ids, out.received)
         self._tbe.shift(out.ids)
+        if self._row_parts is not None and out.picked is not None:
+            self._row_parts.pick(out.ids, out.picked)
         self.sort(out)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`."""
-        if ids.sorted_ids is not None and ids.sorted_bags is not None:
+        if ids.sorted_ids is None or ids.sorted_bags is None:
+            return
+        if ids.picked is not None:
+            sort_ids(ids.picked.sort_rows, ids.picked.bags, ids.sorted_ids, ids.sorted_bags)
+        else:
             self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
 
-    def empty_ids(self) -> DistributedIds:
-        """Returns memory for one batch's ids, all zero. Collective in peer memory."""
+    def empty_ids(self, sorts: bool = True) -> DistributedIds:
+        """Returns memory for one batch's ids, all zero. Collective in peer memory.
+
+        sorts: whether the ids are for an update, too; otherwise lists of picked ids take every batch.
+        """
         received = self._ids_exchange.empty()
         assert received.own.numel() == self._tbe.num_ids
         replicated = self._replicated.empty_ids() if self._replicated is not None else None
-        if not self.presort:
-            return DistributedIds(received, replicated=replicated)
-        return DistributedIds(received, torch.zeros_like(received.own), torch.zeros_like(received.own), replicated)
+        ids = DistributedIds(received, replicated=replicated)
+        if self._row_parts is not None:
+            ids.picked = self._row_parts.empty(whole=not sorts)
+        if self.presort and sorts:
+            self._make_sorted(ids)
+        return ids
+
+    @staticmethod
+    def _make_sorted(ids: DistributedIds) -> None:
+        size = ids.received.own if ids.picked is None else ids.picked.rows
+        ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
+
+    def expect(self, ids: DistributedIds) -> None:
+        """Says that an input dist into `ids` comes next, before it is launched: `whole_ids` waits for it."""
+        if ids.picked is not None:
+            ids.picked.reset()
+
+    def whole_ids(self, ids: DistributedIds) -> DistributedIds | None:
+        """Returns the ids of a batch whose picked ones are more than `ids` takes, once its input dist has run; None
+        where they are not. The host waits for the device only where the rank has a part of some table's rows."""
+        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+            return None
+        whole = replace(ids, picked=self._row_parts.empty(whole=True))
+        self._make_sorted(whole)
+        assert whole.picked is not None
+        self._row_parts.pick(whole.ids, whole.picked)
+        self.sort(whole)
+        return whole
 
     # Stage 2
 
     def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
         """Looks up a part of the global batch; returns what `output_dist` takes."""
+        if ids.picked is not None:
+            bags = len(self.shards) * self._part_samples
+            return self._tbe.lookup_bags(ids.picked.rows, ids.picked.offsets[part * bags :][: bags + 1])
         return self._exchange.lookup(ids.ids, part)
 
     def output_dist(self, pooled: Tensor | None, out: Tensor, part: int = 0) -> None:
@@ -222,7 +274,7 @@ class StaticEBC:
         """Yields every shard of this rank, replicated tables included, with its weights and optimizer state, as
         views."""
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
-            rows = slice(start, start + self.model.rows[shard.table])
+            rows = slice(start, start + shard.rows(self.model))
             yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
         if self._replicated is not None:
             dim = self.model.embedding_dim
@@ -238,5 +290,7 @@ class StaticEBC:
                 seed=seed,
                 table=part.shard.table,
                 num_embeddings=self.model.rows[part.shard.table],
+                row_offset=part.shard.row_part,
                 column_offset=part.shard.column,
+                row_step=part.shard.row_parts,
             )

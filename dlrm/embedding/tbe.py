@@ -122,6 +122,15 @@ class FixedTBE:
             self.weights.index_fill_(0, self._zero_rows, 0)
         return self._tbe(self.of_part(ids, part), self._offsets)
 
+    def lookup_bags(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Returns pooled vectors of bags of any length, [samples, tables * columns], outside of the autograd graph.
+
+        rows: int32, of their table; there may be more of them than are in bags. offsets: int32 [tables * samples + 1].
+        """
+        assert self._tbe is not None
+        with torch.no_grad():
+            return self._tbe(rows, offsets)
+
     def of_part(self, ids: Tensor, part: int) -> Tensor:
         """Returns a part's ids, [table][samples, hot], of all parts' ids."""
         return ids[part * self._part_ids :][: self._part_ids]

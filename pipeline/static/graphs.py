@@ -38,16 +38,20 @@ class Graphs:
         """Why the functions run eagerly; None while they do not."""
 
     def run(self, i: int) -> None:
-        """Runs function i, by replay. The first call is collective and captures, which runs nothing.
+        """Runs function i, by replay; captures before, where that has not been done."""
+        self.capture()
+        if self._graphs:
+            self._graphs[i].replay()
+        else:
+            self._works[i]()
+
+    def capture(self) -> None:
+        """Captures all functions, which runs nothing, where that has not been done; then it is collective.
 
         RuntimeError, on every rank, where that fails on any and fallback is off.
         """
         if not self._graphs and self.fell_back is None:
             self._capture()
-        if self._graphs:
-            self._graphs[i].replay()
-        else:
-            self._works[i]()
 
     def forget(self, why: str) -> None:
         """Captures anew at the next run, where the functions were captured; rank 0 says so."""

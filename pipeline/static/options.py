@@ -22,7 +22,8 @@ class StaticOptions:
     ids with a kernel of ours."""
     peer_memory: bool = False
     """Let kernels write ids, pooled vectors, their gradients and updated dense weights directly into the memory of the
-    other GPUs, in place of collectives and the copies around them; needs presort_ids, and all ranks on one node."""
+    other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: what a node's GPUs
+    exchange, before and after collectives between GPUs of equal local rank."""
     plan: Literal["balanced", "torchrec"] = "balanced"
     """The planner that places the tables: ours, or TorchRec's, limited to table-wise, column-wise and data-parallel
     sharding."""
@@ -40,10 +41,10 @@ class StaticOptions:
             return f"--cuda-graph {self.cuda_graph} needs a GPU: on this machine choose --cuda-graph none"
         return None
 
-    @property
-    def splits_rows(self) -> bool:
-        """Whether the plan may split tables by rows: the update from sorted ids leaves out what other ranks have."""
-        return self.presort_ids and not self.peer_memory
+    def splits_rows(self, nodes: int) -> bool:
+        """Whether the plan may split tables by rows: the update from sorted ids leaves out what other ranks have, and
+        exchanges that add parts up are those of collectives."""
+        return self.presort_ids and (nodes > 1 or not self.peer_memory)
 
     def check(self, config: TrainingConfig) -> None:
         """Raise ValueError, naming the flag, where these options cannot train what `config` says."""

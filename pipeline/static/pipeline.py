@@ -1,18 +1,20 @@
 """The five-stage pipeline on the static EBC: iterations of fixed shapes, eager or as one CUDA graph each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.buckets import DenseState
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.embedding.plan import Shard
 from dlrm_bench.dlrm.embedding.planner import plan_for
 from dlrm_bench.dlrm.embedding.pooled_exchange import PeerInputs
 from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
@@ -68,10 +70,13 @@ class StaticPipeline:
                 config,
                 Topology.of(ranks.world_size, ranks.local_world_size),
                 table_memory_bytes(ranks),
-                replicate=not options.peer_memory,
+                replicate=ranks.nodes > 1 or not options.peer_memory,
+                split_rows=options.splits_rows(ranks.nodes),
                 costs=costs_of(self._gpu),
             )
         memory = PeerMemory(ranks) if options.peer_memory else None
+        # Over nodes peer memory is one of the two ways of what otherwise are collectives.
+        everywhere = memory if ranks.nodes == 1 else None
         self._memory = memory
         self.dense = ExplicitDense(model, config.seed, shape, ranks, memory)
         inputs = self.dense.x0s
@@ -84,14 +89,15 @@ class StaticPipeline:
             config.seed,
             options.presort_ids,
             PeerInputs(memory, inputs) if memory and inputs else None,
+            memory if ranks.nodes > 1 else None,
         )
         self._rate = config.optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
-        self._guard = LossGuard(ranks, memory)
-        parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
+        self._guard = LossGuard(ranks, everywhere)
+        parts = (self.dense, self.ebc, everywhere, self._guard, self._streams, self._fetcher)
         self._iteration = Iteration(config, schedule, *parts)
         make_graphs = None
         if options.cuda_graph != "none":
@@ -101,7 +107,7 @@ class StaticPipeline:
         self._graphs = make_graphs("iteration", iterations) if make_graphs else None
         slots = [self._new_slot(sorts=False) for _ in range(2)]
         self._eval = Evaluation(slots, self._iteration.evaluate, ranks, make_graphs)
-        self._step = self._named = 0
+        self._step = self._named = self._overflows = 0
         self._launched = 0
         """Iterations of the warm-up, too."""
 
@@ -119,7 +125,7 @@ class StaticPipeline:
             if evaluates:
                 for _ in self.evaluate(repeat(batch, EAGER_BATCHES + len(self._eval.slots))):
                     pass
-        self._step = self._named = 0
+        self._step = self._named = self._overflows = 0
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns the batch itself: its one buffer in pinned memory is all that travels."""
@@ -137,8 +143,16 @@ class StaticPipeline:
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
         self._name(next(batches, None))
-        if self._graphs is not None and self._launched >= _EAGER_ITERATIONS:
-            self._graphs.run(self._step % 2)
+        whole = self.ebc.whole_ids(now.ids)
+        self.ebc.expect(ahead.ids)
+        graphs = self._graphs if self._launched >= _EAGER_ITERATIONS else None
+        if graphs is not None:
+            graphs.capture()  # with all ranks, whichever of them have more ids than their lists take
+        if whole is not None:
+            self._overflows += 1
+            self._iteration.train(replace(now, ids=whole), ahead)
+        elif graphs is not None:
+            graphs.run(self._step % 2)
         else:
             self._iteration.train(now, ahead)
         self._streams.end_iteration()
@@ -184,13 +198,22 @@ class StaticPipeline:
         )
         return {
             "plan": [
-                [{"table": names[s.table], "column": s.column, "columns": s.columns} for s in self._plan.of_rank(rank)]
-                for rank in range(self._ranks.world_size)
+                [_describe_shard(s, names) for s in self._plan.of_rank(rank)] for rank in range(self._ranks.world_size)
             ],
+            **self._describe_overflows(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
             "memory_gb": memory,
         }
+
+    def _describe_overflows(self) -> dict[str, Any]:
+        """How many batches named more of a rank's rows than its lists take, where tables are split by rows.
+        Collective."""
+        if all(shard.row_parts == 1 for shard in self._plan.shards):
+            return {}
+        overflows = [0] * self._ranks.world_size
+        dist.all_gather_object(overflows, self._overflows)
+        return {"batches_over_capacity": overflows}
 
     def close(self) -> None:
         """Destroys the graphs."""
@@ -239,7 +262,7 @@ class StaticPipeline:
             columns = s.columns if which == "master" else state_columns(s.columns)
             if columns == 0:
                 continue
-            block = TensorBlock(s.rank, (0, s.column), (model.rows[s.table], columns), held.get(s))
+            block = TensorBlock(s.rank, (s.row_part, s.column), (s.rows(model), columns), held.get(s), s.row_parts)
             blocks.setdefault(table_key(model, s.table), []).append(block)
         for shard, tensor in held.items():
             if shard.table in self._plan.replicated:
@@ -252,18 +275,22 @@ class StaticPipeline:
         """sorts: whether its ids are sorted, where the training sorts ids."""
         size, model = self._config.local_batch_size, self._config.model
         batch = Batch.over(Batch.empty(size, model).storage.zero_().to(self._ranks.device), size, model)
-        ids = self.ebc.empty_ids()
-        if not sorts:
-            ids = replace(ids, sorted_ids=None, sorted_bags=None)
-        return Slot(batch, ids)
+        return Slot(batch, self.ebc.empty_ids(sorts))
 
     def _prime(self, batches: Iterator[Batch]) -> None:
         first = next(batches, None)
         if first is not None:
             self._name(first)
+            self.ebc.expect(self._slots[0].ids)
             self._iteration.input_dist(self._slots[0])
 
     def _name(self, batch: Batch | None) -> None:
         """Names the batch of the next input dist."""
         self._fetcher.name(batch)
         self._named += batch is not None
+
+
+def _describe_shard(shard: Shard, names: Sequence[str]) -> dict[str, Any]:
+    """What a record says of a shard; of a whole table's rows nothing."""
+    columns = {"table": names[shard.table], "column": shard.column, "columns": shard.columns}
+    return columns if shard.row_parts == 1 else columns | {"row_part": shard.row_part, "row_parts": shard.row_parts}

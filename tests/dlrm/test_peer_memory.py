@@ -41,9 +41,3 @@ def test_what_ranks_write_is_seen_after_a_barrier(
             rows = torch.arange(world_size) * 100 + number
             assert torch.equal(small, rows[:, None].expand(-1, 3).to(torch.bfloat16))
             assert large.tolist() == [number + (rank - 1) % world_size] * 2
-
-
-def test_several_nodes_are_refused() -> None:
-    ranks = Ranks(rank=0, local_rank=0, world_size=16, local_world_size=8, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="--peer-memory reaches the GPUs of one node"):
-        PeerMemory(ranks)

@@ -61,6 +61,27 @@ def random_plan(seed: int, world_size: int) -> Plan:
             return plan
 
 
+def in_row_parts(plan: Plan, seed: int) -> Plan:
+    """The same columns in parts of rows, each on any rank of their width; every rank keeps something."""
+    random, shards = Random(seed), []
+    widths = [plan.of_rank(rank)[0].columns for rank in range(plan.world_size)]
+    whole = {plan.of_rank(rank)[0].table for rank in range(plan.world_size)}
+    parts_of = {
+        table: 1 if table in whole else random.choice([1, 2, min(5, rows), min(3, rows)])
+        for table, rows in enumerate(MODEL.rows)
+    }
+    for shard in plan.shards:
+        parts = min(parts_of[shard.table], MODEL.rows[shard.table])
+        ranks = [rank for rank, width in enumerate(widths) if width == shard.columns]
+        for part in range(parts):
+            shards.append(replace(shard, row_part=part, row_parts=parts))
+            if parts > 1:
+                shards[-1] = replace(shards[-1], rank=random.choice(ranks))
+    split = replace(plan, shards=tuple(sorted(shards)))
+    split.check(MODEL)
+    return split
+
+
 def cases_of(world_size: int, gpu: bool) -> list[Case]:
     plans = [random_plan(seed, world_size) for seed in range(6 if world_size < 3 else 3)]
     assert any(plan.replicated for plan in plans)
@@ -72,7 +93,15 @@ def cases_of(world_size: int, gpu: bool) -> list[Case]:
         Case(plan, 6, torch.float32, presort=True, parts=parts) for plan, parts in zip(plans, (2, 3), strict=False)
     ]
     cases += [replace(case, peers=True) for case in cases if case.presort]
+    split = [in_row_parts(plan, seed) for seed, plan in enumerate(plans)]
+    if world_size == 1:  # the first table of a rank stays whole
+        split = [plan for plan in split if any(shard.row_parts > 1 for shard in plan.shards)]
+    assert any(shard.row_parts > 1 for plan in split for shard in plan.shards)
+    cases += [
+        Case(plan, 6, torch.float32, presort=True, parts=parts) for plan, parts in zip(split, (1, 2, 3), strict=False)
+    ]
     if gpu:
+        cases += [Case(plan, 8, torch.bfloat16, presort=True) for plan in split]
         cases += [Case(plan, 8, torch.bfloat16, presort=i % 2 == 0, peers=i % 4 == 0) for i, plan in enumerate(plans)]
     return cases
 
@@ -139,6 +168,17 @@ class World:
         held = torch.cat([matrix[:, s.table * DIM + s.column :][:, : s.columns] for s in self.ebc.shards], dim=1)
         return self.by_part(held)
 
+    def pooled_of_shards(self, batch: int) -> Tensor:
+        """What this rank's shards look up, in the layout of `columns_held`: of their rows alone."""
+        held = []
+        for shard in self.ebc.shards:
+            rows = torch.zeros(len(self.tables[shard.table]), 1, device=self.device)
+            rows[shard.row_part :: shard.row_parts] = 1
+            block = self.global_blocks(batch)[shard.table].long()
+            bags = functional.embedding_bag(block, self.tables[shard.table] * rows, mode="sum")
+            held.append(bags[:, shard.column : shard.column + shard.columns])
+        return self.by_part(torch.cat(held, dim=1))
+
     def by_part(self, matrix: Tensor) -> Tensor:
         """The rows of a matrix of the global batch, [rank][part] of them, in the order [part][rank]."""
         blocks = matrix.view(dist.get_world_size(), self.case.parts, -1, *matrix.shape[1:])
@@ -192,9 +232,12 @@ def check_input_dist(ranks: Ranks, world: World) -> None:
         if case.presort:
             assert torch.equal(out.sorted_ids, fresh.sorted_ids)
             assert torch.equal(out.sorted_bags, fresh.sorted_bags)
-            offsets = [0, *torch.tensor([MODEL.rows[s.table] for s in world.ebc.shards]).cumsum(0).tolist()]
-            linear = [blocks[s.table].flatten() + first for s, first in zip(world.ebc.shards, offsets, strict=False)]
-            assert torch.equal(out.sorted_ids, torch.cat(linear).sort().values)
+            offsets = [0, *torch.tensor([s.rows(MODEL) for s in world.ebc.shards]).cumsum(0).tolist()]
+            linear = []
+            for s, first in zip(world.ebc.shards, offsets, strict=False):
+                own = blocks[s.table].flatten()
+                linear.append(own[own % s.row_parts == s.row_part] // s.row_parts + first)
+            assert torch.equal(out.sorted_ids[out.sorted_ids >= 0], torch.cat(linear).sort().values)
         dist.barrier()  # in peer memory the others write to what is read above
 
 
@@ -205,7 +248,7 @@ def check_forward(ranks: Ranks, world: World) -> None:
     pooled = world.lookup(ids)
     if not case.peers:
         held = torch.cat([part for part in pooled if part is not None])
-        torch.testing.assert_close(held.detach(), world.columns_held(expected).to(case.dtype))
+        torch.testing.assert_close(held.detach(), world.pooled_of_shards(0).to(case.dtype))
     out = world.output(pooled)
     assert not out[:, ~world.is_sharded].any(), "columns of replicated tables are not the output dist's"
     world.ebc.lookup_replicated(ids, out)
@@ -213,17 +256,20 @@ def check_forward(ranks: Ranks, world: World) -> None:
 
 
 def check_gradient_dist(ranks: Ranks, world: World) -> None:
-    """The output dist, A, moves numbers and changes none: the transpose is the inverse, to the bit."""
+    """The output dist, A, moves numbers and changes none: the transpose is the inverse, to the bit. Where it adds up
+    parts of rows, it is the transpose alone."""
     case = world.case
     y = world.random(case.batch_size, MODEL.num_features * DIM, seed=50 + ranks.rank)
     at_y = world.gradient_dist(y)
     if not case.peers:
         x = world.random(case.batch_size * ranks.world_size, at_y.shape[1], seed=ranks.rank)
         a_x = world.output(x.chunk(case.parts))
-        assert torch.equal(world.gradient_dist(a_x), x)
+        inverse = all(shard.row_parts == 1 for shard in case.plan.shards)
+        if inverse:
+            assert torch.equal(world.gradient_dist(a_x), x)
         products = torch.stack([(a_x.double() * y.double()).sum(), (x.double() * at_y.double()).sum()])
         dist.all_reduce(products)
-        torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(*products, rtol=1e-12 if inverse else 1e-6, atol=1e-12)  # sums are rounded
     # And on the matrix that every rank can draw for itself.
     whole = torch.cat([world.random(case.batch_size, y.shape[1], seed=50 + rank) for rank in range(ranks.world_size)])
     assert torch.equal(at_y, world.columns_held(whole))
@@ -250,13 +296,14 @@ def check_update(ranks: Ranks, world: World) -> None:
     for part in world.ebc.tables():
         shard, parameter = part.shard, parameters[part.shard.table]
         assert shard.rank == ranks.rank
-        columns = slice(shard.column, shard.column + shard.columns)
-        sums = adagrad.state[parameter]["sum"][:, columns]
+        block = slice(shard.row_part, None, shard.row_parts), slice(shard.column, shard.column + shard.columns)
+        sums = adagrad.state[parameter]["sum"][block]
         torch.testing.assert_close(part.state, sums, rtol=1e-4, atol=1e-5)
         # A gradient is a sum of random numbers, and Adagrad divides by its size: near zero rounding counts more.
-        torch.testing.assert_close(part.weights, parameter.detach()[:, columns], rtol=1e-4, atol=1e-4)
-        held.add((shard.table, shard.column))
-    assert held == {(s.table, s.column) for s in world.ebc.shards} | {(table, 0) for table in case.plan.replicated}
+        torch.testing.assert_close(part.weights, parameter.detach()[block], rtol=1e-4, atol=1e-4)
+        held.add((shard.table, shard.column, shard.row_part))
+    replicated = {(table, 0, 0) for table in case.plan.replicated}
+    assert held == {(s.table, s.column, s.row_part) for s in world.ebc.shards} | replicated
 
 
 CHECKS = (check_input_dist, check_forward, check_gradient_dist, check_update)

@@ -1,0 +1,87 @@
+"""Cross-cutting: the static pipeline with tables split by rows trains what plain PyTorch does, whatever overflows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.embedding import row_parts
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.state import table_key
+from dlrm_bench.pipeline.static import pipeline as static
+from tests.cases import GPU_PLACES
+from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
+from tests.pipelines import changed, static_pipeline
+
+STEPS = 30
+CONFIG = small("sharded", STEPS, presort_ids=True)
+
+
+def plan_of(world_size: int) -> Plan:
+    """Tables of 306, 257, 356 and 456 rows: one in three parts, one in two parts of two column shards, two whole."""
+    last = world_size - 1
+    shards = [Shard(rank, 2, 0, 32, part, 3) for part, rank in enumerate((0, last, last))]
+    shards += [Shard(rank, 3, 0, 32, part, 2) for part, rank in enumerate((last, 0))]
+    plan = Plan(world_size=world_size, shards=tuple(sorted([*shards, Shard(0, 0, 0, 32), Shard(last, 1, 0, 32)])))
+    plan.check(CONFIG.model)
+    return plan
+
+
+def train(ranks: Ranks, config: RunConfig, slack: float) -> dict[str, Any]:
+    """Losses, logits of one evaluation, the whole state and what the record says."""
+    torch.set_float32_matmul_precision("highest")
+    static.plan_for = lambda *_, **__: plan_of(ranks.world_size)
+    row_parts._SLACK, row_parts._LEAST_SLACK = slack, 1
+    batches = batches_of(config, ranks.rank, ranks.world_size, pin=ranks.device.type == "cuda")
+    trained = static_pipeline(config, ranks)
+    training = map(trained.prepare, batches[:STEPS])
+    losses = [trained.train_step(training).item() for _ in range(STEPS // 2)]
+    evaluated = trained.evaluate(map(trained.prepare, batches[-EVALUATION_BATCHES:]))
+    logits = torch.cat([values for values, _ in evaluated]).cpu()
+    losses += [trained.train_step(training).item() for _ in range(STEPS - STEPS // 2)]
+    described, state = trained.describe(), trained.state_dict()
+    trained.close()
+    again = static_pipeline(config, ranks)
+    again.load_state_dict(state)
+    reloaded = again.state_dict()
+    again.close()
+    return {
+        "losses": losses,
+        "logits": logits,
+        "over": described["batches_over_capacity"],
+        "plan": described["plan"],
+        "weights": state.weights,
+        "same": all(torch.equal(reloaded.weights[name], value) for name, value in state.weights.items()),
+    }
+
+
+def train_all(ranks: Ranks, config: RunConfig) -> dict[float, dict[str, Any]]:
+    return {slack: train(ranks, config, slack) for slack in (2.0, 1.0)}
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
+def test_losses_equal_plain_dlrm_with_and_without_overflow(
+    run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
+) -> None:
+    config = changed(CONFIG, cuda_graph="iteration", overlap=True) if gpu else CONFIG
+    per_rank = run_ranks(world_size, train_all, config, gpu=gpu)
+    reference = plain(small("sharded", STEPS), world_size)
+    expected = torch.tensor(reference.losses, dtype=torch.float64)
+    for slack in (2.0, 1.0):
+        jobs = [results[slack] for results in per_rank]
+        losses = torch.tensor([job["losses"] for job in jobs], dtype=torch.float64).mean(0)
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        for table, expected_weights in enumerate(reference.model.tables):
+            error = jobs[0]["weights"][table_key(CONFIG.model, table)] - expected_weights.detach()
+            assert error.abs().max() < CONFIG.optimizer.learning_rate / 20
+        assert jobs[0]["same"], "what is loaded is what was saved"
+        over = jobs[0]["over"]
+        assert (sum(over) > 0) == (slack < 2), over
+        assert all(count < STEPS for count in over), "some batches fit"
+    described = [shard for shards in per_rank[0][2.0]["plan"] for shard in shards]
+    assert sorted(s["row_part"] for s in described if s.get("row_parts") == 3) == [0, 1, 2]
+    assert sum("row_parts" not in shard for shard in described) == 2
+    torch.testing.assert_close(per_rank[0][2.0]["logits"], per_rank[0][1.0]["logits"], rtol=1e-5, atol=1e-6)
