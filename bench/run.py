@@ -224,7 +224,7 @@ def run(
             log.run_start()
             log.epoch_start()
             try:
-                with RunMonitor(ranks.device, this.clock) as monitor:
+                with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor:
                     this.train()
                 losses = this.losses.finish()
             except NonFiniteLossError as error:

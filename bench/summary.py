@@ -44,6 +44,8 @@ def _print(outcome: Outcome) -> int:
             )
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
+    for line in conditions_in_words(record):
+        console.print(line)
     if training["status"] == "no_target":
         console.print("finished     all iterations; no target AUC was set, so nothing was evaluated")
     status = EXIT_TARGET_MISSED if missed else 0
@@ -61,6 +63,26 @@ def _print(outcome: Outcome) -> int:
             status = status or EXIT_NOT_COMPLIANT
     console.print(f"record       {outcome.folder}", soft_wrap=True)
     return status
+
+
+def conditions_in_words(record: RunRecord) -> list[str]:
+    """What happened to the GPUs, where a figure is read: throttling, and energy for a sample."""
+    conditions = record.get("conditions")
+    if not conditions:
+        return []
+    lines = []
+    if conditions["throttled"]:
+        reasons = sorted({span["reason"] for span in conditions["throttling"]})
+        ranks = {span["rank"] for span in conditions["throttling"]}
+        clock = conditions["sm_clock_mhz"]
+        lines.append(
+            f"throttled    {len(ranks)} GPU(s): {', '.join(reasons)}"
+            + (f"; SM clock {clock[0]:.0f} to {clock[2]:.0f} MHz" if clock else "")
+        )
+    joules = conditions.get("joules_per_iteration")
+    if joules is not None:
+        lines.append(f"energy       {1e3 * joules / record['config']['global_batch_size']:.4f} mJ a sample, GPUs alone")
+    return lines
 
 
 def pipeline_label(options: Mapping[str, Any]) -> str:

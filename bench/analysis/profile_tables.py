@@ -34,7 +34,7 @@ def host_table(run: RunRecord) -> Table:
             table.add_row(f"  {name}, ms", f"{ms:.3f}", "")
     if gpu and "computing_ms" in gpu:
         table.add_row("but for collectives, ms", "", f"{gpu['computing_ms']:.3f}")
-    table.add_row("of, ms", f"{host['wall_ms']:.3f}", f"{gpu['idle_fraction']:.0%} idle" if gpu else "")
+    table.add_row("of, ms", f"{host['wall_ms']:.3f}", _idle(gpu) if gpu else "")
     for name in COUNTS:
         table.add_row(name.replace("_", " "), f"{host[name]:g}" if name in host else "not counted", "")
     for stage in (*STAGES, OTHER):
@@ -83,3 +83,9 @@ def kernel_table(run: RunRecord) -> Table | None:
 
 def _extent(timeline: dict[str, Span]) -> tuple[float, float]:
     return min(s["start_ms"] for s in timeline.values()), max(s["end_ms"] for s in timeline.values())
+
+
+def _idle(gpu: dict[str, float]) -> str:
+    """GPU idle time: that of the worst rank, and the mean over the ranks where the record has it."""
+    mean = gpu.get("mean_idle_fraction")
+    return f"{gpu['idle_fraction']:.0%} idle" + ("" if mean is None else f" (worst rank; mean {mean:.0%})")

@@ -34,6 +34,8 @@ class GpuState(NamedTuple):
     power_w: float | None
     clocks_event_reasons: int | None
     """Bits of nvml.h's nvmlClocksEventReasons: why the clock is not at its largest."""
+    energy_j: float | None = None
+    """Energy since the driver was loaded; NVML counts it on Volta and later."""
 
 
 class _Place(NamedTuple):
@@ -187,6 +189,7 @@ def gpu_state(gpu: Any) -> GpuState:
         temperature_c=readable(lambda: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))),
         power_w=readable(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
         clocks_event_reasons=readable(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))),
+        energy_j=readable(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000),
     )
 
 

@@ -130,6 +130,7 @@ class ProfiledPipeline:
             host_stages_ms=None,
             timeline=None,
             kernels=None,
+            gpu_of_ranks=None,
         )
         if self._profiler is not None:
             self._profiler.export_chrome_trace(str(self._trace))
@@ -179,7 +180,8 @@ def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
     """Mean of the ranks' profiles; kernels keep their extremes too.
 
     A kernel that a rank did not have counts as zero there; times of a stage are means of the ranks that had it. The
-    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy.
+    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy. The
+    mean stands beside it, and each rank's own.
     """
     spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
@@ -193,6 +195,7 @@ def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
     gpus = [rank["gpu"] for rank in ranks if rank["gpu"] is not None]
     gpu = _mean(gpus)
     if gpu is not None:
+        gpu["mean_idle_fraction"] = gpu["idle_fraction"]
         gpu["idle_fraction"] = max(of_rank["idle_fraction"] for of_rank in gpus)
     blocks = ("host", "stages_ms", "host_stages_ms")
     return Profile(
@@ -201,6 +204,7 @@ def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
         gpu=gpu,
         timeline=timeline or None,
         kernels=sorted(merged, key=lambda kernel: -kernel["us"]) or None,
+        gpu_of_ranks=gpus or None,
     )
 
 

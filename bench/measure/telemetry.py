@@ -1,11 +1,13 @@
 """What happened to the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
 
-One thread a rank asks NVML four questions about its own GPU twice a second; each takes microseconds and none waits for
-the GPU or holds Python's interpreter lock.
+One thread a rank asks NVML five questions about its own GPU, after the warm-up a hundred times a second, then ever less
+often down to twice: short runs get ten samples too. Each question takes microseconds, and none waits for the GPU or
+holds Python's interpreter lock.
 """
 
 import gc
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,9 +19,16 @@ import torch.distributed as dist
 
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.machine import GpuState, current_gpu, gpu_state, nvml_session
-from dlrm_bench.bench.records.schema import Telemetry, Throttling
+from dlrm_bench.bench.records.schema import SampleSeries, Telemetry, Throttling
 
 INTERVAL_S = 0.5
+"""The longest time between two samples."""
+_WARMUP_INTERVAL_S = 0.02
+_FIRST_INTERVAL_S = 0.01
+_OF_ELAPSED = 0.05
+"""Share of the time since the warm-up after which the next sample comes."""
+KEPT_OF_WARMUP, KEPT = 10, 100
+"""Samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
 
 # nvml.h, nvmlClocksEventReasons: those that slow a GPU down against its will.
 THROTTLE_REASONS = {
@@ -42,10 +51,13 @@ class Samples:
 class RunMonitor:
     """Context manager around a training loop that `clock` times."""
 
-    def __init__(self, device: torch.device, clock: IterationClock, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self, device: torch.device, clock: IterationClock, warmup: int = 0, interval_s: float = INTERVAL_S
+    ) -> None:
+        """warmup: iterations that are not timed, which energy is not counted in. interval_s: between samples, later."""
         self._cuda = device.type == "cuda"
         self._clock = clock
-        self._interval_s = interval_s
+        self._warmup, self._interval_s = warmup, interval_s
         self._samples = Samples()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,7 +87,7 @@ class RunMonitor:
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self._samples)
-        return summarize(ranks, self._interval_s)
+        return summarize(ranks, self._interval_s, self._warmup)
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
@@ -85,14 +97,18 @@ class RunMonitor:
         torch.cuda.set_device(device)
         with nvml_session() as works:
             gpu = current_gpu() if works else None
-            ended = gpu is None
+            ended, begin = gpu is None, None
             while not ended:  # not before the first wait, when the GPU may still be idle
-                ended = self._end.wait(self._interval_s)
+                wait = _WARMUP_INTERVAL_S
+                if self._clock.iterations >= self._warmup:
+                    begin = begin or time.monotonic()
+                    wait = max(_FIRST_INTERVAL_S, _OF_ELAPSED * (time.monotonic() - begin))
+                ended = self._end.wait(min(wait, self._interval_s))
                 self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
 
 
-def summarize(ranks: Sequence[Samples], interval_s: float) -> Telemetry:
-    """Telemetry made of every rank's samples."""
+def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> Telemetry:
+    """Telemetry made of every rank's samples; energy is that after the first `warmup` iterations."""
     states = [state for samples in ranks for _, state in samples.states]
     throttling = [span for rank, samples in enumerate(ranks) for span in _spans(rank, samples)]
     return Telemetry(
@@ -104,7 +120,43 @@ def summarize(ranks: Sequence[Samples], interval_s: float) -> Telemetry:
         throttled=bool(throttling) if any(state.clocks_event_reasons is not None for state in states) else None,
         throttling=throttling,
         gc_iterations=sorted({iteration for samples in ranks for iteration in samples.gc_iterations}),
+        ranks=[_series(samples, warmup) for samples in ranks],
+        joules_per_iteration=_joules_per_iteration(ranks, warmup),
     )
+
+
+def _series(samples: Samples, warmup: int) -> SampleSeries:
+    """One rank's samples, or KEPT_OF_WARMUP and KEPT of them, the first and last of each too."""
+    early = [each for each in samples.states if each[0] < warmup]
+    states = _evenly(early, KEPT_OF_WARMUP) + _evenly(samples.states[len(early) :], KEPT)
+    return SampleSeries(
+        iteration=[iteration for iteration, _ in states],
+        sm_clock_mhz=[state.sm_clock_mhz for _, state in states],
+        temperature_c=[state.temperature_c for _, state in states],
+        power_w=[state.power_w for _, state in states],
+        clocks_event_reasons=[state.clocks_event_reasons for _, state in states],
+        energy_j=[state.energy_j for _, state in states],
+    )
+
+
+def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, GpuState]]:
+    n = len(states)
+    return states if n <= kept else [states[round(i * (n - 1) / (kept - 1))] for i in range(kept)]
+
+
+def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None:
+    """Energy that all GPUs took for an iteration, by their energy counters; None where one of them has none.
+
+    From a rank's first sample after the warm-up to its last one, evaluations between them included.
+    """
+    total = 0.0
+    for samples in ranks:
+        timed = [(i, state.energy_j) for i, state in samples.states if i >= warmup and state.energy_j is not None]
+        if len(timed) < 2 or timed[-1][0] <= timed[0][0]:
+            return None
+        (first, before), (last, after) = timed[0], timed[-1]
+        total += (after - before) / (last - first)
+    return total if ranks else None
 
 
 def _triple(values: Sequence[float | None]) -> list[float] | None:

@@ -36,6 +36,7 @@ class RunRecord(TypedDict):
     host_stages_ms: NotRequired[dict[str, float] | None]
     timeline: NotRequired["dict[str, Span] | None"]
     kernels: NotRequired["list[Kernel] | None"]
+    gpu_of_ranks: NotRequired["list[dict[str, float]] | None"]
     conditions: NotRequired["Telemetry | None"]
     training: "Training | None"
 
@@ -163,6 +164,8 @@ class Profile(TypedDict):
     """Stages that had work; on the host where there is no GPU."""
     kernels: "list[Kernel] | None"
     """Kernels and copies of the GPU, longest first."""
+    gpu_of_ranks: "list[dict[str, float]] | None"
+    """The block `gpu` of each rank's trace; that one has their means, but the largest idle fraction."""
 
 
 class Span(TypedDict):
@@ -192,6 +195,7 @@ class Telemetry(TypedDict):
     """What happened to the machine during a run. The triples are [min, median, max] over all ranks and samples."""
 
     interval_s: float
+    """The longest time between two samples."""
     samples: int
     """Samples of each rank; 0 where NVML does not work."""
     sm_clock_mhz: list[float] | None
@@ -202,6 +206,24 @@ class Telemetry(TypedDict):
     throttling: "list[Throttling]"
     gc_iterations: list[int]
     """Iterations, of any rank, in which Python's garbage collector ran."""
+    ranks: NotRequired["list[SampleSeries]"]
+    """Samples of each rank; older records have none."""
+    joules_per_iteration: NotRequired[float | None]
+    """Energy of all GPUs for an iteration after the warm-up, evaluations included; None where NVML counts none."""
+
+
+class SampleSeries(TypedDict):
+    """Samples of one rank's GPU by NVML, in the order of time; of many, 10 of the warm-up and 100 after it."""
+
+    iteration: list[int]
+    """Iterations launched by then."""
+    sm_clock_mhz: list[float | None]
+    temperature_c: list[float | None]
+    power_w: list[float | None]
+    clocks_event_reasons: list[int | None]
+    """Bits of nvmlClocksEventReasons."""
+    energy_j: list[float | None]
+    """Since the driver was loaded."""
 
 
 class Throttling(TypedDict):

@@ -112,6 +112,7 @@ def profile() -> Profile:
             kernel("GEMM (cutlass)", "dense_forward_backward", 500, calls=10),
             *(kernel(f"element-wise {i}", OTHER, 100 - i) for i in range(10)),
         ],
+        gpu_of_ranks=None,
     )
 
 

@@ -224,14 +224,18 @@ def test_a_second_launching_thread_is_seen(run_ranks: Any, tmp_path: Path) -> No
 def test_the_mean_of_ranks() -> None:
     """A rank without a kernel spent nothing on it; a stage's times are those of the ranks that had it."""
     one, other = profile(), profile()
-    assert mean_of_ranks([one, other]) == one
+    same = mean_of_ranks([one, other])
+    assert same["gpu"] == {**(one["gpu"] or {}), "mean_idle_fraction": 0.875}
+    assert {**same, "gpu": one["gpu"], "gpu_of_ranks": None} == one
     one["kernels"] = [kernel("a", "other", 10, calls=2), kernel("b", "other", 4)]
     other["kernels"] = [kernel("a", "other", 30, calls=4)]
     other["timeline"] = {"dense_update": Span(start_ms=2, end_ms=3, busy_ms=0)}
     other["host"] = dict.fromkeys(other["host"], 14.0)
     other["gpu"] = {"busy_ms": 2.5, "idle_fraction": 0.5}
     mean = mean_of_ranks([one, other])
-    assert mean["gpu"] == {"busy_ms": 2.0, "idle_fraction": 0.875}  # of the rank that the other waits for
+    # 0.875 is that of the rank that the other waits for
+    assert mean["gpu"] == {"busy_ms": 2.0, "idle_fraction": 0.875, "mean_idle_fraction": 0.6875}
+    assert mean["gpu_of_ranks"] == [one["gpu"], other["gpu"]]
     assert mean["kernels"] == [
         kernel("a", "other", 20, calls=3, least=10, most=30),
         {**kernel("b", "other", 2, calls=0.5, most=4), "least_us": 0},

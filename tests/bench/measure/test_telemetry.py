@@ -10,7 +10,7 @@ import torch
 from dlrm_bench.bench.measure import telemetry as monitor
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.machine import GpuState
-from dlrm_bench.bench.measure.telemetry import RunMonitor, Samples, summarize
+from dlrm_bench.bench.measure.telemetry import KEPT, KEPT_OF_WARMUP, RunMonitor, Samples, summarize
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,26 @@ def test_throttling_is_told_in_spans_by_rank_and_reason() -> None:
     assert conditions["sm_clock_mhz"] == [1975, 1977, 1979]
     assert conditions["power_w"] is None
     assert conditions["samples"] == 5
+
+
+def test_samples_carry_their_iterations_and_energy_is_counted_after_the_warm_up() -> None:
+    def rank(joules: float) -> Samples:
+        return Samples(states=[(i, GpuState(1980.0, 50.0, 700.0, 0, joules * i)) for i in range(0, 1000, 2)])
+
+    conditions = summarize([rank(1.5), rank(2.5)], 0.5, warmup=100)
+    assert conditions["joules_per_iteration"] == pytest.approx(4.0)
+    series = conditions["ranks"][1]
+    assert len(series["iteration"]) == len(series["energy_j"]) == KEPT + KEPT_OF_WARMUP
+    assert series["iteration"] == sorted(set(series["iteration"]))
+    assert (series["iteration"][0], series["iteration"][-1]) == (0, 998)
+    assert sum(i < 100 for i in series["iteration"]) == KEPT_OF_WARMUP
+
+
+def test_energy_is_unknown_where_a_gpu_counts_none_or_nothing_was_timed() -> None:
+    counted = Samples(states=[(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20)])
+    assert summarize([counted, states(0, 0)], 0.5)["joules_per_iteration"] is None
+    assert summarize([counted], 0.5, warmup=15)["joules_per_iteration"] is None
+    assert summarize([counted], 0.5)["joules_per_iteration"] == 2.0
 
 
 def test_idle_and_application_clocks_are_not_throttling() -> None:
