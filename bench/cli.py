@@ -130,6 +130,35 @@ class Host:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Rerun:
+    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison."""
+
+    record: Positional[Path]
+    """Record of the run to repeat."""
+    rounds: int = 2
+    """Runs; one alone proves nothing, and a record is one run itself."""
+    nproc: int | None = None
+    """Processes; by default the record's."""
+    results_dir: Path = Path("results")
+    """Folder in which the reruns' folder is made."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Runs it and prints the comparison; returns the exit status."""
+        from dlrm_bench.bench.analysis.compare_command import compare_command
+        from dlrm_bench.bench.rerun import rerun
+
+        if self.rounds < 1:
+            raise ValueError(f"--rounds is {self.rounds}: at least one is needed")
+        done = rerun(self.record, self.rounds, self.nproc, self.results_dir)
+        sides = (self.record, done.folder)
+        status = compare_command(console, sides=sides, strict=False, fail_on=None, equivalent=None, json=False)
+        for note in done.notes:
+            console.print(f"warning: {note}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"records {done.folder}", soft_wrap=True)
+        return status
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class LimitsCommand:
     """Measures this machine's ceilings and prints the floor of an iteration, and how far records are above it.
 
@@ -263,6 +292,7 @@ Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
     | Annotated[Host, tyro.conf.subcommand("host")]
+    | Annotated[Rerun, tyro.conf.subcommand("rerun")]
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Data, tyro.conf.subcommand("data")]
@@ -288,7 +318,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
-    if forwarded and isinstance(command, Compare | Report):
+    if forwarded and isinstance(command, Compare | Report | Rerun):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):

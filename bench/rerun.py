@@ -1,0 +1,114 @@
+"""dlrm-bench rerun RECORD: runs a record's configuration again, with the code of its commit, and compares the two.
+
+The commit is checked out into a worktree of git's, which is removed afterwards. The flags come from that commit's own
+code, so that they mean there what they meant then. Packages and machine are today's: the comparison says what differs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.ladder.launching import torchrun
+from dlrm_bench.bench.measure.source import git, source_of_commit
+from dlrm_bench.bench.progress import StillBar, stderr_console
+from dlrm_bench.bench.records.record import Record, create_run_folder, read_record
+from dlrm_bench.bench.started_runs import new_id
+
+_FLAGS = """
+import json, sys
+from pathlib import Path
+from dlrm_bench.bench.analysis.repeat import repeating_flags
+from dlrm_bench.bench.records.record import read_record
+print(json.dumps(repeating_flags(read_record(Path(sys.argv[1])))))
+"""
+
+
+class Rerun(NamedTuple):
+    """What rerunning a record left."""
+
+    folder: Path
+    """Holds a record for each run."""
+    notes: list[str]
+    """What keeps the reruns from being of the record's program, as far as its source goes."""
+
+
+def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Rerun:
+    """Runs a record's configuration again, `rounds` times. ValueError if its commit or its flags cannot be had.
+
+    nproc: processes; None for the record's. FailedError with what a rank said if one fails.
+    """
+    record = read_record(path)
+    commit, notes = _commit_of(record)
+    with _worktree(commit) as tree, _environment(tree):
+        flags, processes = _flags(tree, path, commit)
+        folder = create_run_folder(results_dir, new_id(nproc or processes, flags, "rerun"))
+        with StillBar(rounds, "runs", stderr_console()) as bar:
+            for i in range(rounds):
+                place = ["--results-dir", str(folder.resolve()), "--run-id", f"{i:02d}"]
+                bar.show(i, f"run {i + 1} of {rounds}")
+                torchrun([*flags, *place], nproc or processes, folder / f"{i:02d}.log", tree / "launch" / "dlrm.py")
+            bar.show(rounds, "done")
+    return Rerun(folder, notes)
+
+
+def _commit_of(record: Record) -> tuple[str, list[str]]:
+    """The record's commit, and what speaks against it. ValueError if there is none, or this checkout has not got it."""
+    state, notes = record.run["git"], []
+    commit = state["commit"]
+    if commit is None:
+        raise ValueError(f"{record.folder} names no commit: its program cannot be had again")
+    if not (ROOT / ".git").exists():
+        raise ValueError(f"{ROOT} is no git checkout, and rerun checks commits out: run it from one")
+    if git(ROOT, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        raise ValueError(f"commit {commit} of {record.folder} is not in {ROOT}: fetch it")
+    source = state.get("source")
+    if source is not None and source != source_of_commit(ROOT, commit):
+        notes.append(f"the record's source ({source}) is not that of its commit: it had changes that no commit holds")
+    elif source is None and state["dirty"] is not False:
+        unknown = "was changed" if state["dirty"] else "may have been changed"
+        notes.append(f"the record's source {unknown}: it is of before records held its hash")
+    return commit, notes
+
+
+@contextmanager
+def _worktree(commit: str) -> Iterator[Path]:
+    with TemporaryDirectory(prefix="dlrm-bench-rerun-") as folder:
+        tree = Path(folder) / "tree"
+        if git(ROOT, "worktree", "add", "--detach", "--quiet", str(tree), commit) is None:
+            raise ValueError(f"git cannot check {commit} out into {tree}: `git worktree prune` may help")
+        try:
+            yield tree
+        finally:
+            git(ROOT, "worktree", "remove", "--force", str(tree))
+
+
+@contextmanager
+def _environment(tree: Path) -> Iterator[None]:
+    """Has processes that are started import the worktree's code, which is asked for its own commit."""
+    before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "SOURCE_COMMIT")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), before["PYTHONPATH"]]))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _flags(tree: Path, record: Path, commit: str) -> tuple[list[str], int]:
+    """Flags and number of processes, as the commit's own code gives them."""
+    command = [sys.executable, "-c", _FLAGS, str(record.resolve())]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise ValueError(
+            f"commit {commit} cannot repeat {record} (its code says: {said}): check it out and run it there"
+        )
+    flags, processes = json.loads(done.stdout.splitlines()[-1])
+    return flags, processes
