@@ -13,7 +13,7 @@ STEP := @.ci/step
 INSTALL := $(MAKE) --no-print-directory install
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench test format install clean
+.PHONY: help bench submission test format install clean
 
 help:  ## List these targets
 	@echo "make TARGET [PYTHON=python3.12] [NPROC=processes] [ROUNDS=rounds of the ladder] [WORKERS=test processes]"
@@ -30,6 +30,24 @@ bench:  ## First minutes: install, make data, train to a target, compare three p
 		--iterations 150
 	@echo; $(VENV)/bin/python -m dlrm_bench.bench.analysis.verdict results
 	@echo; echo "make bench: four steps in $$(($$(date +%s) - $(START))) s. Records are in results/, one folder a run."
+
+SUBMISSION := data/submission
+SMALL := --preset smoke --table-scale 0.1
+
+submission:  ## From raw days to a checked and scored MLPerf package: made data, ten runs. ARGS='--mlperf.org you' go to them
+	$(STEP) "[1/6] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
+	$(STEP) "[2/6] raw days: made ones in Criteo's format, of known best AUC" $(VENV)/bin/dlrm-bench data generate \
+		$(SMALL) --raw tsv --path $(SUBMISSION)/raw --days 3 --samples-per-day 25000 --skew 2.0
+	$(STEP) "[3/6] preprocess: to MLPerf's files, as for Criteo's own days; then every byte is checked" sh -c \
+		'$(VENV)/bin/dlrm-bench data preprocess $(SUBMISSION)/raw $(SUBMISSION)/days $(SMALL) && \
+		$(VENV)/bin/dlrm-bench data check $(SUBMISSION)/days'
+	$(STEP) "[4/6] build: ten runs to the target on $(NPROC) processes (a minute or two), and the package" \
+		$(VENV)/bin/dlrm-bench submission build $(SUBMISSION)/package --records $(SUBMISSION)/runs --nproc $(NPROC) \
+		--preset smoke --model.table-scale 0.1 --data.path $(SUBMISSION)/days --data.train-days 2 --local-batch-size 128 \
+		--optimizer.learning-rate 0.03 --warmup-iterations 5 --target-auc 0.78 $(ARGS)
+	$(STEP) "[5/6] check: MLPerf's checkers over the package" $(VENV)/bin/dlrm-bench submission check $(SUBMISSION)/package
+	$(STEP) "[6/6] score" $(VENV)/bin/dlrm-bench submission score $(SUBMISSION)/package
+	@echo; echo "make submission: six steps in $$(($$(date +%s) - $(START))) s. Everything is in $(SUBMISSION)."
 
 test:  ## Install, check style and types, run the tests. ARGS='-k ladder' go to pytest
 	$(STEP) "[1/5] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
@@ -64,5 +82,5 @@ $(INSTALLED): $(PINS) pyproject.toml
 	@touch $@
 
 clean:  ## Remove .venv, the data set, caches and build folders; records in results/ stay
-	rm -rf $(VENV) data/smoke build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) data/smoke $(SUBMISSION) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
