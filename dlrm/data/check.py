@@ -3,10 +3,10 @@
 Each line on stdout is one finding, which names a file and what to do; the exit status is 2 if there is any. Files that
 the manifest knows are compared with their checksums; of all others, such as MLPerf's own, every value is read: types,
 shapes, sizes, ids within their tables, labels 0 or 1, finite dense features. Where days have MLPerf's numbers of
-samples, all of them must. (The reference's own checksums are for md5sum -c: mlcommons/training,
-recommendation_v2/torchrec_dlrm/md5sums_*.txt.)
+samples, all of them must. --mlperf asks for MLPerf's own set: its numbers of samples and the MD5 sum of every file.
 """
 
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ from dlrm_bench.dlrm.data import criteo
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.expansion import ExpansionTables
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest
+from dlrm_bench.dlrm.data.mlperf_checksums import MLPERF_MD5
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.data.steps import Advance, step
 from dlrm_bench.dlrm.presets import training
@@ -52,6 +53,13 @@ class CheckConfig:
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
     fast: bool = False
     """Look at sizes, types and a sample of each known file only: seconds instead of hours."""
+    mlperf: bool = False
+    """The files are MLPerf's own set, or were made from Criteo's raw days: compare each with MLPerf's MD5 sum, and the
+    days with their numbers of samples, whether or not one of them agrees."""
+
+    def __post_init__(self) -> None:
+        if self.mlperf and self.fast:
+            raise ValueError("--mlperf reads every byte, and --fast does not: choose one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,9 @@ def check(config: CheckConfig) -> Checked:
     known = manifest.files if manifest else {}
     names = sorted(found | known.keys(), key=_order)
     size = sum((directory / name).stat().st_size for name in found)
-    with step("check", max(size, 1), "MB") as advance:
+    with step("check", max(size, 1) * (2 if config.mlperf else 1), "MB") as advance:
+        if config.mlperf:
+            findings += _check_md5(directory, names, advance)
         changed_days = set[int]()
         for name in names:
             lines = list(changed_files(directory, known, [name], whole=not config.fast))
@@ -110,7 +120,7 @@ def check(config: CheckConfig) -> Checked:
                 count, of_day = _check_day(directory, day, model, found, unknown and not config.fast, advance)
             samples.append(count)
             findings += of_day
-    findings += _check_samples(directory, samples, manifest)
+    findings += _check_samples(directory, samples, None if config.mlperf else manifest, config.mlperf)
     if not names:
         findings.append(f"{directory} holds no day files: name the directory of day_0_dense.npy and the others")
     return Checked(findings, len(samples), sum(samples))
@@ -172,11 +182,27 @@ def _bytes_of(directory: Path, day: int, found: set[str]) -> int:
     return sum((directory / name).stat().st_size for name in found if _order(name)[0] == day)
 
 
-def _check_samples(directory: Path, samples: Sequence[int], manifest: Manifest | None) -> Iterator[str]:
+def _check_md5(directory: Path, names: Sequence[str], advance: Advance) -> Iterator[str]:
+    """Files of MLPerf's set whose bytes are others."""
+    for name in names:
+        path = directory / name
+        if name in MLPERF_MD5 and path.is_file():
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "md5").hexdigest()
+            if found != MLPERF_MD5[name]:
+                other = next((other for other, md5 in MLPERF_MD5.items() if md5 == found), None)
+                fix = COPY_AGAIN if other is None else f"it is {other}; give the files their names back"
+                yield f"{path} is not MLPerf's: its MD5 sum is {found}, of theirs {MLPERF_MD5[name]}: {fix}"
+            advance(path.stat().st_size)
+
+
+def _check_samples(
+    directory: Path, samples: Sequence[int], manifest: Manifest | None, mlperf: bool = False
+) -> Iterator[str]:
     """Days whose samples are not as many as the manifest, or MLPerf, has of them."""
     if manifest:
         expected, whose = tuple(manifest.samples_per_day), "the manifest"
-    elif any(count == of_mlperf for count, of_mlperf in zip(samples, MLPERF_DAY_SAMPLES, strict=False)):
+    elif mlperf or any(count == of_mlperf for count, of_mlperf in zip(samples, MLPERF_DAY_SAMPLES, strict=False)):
         expected, whose = MLPERF_DAY_SAMPLES, "MLPerf's set"
     else:
         return

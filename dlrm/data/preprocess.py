@@ -14,8 +14,10 @@ Memory does not grow with the rows of a day. The most is taken by the distinct h
 slot of the table that numbers them (contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB,
 finding the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 counts beside
 the numbering, with up to 7 GB more. Besides, writing multi-hot ids maps one feature's expansion table at a time, up to
-15.8 GB of file pages that the system drops where memory is short. Disk besides OUT's files: up to 185 bytes a row while
-it works, 0.8 TB for Criteo's days.
+15.8 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at
+a time, and their memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and
+gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days; that there is
+room is seen to before it begins.
 """
 
 import shutil
@@ -30,6 +32,7 @@ import tyro
 from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import changed_files
+from dlrm_bench.dlrm.data.disk_space import require_space
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
@@ -55,7 +58,12 @@ class PreprocessConfig:
     frequency_threshold: int = 0
     """Hashes that appear less often share one id; none do up to 1 (MLPerf: 0)."""
 
+    workers: int = 1
+    """Days, or features, worked on at a time, in threads; each of them takes memory of its own."""
+
     def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"--workers is {self.workers}: at least one is needed")
         if self.frequency_threshold < 0:
             raise ValueError(f"--frequency-threshold is {self.frequency_threshold}: choose 0 or more")
 
@@ -85,13 +93,15 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
             return manifest, False
         if config.out.is_dir() and (odd := sorted(path.name for path in config.out.glob("day_*"))):
             raise ValueError(f"{config.out} holds {odd[0]}, which this program did not make: choose another OUT")
+    require_space(config.out, raw, model, config.formats, config.workers)
     config.out.mkdir(parents=True, exist_ok=True)
     with sole_writer(config.out):
         if manifest := read_manifest(config.out):  # Of a process that ended just before it removed its marker.
             require_equal(config.out, manifest.parameters, parameters)
             shutil.rmtree(config.out / SCRATCH, ignore_errors=True)
             return manifest, False
-        return PreprocessJob(config.raw, raw, config.out, model, parameters).run(), True
+        job = PreprocessJob(config.raw, raw, config.out, model, parameters, config.workers)
+        return job.run(), True
 
 
 def _check_generated(directory: Path, raw: Sequence[Path]) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from dlrm_bench.dlrm.data.permutation import write_destinations
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, read_blocks
 from dlrm_bench.dlrm.data.shuffled_rows import BUCKET_ROWS, COLUMNS, Words, gather_range, remove_gathered, scatter
 from dlrm_bench.dlrm.data.steps import Advance, step
+from dlrm_bench.dlrm.data.workers import run_all
 
 SHUFFLE_SEED = 0  # The reference's.
 ROWS_AT_ONCE = 1 << 20
@@ -42,14 +44,25 @@ class PreprocessJob:
     """The work and its state on disk, in OUT/preprocess.partial; a file or folder with its final name is complete."""
 
     def __init__(
-        self, raw_directory: Path, raw: list[Path], out: Path, model: ModelConfig, parameters: dict[str, Any]
+        self,
+        raw_directory: Path,
+        raw: list[Path],
+        out: Path,
+        model: ModelConfig,
+        parameters: dict[str, Any],
+        workers: int = 1,
     ) -> None:
-        """raw: the files of the days. parameters: what decides the files' content, and has to be what it was before."""
+        """raw: the files of the days. parameters: what decides the files' content, and has to be what it was before.
+
+        workers: days or features worked on at a time.
+        """
         self._raw_directory, self._raw, self._out, self._model = raw_directory, raw, out, model
         self._parameters = parameters
         self._threshold: int = parameters["frequency_threshold"]
         self._formats: str = parameters["formats"]
         self._scratch = out / SCRATCH
+        self._workers = workers
+        self._removal = Lock()
         self._days, self._last = range(len(raw)), len(raw) - 1
         state = parameters | {"bucket_rows": BUCKET_ROWS}
         if (self._scratch / "parameters.json").exists():
@@ -63,29 +76,25 @@ class PreprocessJob:
     def run(self) -> Manifest:
         """All five steps; returns the manifest, and leaves no state on disk."""
         with step("1/5 parse", sum(path.stat().st_size for path in self._raw), "MB") as advance:
-            for day in self._days:
-                self._parse(day, advance)
+            run_all(self._parse, self._days, advance, self._workers)
         self._facts = [_read_json(self._scratch / "parsed_days" / f"{day}.json") for day in self._days]
         self._rows: list[int] = [facts["rows"] for facts in self._facts]
         self._train_rows = sum(self._rows[:-1])
         with step("2/5 number hashes", sum(self._rows) * HASH_FIELDS, "M ids") as advance:
-            for feature in range(HASH_FIELDS):
-                self._number(feature, advance)
+            run_all(self._number, range(HASH_FIELDS), advance, self._workers)
         with step("3/5 shuffle", self._train_rows, "M rows") as advance:
             if (self._scratch / "destinations.u32").exists():
                 advance(self._train_rows)
             else:
                 write_destinations(self._scratch / "destinations.u32", self._train_rows, SHUFFLE_SEED, advance)
         with step("4/5 scatter rows", self._train_rows, "M rows") as advance:
-            for day in self._days[:-1]:
-                self._scatter(day, advance)
+            run_all(self._scatter, self._days[:-1], advance, self._workers)
         if self._formats != "one_hot":
             with step("5/5 draw the expansion tables", 1, "tables", 1) as advance:
                 self._open_tables()
                 advance(1)
         with step("5/5 write days", sum(self._rows), "M rows") as advance:
-            for day in self._days:
-                self._write(day, advance)
+            run_all(self._write, self._days, advance, self._workers)
         return self._finish()
 
     def _finish(self) -> Manifest:
@@ -204,14 +213,22 @@ class PreprocessJob:
         if day == self._last:
             self._remove_parsed(day)
         else:
-            remove_gathered(folders, end)
+            self._remove_gathered(folders)
+
+    def _remove_gathered(self, folders: list[Path]) -> None:
+        """Remove the buckets of days that are written, up to the first one that is not: it shares one with the last."""
+        with self._removal:
+            written = 0
+            while written < self._last and (self._scratch / "written_days" / f"{written}.json").exists():
+                written += 1
+            remove_gathered(folders, sum(self._rows[:written]))
 
     def _write_day(self, day: int, pieces: Iterator[Words], advance: Advance) -> list[Path]:
         """Write a day's files with .partial after their names; returns what they are to be called."""
         rows, formats = self._rows[day], self._formats
         dense, labels = criteo.dense_file(self._out, day), criteo.labels_file(self._out, day)
         one_hot, multi_hot = criteo.one_hot_file(self._out, day), criteo.multi_hot_file(self._out, day)
-        columns = self._scratch / "columns"
+        columns = self._scratch / f"columns_{day}"
         ends = DENSE_FIELDS, DENSE_FIELDS + HASH_FIELDS
         with (
             dense.with_name(f"{dense.name}.partial").open("wb") as dense_file,

@@ -23,6 +23,8 @@ DENSE_FIELDS = 13
 HASH_FIELDS = 26
 BLOCK_BYTES = 1 << 26
 """Bytes of text parsed at a time; they and what polars makes of them take about eight times as much memory."""
+SAMPLE_BYTES = 1 << 22
+"""Bytes of text by which a day's rows are estimated."""
 
 DENSE_NAMES = [f"int_{field}" for field in range(DENSE_FIELDS)]
 HASH_NAMES = [f"cat_{field}" for field in range(HASH_FIELDS)]
@@ -66,6 +68,18 @@ def raw_days(raw: Path) -> list[Path]:
     return [found[day] for day in range(len(found))]
 
 
+def rows_per_byte(path: Path) -> float:
+    """Rows of a raw day for each byte of its file, by its first few megabytes; ValueError if it cannot be read."""
+    with path.open("rb") as file:
+        text = next(_texts(path, file, SAMPLE_BYTES), b"")
+        return text.count(b"\n") / max(file.tell() if _is_gzip(path) else len(text), 1)
+
+
+def _is_gzip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+
+
 def read_blocks(path: Path) -> Iterator[Block]:
     """The samples of a raw day in order. While one block is used the next one is read and decompressed.
 
@@ -73,7 +87,7 @@ def read_blocks(path: Path) -> Iterator[Block]:
     """
     line = 0
     with path.open("rb") as file, ThreadPoolExecutor(1) as reader:
-        blocks = _texts(path, file)
+        blocks = _texts(path, file, BLOCK_BYTES)
         ahead = reader.submit(next, blocks, None)
         while (text := ahead.result()) is not None:
             file_bytes = file.tell()
@@ -85,15 +99,13 @@ def read_blocks(path: Path) -> Iterator[Block]:
         raise ValueError(f"{path} is empty: {COPY_AGAIN}")
 
 
-def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """Whole lines, about BLOCK_BYTES at a time; the last line ends with a newline even if it does not in the file."""
-    magic = file.read(len(GZIP_MAGIC))
-    file.seek(0)
-    stream: IO[bytes] = gzip.GzipFile(fileobj=file) if magic == GZIP_MAGIC else file  # type: ignore[assignment]
+def _texts(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[bytes]:
+    """Whole lines, about `block_bytes` at a time; the last line ends with a newline even if it does not in the file."""
+    stream: IO[bytes] = gzip.GzipFile(fileobj=file) if _is_gzip(path) else file  # type: ignore[assignment]
     rest = b""
     while True:
         try:
-            text = stream.read(BLOCK_BYTES)
+            text = stream.read(block_bytes)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a complete gzip file ({error}): {COPY_AGAIN}") from error
         if not text:

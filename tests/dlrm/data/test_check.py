@@ -1,3 +1,4 @@
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,3 +182,30 @@ def test_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path}/nowhere is not a directory: name that of the day files\n"
+
+
+def mlperf_findings(directory: Path) -> list[str]:
+    found = check(CheckConfig(directory=directory, mlperf=True)).findings
+    return [line.removeprefix(f"{directory}/") for line in found]
+
+
+def test_mlperfs_own_set(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest's numbers of samples do not count; MLPerf's do, whether or not one of them agrees."""
+    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in known.glob("day_*")}
+    monkeypatch.setattr(module, "MLPERF_MD5", md5)
+    monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", DAYS)
+    assert mlperf_findings(known) == []
+    swap(known / "day_0_labels.npy", known / "day_3_labels.npy")
+    assert [line for line in mlperf_findings(known) if "MLPerf's" in line] == [
+        f"day_{a}_labels.npy is not MLPerf's: its MD5 sum is {md5[f'day_{b}_labels.npy']}, of theirs "
+        f"{md5[f'day_{a}_labels.npy']}: it is day_{b}_labels.npy; give the files their names back"
+        for a, b in ((0, 3), (3, 0))
+    ]
+    swap(known / "day_0_labels.npy", known / "day_3_labels.npy")
+    monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", (36, *DAYS[1:], 9))
+    assert mlperf_findings(known) == [
+        "day_0_dense.npy has 37 samples, in MLPerf's set it has 36: copy or generate it again",
+        "day_4_dense.npy does not exist, and MLPerf's set has 5 days: copy the missing day",
+    ]
+    with pytest.raises(ValueError, match="--mlperf reads every byte"):
+        CheckConfig(directory=known, mlperf=True, fast=True)

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,28 @@ def test_sizes_of_pieces_do_not_matter(tmp_path: Path, raw: Path, request: pytes
     request.getfixturevalue("small_pieces")
     preprocess(PreprocessConfig(raw=raw, out=tmp_path / "small", preset="smoke"))
     assert contents(tmp_path / "large") == contents(tmp_path / "small")
+
+
+def test_workers_write_the_same(tmp_path: Path, raw: Path, request: pytest.FixtureRequest) -> None:
+    """And go on after an error: day 1 cannot be written while later ones are."""
+    request.getfixturevalue("small_pieces")
+    preprocess(PreprocessConfig(raw=raw, out=tmp_path / "one", preset="smoke"))
+    config = PreprocessConfig(raw=raw, out=tmp_path / "three", preset="smoke", workers=3)
+    write_day = preprocess_job.PreprocessJob._write_day
+
+    def failing(job: preprocess_job.PreprocessJob, day: int, *arguments: Any) -> list[Path]:
+        if day == 1:
+            raise ValueError("the disk is full")
+        return write_day(job, day, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess_job.PreprocessJob, "_write_day", failing)
+        with pytest.raises(ValueError, match="the disk is full"):
+            preprocess(config)
+    preprocess(config)
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    with pytest.raises(ValueError, match="--workers is 0"):
+        PreprocessConfig(raw=raw, out=tmp_path, workers=0)
 
 
 def test_gzip_is_the_same(tmp_path: Path, raw: Path) -> None:

@@ -1,0 +1,41 @@
+"""Pieces of work in several threads at a time: numpy, polars and checksums leave the interpreter lock to others."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Event, Lock
+
+from dlrm_bench.dlrm.data.steps import Advance
+
+
+class _StoppedError(Exception):
+    """Ends a piece of work after another one has failed."""
+
+
+def run_all(work: Callable[[int, Advance], None], items: Iterable[int], advance: Advance, workers: int) -> None:
+    """Do work(item, advance) for each item, `workers` of them at a time, begun in order.
+
+    The first error, or an interrupt, ends the others at their next call of advance, and is raised.
+    """
+    if workers == 1:
+        for item in items:
+            work(item, advance)
+        return
+    lock, stopped = Lock(), Event()
+
+    def advance_together(pieces: float) -> None:
+        if stopped.is_set():
+            raise _StoppedError
+        with lock:
+            advance(pieces)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, item, advance_together) for item in items]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+    errors = [future.exception() for future in futures if not future.cancelled()]
+    for error in errors:
+        if error is not None and not isinstance(error, _StoppedError):
+            raise error
