@@ -23,12 +23,15 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.model import DenseNetwork
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels import cross, fused_cross, loss, mlp
+from dlrm_bench.kernels import cross, fused_cross, loss, mlp, small_mlp
 from dlrm_bench.kernels.column_sums import column_sums
 
 # The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
 # not 16-byte aligned.
 _PAD = 16
+
+LOSSES_KEPT = 1 << 20
+"""Iterations after which the place of a mean loss is used again; 4 MB."""
 
 
 class ExplicitDense:
@@ -92,7 +95,8 @@ class ExplicitDense:
         self._make_buffers(ranks.device)
 
     def _make_buffers(self, device: torch.device) -> None:
-        """Activations and their gradients, whole batches of them; the bottom MLP's, which are small, come and go."""
+        """Activations and their gradients, whole batches of them; of the bottom MLP's, which are small, most come and
+        go."""
 
         def matrices(*columns: int) -> list[Tensor]:
             return [torch.zeros(samples, n, dtype=dtype, device=device) for n in columns]
@@ -116,6 +120,9 @@ class ExplicitDense:
         self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
         self._dz_top = [self._dx[-1], *matrices(*model.top_mlp)]
         (self._dense,) = matrices(self._padded)
+        self._small = small_mlp.applies(model.bottom_mlp, self._padded, dtype)
+        self._bottom = [self._dense, *matrices(*model.bottom_mlp)] if self._small else []
+        """The inputs of the bottom MLP's layers, and its output."""
         self._make_partial_sums(device)
 
     def _make_partial_sums(self, device: torch.device) -> None:
@@ -140,8 +147,9 @@ class ExplicitDense:
             self._partials[f"bottom_mlp.{i}"] = zeros(mlp.partial_rows(self.shape.samples), width, parts=1)
         columns = loss.partial_columns(self._top[last].shape[1], relu=last > 0)
         self._loss_partials = zeros(loss.partial_rows(rows), columns)
-        self.loss = torch.zeros((), device=device)
-        """Mean over the local batch, as of the last `top_weight_gradients` of layer 0."""
+        self.mean_losses = torch.zeros(LOSSES_KEPT, device=device)
+        """A ring of means over the local batch; each `top_weight_gradients` of layer 0 adds the next one, at `step`."""
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def losses(self) -> Tensor:
@@ -168,10 +176,15 @@ class ExplicitDense:
 
     def bottom_forward(self, dense: Tensor) -> None:
         """dense: fp32 [batch, dense_in_features]."""
+        layers = [f"bottom_mlp.{i}" for i in range(len(self.model.bottom_mlp))]
+        if self._small:
+            out, parameters = self.x0[:, : self.model.embedding_dim], ("weight", "bias")
+            weights, biases = ([self.working[f"{layer}.{name}"] for layer in layers] for name in parameters)
+            small_mlp.small_mlp(dense, weights, biases, self._dense, self._bottom[1:], out)
+            return
         self._dense[:, : self.model.dense_in_features].copy_(dense)
         self._bottom = [self._dense]
-        for i in range(len(self.model.bottom_mlp)):
-            name = f"bottom_mlp.{i}"
+        for name in layers:
             weight, bias = self.working[f"{name}.weight"], self.working[f"{name}.bias"]
             self._bottom.append(torch._addmm_activation(bias, self._bottom[-1], weight.t()))
         self.x0[:, : self.model.embedding_dim].copy_(self._bottom[-1])
@@ -268,7 +281,8 @@ class ExplicitDense:
         if 0 in layers:
             hidden = self.grad[f"top_mlp.{last - 1}.bias"] if last else None
             partials = self._loss_partials.flatten(0, 1)
-            loss.add_up(partials, self.loss, self.grad[f"top_mlp.{last}.bias"], hidden, len(self.x0))
+            sums = (self.mean_losses, self.step, self.grad[f"top_mlp.{last}.bias"], hidden)
+            loss.add_up(partials, *sums, len(self.x0))
 
     def cross_weight_gradients(self, layer: int) -> None:
         """Writes to `grad` everything of a layer whose `cross_backward` is through."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from dlrm_bench.kernels.column_sums import column_sums
 from dlrm_bench.kernels.fetch import fetch_next
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
-from dlrm_bench.kernels.graph_time import graph_us
 from dlrm_bench.kernels.non_finite import clear_if_stopped, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
@@ -27,32 +26,28 @@ from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.row_sums import row_starts, row_sums
 from dlrm_bench.kernels.sharded_adagrad import sharded_adagrad
 from dlrm_bench.kernels.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
-from dlrm_bench.kernels.sorted_adagrad import sort_ids, sorted_adagrad
+from dlrm_bench.kernels.small_mlp import small_mlp
+from dlrm_bench.kernels.sort_ids import SortTable, sort_ids
+from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
+from dlrm_bench.kernels.timing import Case, print_times, sorted_ids_case
 
-COPY_BYTES_PER_SECOND = 4.3e12  # of an H200, read plus write
 HOT_ROWS = 40_000_000
 ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
 PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
 BF16 = torch.bfloat16
 
 
-class Case(NamedTuple):
-    kernel: str
-    """The function's name."""
-    shape: str
-    bytes: float
-    run: Callable[[], object]
-
-
-def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Tensor]:
-    """linear ids and bags, int32: uniform ids of `tables`, each a bag of `hot` per sample."""
-    ids, bags, first_row = [], [], 0
-    for table, rows in enumerate(tables):
-        ids.append(first_row + torch.randint(rows, (batch * hot,), device="cuda", dtype=torch.int32))
-        bag = torch.arange(batch, device="cuda", dtype=torch.int32) * len(tables) + table
-        bags.append(bag.repeat_interleave(hot))
-        first_row += rows
-    return torch.cat(ids), torch.cat(bags)
+def sort_ids_cases() -> Iterator[Case]:
+    """Of half of MLPerf's ids, as on one of two ranks."""
+    for batch in (13824, 1024):
+        ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
+        table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))
+        yield Case(
+            "sort_ids",
+            f"{len(ids)} ids of {table.rows} rows",
+            16 * len(ids),
+            partial(sort_ids, ids, table, *outs.to(ids).unbind()),
+        )
 
 
 def sorted_adagrad_cases() -> Iterator[Case]:
@@ -67,8 +62,7 @@ def sorted_adagrad_cases() -> Iterator[Case]:
             ids, bags = sorted_ids_case(tables, batch, hot)
             name = f"G {batch}, {len(tables)} table(s), hot {hot}"
             ordered = torch.empty_like(ids), torch.empty_like(bags)
-            yield Case("sort_ids", name, 16 * len(ids), partial(sort_ids, ids, bags, *ordered))
-            sort_ids(ids, bags, *ordered)
+            sort_ids(ids, SortTable(torch.zeros_like(ids), bags, sum(tables)), *ordered)
             distinct = len(torch.unique_consecutive(ordered[0]))
             for columns in widths:
                 rows = sum(tables)
@@ -255,11 +249,12 @@ def loss_cases() -> Iterator[Case]:
             partial(loss.logit_loss_backward, h, weight, bias, labels, dlogits, dz, partials, 8 * batch, relu=True),
         )
         mean, dbias, dbias_hidden = (torch.zeros(n, device="cuda") for n in (1, 1, width))
+        step = torch.zeros((), dtype=torch.int64, device="cuda")
         yield Case(
             "add_up",
             f"{list(partials.shape)}, fp32",
             partials.nbytes,
-            partial(loss.add_up, partials, mean, dbias, dbias_hidden, batch),
+            partial(loss.add_up, partials, mean, step, dbias, dbias_hidden, batch),
         )
 
 
@@ -270,11 +265,24 @@ def column_sums_cases() -> Iterator[Case]:
         yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
 
 
+def small_mlp_cases() -> Iterator[Case]:
+    widths = (512, 256, 128)
+    for batch in (6912, 512):
+        shapes = zip(widths, (16, *widths), strict=False)
+        weights = [torch.randn(*shape, device="cuda").to(BF16) for shape in shapes]
+        biases = [torch.randn(width, device="cuda").to(BF16) for width in widths]
+        inputs, *hidden = (torch.empty(batch, width, device="cuda", dtype=BF16) for width in (16, *widths))
+        features, out = torch.randn(batch, 13, device="cuda"), torch.empty_like(hidden[-1])
+        moved = sum(tensor.nbytes for tensor in (features, *weights, inputs, *hidden, out))
+        run = partial(small_mlp, features, weights, biases, inputs, hidden, out)
+        yield Case("small_mlp", f"B {batch}, 13-512-256-128", moved, run)
+
+
 def row_sums_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         ids, bags = sorted_ids_case([3, 63, 10, 4, 14, 108], batch, 1)
         ordered = torch.empty_like(ids), torch.empty_like(bags)
-        sort_ids(ids, bags, *ordered)
+        sort_ids(ids, SortTable(torch.zeros_like(ids), bags, 202), *ordered)
         starts = row_starts(ordered[0], 202)
         grad, out = torch.randn(len(ids), 128, device="cuda").to(BF16), torch.empty(202, 128, device="cuda")
         yield Case(
@@ -369,7 +377,9 @@ CASES = {
     "silu_attention": silu_attention_cases,
     "column_sums": column_sums_cases,
     "row_sums": row_sums_cases,
+    "small_mlp": small_mlp_cases,
     "fetch": fetch_cases,
+    "sort_ids": sort_ids_cases,
     "sorted_adagrad": sorted_adagrad_cases,
     "gather_segments": gather_segments_cases,
     "push_segments": push_segments_cases,
@@ -386,15 +396,5 @@ CASES = {
 }
 
 
-def main(names: list[str]) -> None:
-    print(f"{'kernel':20} {'shape':48} {'us':>8} {'GB/s':>7} {'of copy':>8}")
-    for name in names or list(CASES):
-        for case in CASES[name]():
-            us = graph_us(case.run)
-            rate = case.bytes / us * 1e6
-            measured = f"{us:8.1f} {rate / 1e9:7.0f} {rate / COPY_BYTES_PER_SECOND:8.0%}"
-            print(f"{case.kernel:20} {case.shape:48} {measured}", flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print_times(CASES, sys.argv[1:])

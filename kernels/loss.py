@@ -104,34 +104,44 @@ def triton_logit_loss_backward(
     _logit_loss_backward_kernel[(len(partials),)](*tensors, batch, 1 / global_batch, width, relu, _ROWS, columns)
 
 
-def add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
-    """loss = the mean over `batch` samples, dbias and dbias_hidden = the biases' gradients, from the partial sums.
+def add_up(
+    partials: Tensor, losses: Tensor, step: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int
+) -> None:
+    """losses[step % n] = the mean over `batch` samples, dbias and dbias_hidden = the biases' gradients, from the
+    partial sums; step += 1.
 
-    partials: those of `logit_loss_backward`, of one or of several ranges of the samples, one below the other. loss:
-    fp32, one element. dbias: bf16 or fp32 [1], dbias_hidden: [width], None where there is no ReLU. Without atomics:
-    equal inputs give equal bits.
+    partials: those of `logit_loss_backward`, of one or of several ranges of the samples, one below the other. losses:
+    fp32 [n], a ring, so that the host copies none. step: int64, one element, on its device. dbias: bf16 or fp32 [1],
+    dbias_hidden: [width], None where there is no ReLU. Without atomics: equal inputs give equal bits.
     """
-    assert loss.numel() == dbias.numel() == 1 and loss.dtype == torch.float32, "loss: fp32, one element, as dbias"
+    assert losses.dim() == 1 and losses.dtype == torch.float32 and losses.is_contiguous(), "losses: fp32 [n]"
+    assert step.numel() == dbias.numel() == 1 and step.dtype == torch.int64, "step, int64, and dbias: one element"
     hidden = 0 if dbias_hidden is None else dbias_hidden.numel()
     assert partials.shape[1] == 2 + hidden and partials.is_contiguous(), "partials: [rows, 2 + width]"
     add = triton_add_up if partials.is_cuda else plain_add_up
-    add(partials, loss, dbias, dbias_hidden, batch)
+    add(partials, losses, step, dbias, dbias_hidden, batch)
 
 
-def plain_add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
+def plain_add_up(
+    partials: Tensor, losses: Tensor, step: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int
+) -> None:
     """What `add_up` does, in PyTorch."""
     sums = partials.sum(0)
-    loss.fill_(sums[0] / batch)
+    losses[step % len(losses)] = sums[0] / batch
+    step += 1
     dbias.fill_(sums[1])
     if dbias_hidden is not None:
         dbias_hidden.copy_(sums[2:])
 
 
-def triton_add_up(partials: Tensor, loss: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int) -> None:
+def triton_add_up(
+    partials: Tensor, losses: Tensor, step: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int
+) -> None:
     """What `add_up` does, in one kernel."""
     rows, columns = partials.shape
     grid = (cdiv(columns, _SUM_COLUMNS),)
-    _add_up_kernel[grid](partials, loss, dbias, dbias_hidden, batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
+    tensors = (partials, losses, step, dbias, dbias_hidden)
+    _add_up_kernel[grid](*tensors, len(losses), batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
 
 
 @jit
@@ -191,9 +201,11 @@ def _logit_loss_backward_kernel(
 @jit
 def _add_up_kernel(
     partials,
-    loss,
+    losses,
+    step,
     dbias,
     dbias_hidden,
+    size,
     batch,
     rows: tl.constexpr,
     columns: tl.constexpr,
@@ -202,7 +214,10 @@ def _add_up_kernel(
 ) -> None:
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     sums = sum_columns(partials, column, rows, columns, block_rows, block_columns)
-    tl.store(loss + column, sums / batch, column == 0)
+    if tl.program_id(0) == 0:  # which has the loss' column
+        now = tl.load(step)
+        tl.store(losses + now % size + column, sums / batch, column == 0)
+        tl.store(step, now + 1)
     tl.store(dbias + column - 1, sums, column == 1)
     if columns > 2:
         tl.store(dbias_hidden + column - 2, sums, (column >= 2) & (column < columns))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 from dlrm_bench.kernels.non_finite import flag_words, is_stopped
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -12,6 +17,11 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 # The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and leave
 # GEMMs, whose blocks each want a multiprocessor, too few of those.
 _PROGRAMS, _BLOCK, _WARPS = 24, 4096, 16
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+# Threads of a block that compute, and the shared memory that its stages may take.
+_THREADS, _STAGES_BYTES = 256, 196_608
+_MOST_RANKS = 8
 
 
 def sharded_adagrad(
@@ -45,8 +55,17 @@ def sharded_adagrad(
     assert flat.dim() == 1 and flat.is_contiguous(), "weights: [N]"
     assert 0 <= first <= flat.numel() - master.numel(), "a slice of the flat buffers"
     assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
-    update = triton_sharded_adagrad if master.is_cuda else plain_sharded_adagrad
+    update = plain_sharded_adagrad
+    if master.is_cuda:
+        update = cuda_sharded_adagrad if _in_whole_accesses(master, grads, workings, first) else triton_sharded_adagrad
     update(master, state, grads, workings, first, learning_rate, eps, stopped)
+
+
+def _in_whole_accesses(master: Tensor, grads: PeerTensors, workings: PeerTensors, first: int) -> bool:
+    width = 16 // grads.own.itemsize
+    if grads.own.dtype != workings.own.dtype or len(grads) > _MOST_RANKS:
+        return False
+    return available() and first % width == 0 and master.numel() % width == 0
 
 
 def plain_sharded_adagrad(
@@ -103,6 +122,59 @@ def triton_sharded_adagrad(
             _BLOCK,
             num_warps=_WARPS,
         )
+
+
+class _Arguments(ctypes.Structure):
+    """sharded_adagrad.cu's struct Arguments."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("master", "state", "grads", "workings", "learning_rate")),
+        ("stopped", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("first", ctypes.c_longlong),
+        ("count", ctypes.c_int),
+    )
+
+
+@functools.cache
+def _kernel(ranks: int, bf16: bool, threads: int, stages: int, device: torch.device) -> Kernel:
+    stage_bytes = threads * ((64 if bf16 else 32) + 16 * ranks)
+    stages = stages or min(8, _STAGES_BYTES // stage_bytes)
+    defines = {"RANKS": ranks, "BF16": int(bf16), "THREADS": threads, "STAGES": stages}
+    # What aligns the stages, the stages, barriers.
+    shared_bytes = 128 + stages * (stage_bytes + 16)
+    with torch.cuda.device(device):
+        return Kernel(_SOURCE, "sharded_adagrad", defines, threads + 32, shared_bytes)
+
+
+def cuda_sharded_adagrad(
+    master: Tensor,
+    state: Tensor,
+    grads: PeerTensors,
+    workings: PeerTensors,
+    first: int,
+    learning_rate: Tensor,
+    eps: float,
+    stopped: Tensor | None = None,
+    blocks: int = _PROGRAMS,
+    threads: int = _THREADS,
+    stages: int = 0,
+) -> None:
+    """What `sharded_adagrad` does, in one kernel for Hopper GPUs with more on its way at a time; up to eight ranks,
+    `first` and n in whole accesses of 16 bytes."""
+    own = workings.own
+    width = 16 // own.itemsize
+    assert own.dtype == grads.own.dtype, "gradients and weights of one dtype"
+    assert master.numel() % width == first % width == 0, "whole accesses of 16 bytes"
+    assert all(t.data_ptr() % 16 == 0 for t in (master, state, *grads.tensors, *workings.tensors)), "16-byte aligned"
+    if master.numel() == 0:
+        return
+    tensors = (master, state, grads.addresses, workings.addresses, learning_rate)
+    flags = (None if stopped is None else stopped.data_ptr(), flag_words(stopped))
+    arguments = _Arguments(*(t.data_ptr() for t in tensors), *flags, eps, first, master.numel() // width)
+    kernel = _kernel(len(grads), own.dtype == torch.bfloat16, threads, stages, master.device)
+    kernel.launch(min(blocks, cdiv(master.numel(), width * threads)), arguments)
 
 
 @jit

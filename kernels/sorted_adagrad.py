@@ -11,9 +11,14 @@ borders goes to `partials`, where a second kernel adds it up.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.non_finite import flag_words, is_stopped
 
@@ -21,18 +26,10 @@ _WARPS = 2048  # enough to fill a large GPU
 # Rows that one warp works on at a time, by columns: the fastest on an H200. More do not fit into its registers.
 _TILES = {16: 64, 32: 32, 64: 8, 128: 4}
 
-
-def sort_ids(linear_ids: Tensor, bags: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-    """Sort ids, stably, and bring the bag of each along; both come out in id order.
-
-    linear_ids: the row of the concatenated tables that each id means, or negative for padding. bags: the bag of each
-    id: sample * tables + table. All int32 [N]; the outputs overlap nothing.
-    """
-    tensors = (linear_ids, bags, sorted_ids, sorted_bags)
-    assert all(t.dtype == torch.int32 and t.shape == linear_ids.shape for t in tensors), "ids and bags: int32 [N]"
-    order = torch.empty(linear_ids.shape, dtype=torch.int64, device=linear_ids.device)
-    torch.sort(linear_ids, stable=True, out=(sorted_ids, order))
-    torch.index_select(bags, 0, order, out=sorted_bags)
+_SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS = 128
+# Positions that a group of lanes has on their way at a time: half as many, where there are many ids, and more groups.
+_UNROLL, _MANY = 8, 1 << 20
 
 
 def sorted_adagrad(
@@ -62,7 +59,9 @@ def sorted_adagrad(
     assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
     assert sorted_ids.dtype == sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
     assert learning_rate.numel() == 1 and learning_rate.device == weights.device, "learning rate: a device scalar"
-    update = triton_sorted_adagrad if weights.is_cuda else plain_sorted_adagrad
+    update = plain_sorted_adagrad
+    if weights.is_cuda:
+        update = cuda_sorted_adagrad if available() else triton_sorted_adagrad
     update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps, stopped)
 
 
@@ -104,15 +103,80 @@ def triton_sorted_adagrad(
     if count == 0:
         return
     tile = tile or _TILES[columns]
-    # Long chunks leave little to merge, short ones keep every multiprocessor busy.
-    chunk = chunk or max(tile, min(128, next_power_of_2(cdiv(count, _WARPS))))
+    chunk = chunk or max(tile, _chunk(count))
     chunks = cdiv(count, chunk)
-    # Row 0 of a chunk: its share of the run that comes in from the left. Row 1: of the run that first goes out.
-    partials = torch.empty(chunks, 2, columns, dtype=torch.float32, device=weights.device)
+    partials = _partials(chunks, weights)
     tensors = (weights, state, partials, sorted_ids, learning_rate, stopped)
     sizes = (eps, count, flag_words(stopped), weights.stride(0), columns, chunk)
     _sorted_adagrad_kernel[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
     if chunks > 1:
+        _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
+
+
+def _chunk(count: int) -> int:
+    """Positions of one warp: long chunks leave little to merge, short ones keep every multiprocessor busy."""
+    return min(128, next_power_of_2(cdiv(count, _WARPS)))
+
+
+def _partials(chunks: int, weights: Tensor) -> Tensor:
+    """Row 0 of a chunk: its share of the run that comes in from the left. Row 1: of the run that first goes out."""
+    return torch.empty(chunks, 2, weights.shape[1], dtype=torch.float32, device=weights.device)
+
+
+class _Arguments(ctypes.Structure):
+    """sorted_adagrad.cu's struct Arguments."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "state", "partials", "ids", "bags", "grad", "learning_rate")),
+        ("stopped", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("count", ctypes.c_int),
+        ("stride", ctypes.c_int),
+    )
+
+
+@functools.cache
+def _kernel(columns: int, bf16: bool, chunk: int, unroll: int, device: torch.device) -> Kernel:
+    defines = {"COLUMNS": columns, "BF16": int(bf16), "CHUNK": chunk, "UNROLL": unroll}
+    with torch.cuda.device(device):
+        return Kernel(_SOURCE, "sorted_adagrad", defines, _THREADS, 0)
+
+
+def cuda_sorted_adagrad(
+    weights: Tensor,
+    state: Tensor,
+    grad: Tensor,
+    sorted_ids: Tensor,
+    sorted_bags: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    stopped: Tensor | None = None,
+    chunk: int = 0,
+    unroll: int = 0,
+) -> None:
+    """What `sorted_adagrad` does, in a kernel for Hopper GPUs that has more rows on their way at a time, and the same
+    second one."""
+    count, columns = sorted_ids.numel(), weights.shape[1]
+    if count == 0:
+        return
+    assert all(t.data_ptr() % 16 == 0 for t in (weights, state, grad)) and weights.stride(0) % 4 == 0, "16-byte aligned"
+    chunk, unroll = chunk or _chunk(count), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
+    chunks = cdiv(count, chunk)
+    partials = _partials(chunks, weights)
+    arguments = _Arguments(
+        *(t.data_ptr() for t in (weights, state, partials, sorted_ids, sorted_bags, grad, learning_rate)),
+        None if stopped is None else stopped.data_ptr(),
+        flag_words(stopped),
+        eps,
+        count,
+        weights.stride(0),
+    )
+    kernel = _kernel(columns, grad.dtype == torch.bfloat16, chunk, unroll, weights.device)
+    kernel.launch(cdiv(chunks, _THREADS // (columns // 4)), arguments)
+    if chunks > 1:
+        tensors = (weights, state, partials, sorted_ids, learning_rate, stopped)
+        sizes = (eps, count, flag_words(stopped), weights.stride(0), columns, chunk)
         _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
 
 
@@ -168,8 +232,8 @@ def _sorted_adagrad_kernel(
 
         opened = row_id != previous
         rows += tl.where(((at == start + first) & (opened == 0))[:, None], carry[None, :], 0.0)
-        flags = tl.broadcast_to(opened.to(tl.int32)[:, None], [tile, columns])
-        g, _ = tl.associative_scan((rows, flags), 0, _add_run)
+        openings = tl.broadcast_to(opened.to(tl.int32)[:, None], [tile, columns])
+        g, _ = tl.associative_scan((rows, openings), 0, _add_run)
         carry = tl.sum(tl.where((at == start + first + tile - 1)[:, None], g, 0.0), 0)
 
         s += g * g

@@ -45,7 +45,8 @@ class Pipeline(Protocol):
         ...
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:
-        """Train on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device.
+        """Train on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device; its
+        memory may be used again a million steps later.
 
         Raises StopIteration when `batches` has ended and every batch read has been trained on.
         """

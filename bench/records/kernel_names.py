@@ -46,7 +46,7 @@ GEMM = "GEMM"
 _LOSS = re.compile(r"^_logit_loss_backward_kernel$|cross_entropy")
 _SORT = re.compile(r"RadixSort|linearize_index|DeviceRle|RunLength|DeviceCompactInit|DeviceScan|DeviceReduceByKey")
 _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
-_TABLE_UPDATE = re.compile(r"^_sorted_adagrad_kernel$|embedding\w*_(backward|grad)")
+_TABLE_UPDATE = re.compile(r"^(_sorted_adagrad_kernel|sorted_adagrad)$|embedding\w*_(backward|grad)")
 _TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
 _BARRIER = re.compile(r"symmetric_memory::.*barrier_kernel")
 """Barriers of peer memory."""
@@ -168,7 +168,10 @@ class _Order:
         self._loss = (loss[0][0], max(end for _, end in loss)) if loss else None
         lookups, updates = self._times(_TABLE_LOOKUP), self._times(_TABLE_UPDATE)
         names = {event["name"] for event in events}
-        self._presorts, self._replicates = "_sorted_adagrad_kernel" in names, "_row_sums_kernel" in names
+        self._presorts, self._replicates = (
+            bool({"_sorted_adagrad_kernel", "sorted_adagrad"} & names),
+            "_row_sums_kernel" in names,
+        )
         self._updates = bool(updates)
         # What must lie within these is the pooled vectors' all-to-all, and that of their gradients.
         self._within = {}

@@ -33,7 +33,7 @@ class PickedIds:
     rows: Tensor
     """int32 [capacity]: which of the rank's rows of its table; 0 after the last id."""
     sort_rows: Tensor
-    """int32 [capacity]: rows counted one table after another, as `sort_ids` takes them; -1 after the last id."""
+    """int32 [capacity]: rows counted one table after another, as `sort_rows` takes them; -1 after the last id."""
     bags: Tensor
     """int32 [capacity]: the bag of each id, as FixedTBE numbers them."""
     offsets: Tensor

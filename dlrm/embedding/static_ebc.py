@@ -40,7 +40,8 @@ from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.non_finite import clear_if_stopped
-from dlrm_bench.kernels.sorted_adagrad import sort_ids, sorted_adagrad
+from dlrm_bench.kernels.sort_ids import sort_rows
+from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
 
 
 @dataclass(slots=True)
@@ -161,7 +162,7 @@ class StaticEBC:
         if ids.sorted_ids is None or ids.sorted_bags is None:
             return
         if ids.picked is not None:
-            sort_ids(ids.picked.sort_rows, ids.picked.bags, ids.sorted_ids, ids.sorted_bags)
+            sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted_ids, ids.sorted_bags)
         else:
             self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
 

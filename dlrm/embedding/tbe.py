@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 
 from dlrm_bench.dlrm.config import OptimizerConfig
-from dlrm_bench.kernels.sorted_adagrad import sort_ids
+from dlrm_bench.kernels.sort_ids import SortTable, sort_ids
 
 _OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -100,9 +100,10 @@ class FixedTBE:
         sizes = torch.tensor(hot).repeat_interleave(samples)
         bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1).repeat_interleave(sizes)
         part = torch.arange(parts)[:, None] * samples * len(rows)
-        self._bags = (part + bag).view(-1).to(device=device, dtype=torch.int32)
+        bags = (part + bag).view(-1).to(device=device, dtype=torch.int32)
         first_row = torch.tensor(starts).repeat_interleave(samples).repeat_interleave(sizes)
-        self._first_rows = first_row.repeat(parts).to(device=device, dtype=torch.int32)
+        first_rows = first_row.repeat(parts).to(device=device, dtype=torch.int32)
+        self._order = SortTable(first_rows, bags, sum(rows), padding) if sorted_updates else None
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the rate of FBGEMM's backward, from the next one on; a captured one keeps what it was captured with."""
@@ -138,10 +139,8 @@ class FixedTBE:
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Writes to sorted_ids, int32 [num_ids], rows of `weights` in ascending order, after -1 for every id of
         padding; to sorted_bags the bag of each."""
-        rows = ids + self._first_rows
-        if self._padding:
-            rows.masked_fill_(ids == 0, -1)
-        sort_ids(rows, self._bags, sorted_ids, sorted_bags)
+        assert self._order is not None
+        sort_ids(ids, self._order, sorted_ids, sorted_bags)
 
 
 def _fbgemm_tables(

@@ -20,7 +20,7 @@ from dlrm_bench.dlrm.embedding.pooled_exchange import PeerInputs
 from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
 from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
 from dlrm_bench.dlrm.embedding.torchrec_plan import torchrec_plan
-from dlrm_bench.dlrm.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.explicit_dense import LOSSES_KEPT, ExplicitDense
 from dlrm_bench.dlrm.gpu_costs import costs_of
 from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.model import torchrec_names
@@ -158,7 +158,7 @@ class StaticPipeline:
         self._streams.end_iteration()
         self._step += 1
         self._launched += 1
-        return self.dense.loss.clone()
+        return self.dense.mean_losses[(self._launched - 1) % LOSSES_KEPT]
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs forward passes only; the batches of the training in flight keep their slots."""

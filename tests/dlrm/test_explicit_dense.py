@@ -107,7 +107,14 @@ def forward_backward(
     explicit.bottom_backward()
     for layer in range(len(explicit.model.bottom_mlp)):
         explicit.bottom_weight_gradient(layer)
-    return torch.cat(logits), explicit.loss, explicit.dx0
+    return torch.cat(logits), explicit.mean_losses[int(explicit.step) - 1], explicit.dx0
+
+
+def update(explicit: ExplicitDense, learning_rate: Tensor) -> None:
+    """All buckets, as an iteration does."""
+    for bucket in explicit.buckets:
+        bucket.update(learning_rate, EPS)
+        bucket.all_gather()
 
 
 def check(ranks: Ranks, case: Case) -> None:
@@ -163,9 +170,7 @@ def check(ranks: Ranks, case: Case) -> None:
         optimizer.zero_grad()
         functional.binary_cross_entropy_with_logits(network(dense, pooled), labels).backward()
         optimizer.step()
-        for bucket in explicit.buckets:
-            bucket.update(learning_rate, EPS)
-            bucket.all_gather()
+        update(explicit, learning_rate)
         check_update(explicit, network, optimizer, case)
 
 
@@ -178,9 +183,7 @@ def check_state_dict(ranks: Ranks, case: Case) -> None:
         dense, pooled, labels = (part.to(ranks.device)[local] for part in global_batch(case, ranks.world_size, 0))
         with torch.no_grad():
             forward_backward(explicit, dense, pooled, labels, case.parts)
-        for bucket in explicit.buckets:
-            bucket.update(torch.tensor([LEARNING_RATE], device=ranks.device), EPS)
-            bucket.all_gather()
+        update(explicit, torch.tensor([LEARNING_RATE], device=ranks.device))
 
     def assert_equal() -> None:
         for which in ("master", "state"):

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-NO_KERNELS = {"__init__", "_cuda", "_triton", "benchmark", "graph_time", "peer_tensors", "stages"}
+NO_KERNELS = {"__init__", "_cuda", "_triton", "benchmark", "graph_time", "peer_tensors", "stages", "timing"}
 MODULES = sorted(path.stem for path in KERNELS.glob("*.py") if path.stem not in NO_KERNELS)
-# Of PyTorch's operators alone: it has no twins.
-WITHOUT_TWINS = {"sort_ids"}
 
 
 def functions(module: str) -> list[str]:
@@ -47,7 +45,7 @@ def test_each_kernel_has_a_plain_twin_a_test_and_a_benchmark_case_of_its_name(mo
     assert names <= set(functions(module)), "no public function of the twin's name"
     assert names == {name.removeprefix("plain_") for name in functions(module) if name.startswith("plain_")}
     assert (Path(__file__).parent / f"test_{module}.py").is_file()
-    assert names == {name for of, name in benchmark_cases() if of == module} - WITHOUT_TWINS
+    assert names == {name for of, name in benchmark_cases() if of == module}
 
 
 def test_benchmark_cases_are_of_modules_here() -> None:

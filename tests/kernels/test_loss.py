@@ -48,7 +48,11 @@ class Outputs:
         (batch, width), relu = values[0].shape, self.dbias_hidden is not None
         partials = torch.full((partial_rows(batch), partial_columns(width, relu)), torch.nan, device=DEVICE)
         backward(*values, self.dlogits, self.dz, partials, global_batch, relu)
-        add(partials, self.loss, self.dbias, self.dbias_hidden, batch)
+        losses, step = torch.full((3,), torch.nan, device=DEVICE), torch.tensor(5, device=DEVICE)
+        add(partials, losses, step, self.dbias, self.dbias_hidden, batch)
+        assert losses[:2].isnan().all()
+        assert step == 6
+        self.loss.copy_(losses[2])
 
     def fill_by_triton(self, values: tuple[Tensor, ...], global_batch: int) -> None:
         self.fill(values, global_batch, triton_logit_loss_backward, triton_add_up)

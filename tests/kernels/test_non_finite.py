@@ -1,12 +1,14 @@
 """Flags of losses that are not finite, Triton against the plain twins, and updates that read them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.flat_adagrad import plain_flat_adagrad, triton_flat_adagrad
 from dlrm_bench.kernels.non_finite import (
     plain_clear_if_stopped,
@@ -15,8 +17,8 @@ from dlrm_bench.kernels.non_finite import (
     triton_raise_flag,
 )
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.sharded_adagrad import plain_sharded_adagrad, triton_sharded_adagrad
-from dlrm_bench.kernels.sorted_adagrad import plain_sorted_adagrad, triton_sorted_adagrad
+from dlrm_bench.kernels.sharded_adagrad import cuda_sharded_adagrad, plain_sharded_adagrad, triton_sharded_adagrad
+from dlrm_bench.kernels.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, triton_sorted_adagrad
 from tests.kernels.devices import DEVICE, needs_triton
 
 EPS = 1e-8
@@ -53,13 +55,17 @@ def test_gradients_are_cleared_where_a_flag_is_raised(clear: Callable[[Tensor, T
     assert not gradients.any()
 
 
-def updates(triton: bool) -> list[Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
+UPDATES: dict[str, tuple[Callable[..., None], ...]] = {
+    "plain": (plain_flat_adagrad, plain_sharded_adagrad, plain_sorted_adagrad),
+    "triton": (triton_flat_adagrad, triton_sharded_adagrad, triton_sorted_adagrad),
+    "cuda": (triton_flat_adagrad, cuda_sharded_adagrad, cuda_sorted_adagrad),
+}
+HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")]
+
+
+def updates(by: str) -> list[Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
     """Each takes weights and state [4, 16], gradients that fit them, and flags."""
-    flat, sharded, of_sorted = (
-        (triton_flat_adagrad, triton_sharded_adagrad, triton_sorted_adagrad)
-        if triton
-        else (plain_flat_adagrad, plain_sharded_adagrad, plain_sorted_adagrad)
-    )
+    flat, sharded, of_sorted = UPDATES[by]
     rate = torch.tensor([0.1], device=DEVICE)
     ids = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=DEVICE)
     bags = torch.arange(4, dtype=torch.int32, device=DEVICE)
@@ -77,10 +83,12 @@ def updates(triton: bool) -> list[Callable[[Tensor, Tensor, Tensor, Tensor], Non
     return [run_flat, run_sharded, run_sorted]
 
 
-@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize(
+    "by", ["plain", pytest.param("triton", marks=needs_triton), pytest.param("cuda", marks=HOPPER)]
+)
 @pytest.mark.parametrize("update", range(3), ids=["flat", "sharded", "sorted"])
-def test_an_update_does_nothing_where_a_flag_is_raised(update: int, triton: bool) -> None:
-    run = updates(triton)[update]
+def test_an_update_does_nothing_where_a_flag_is_raised(update: int, by: str) -> None:
+    run = updates(by)[update]
     weights, state, grad = torch.rand(3, 4, 16, device=DEVICE).unbind()
     stopped = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     kept, kept_state = weights.clone(), state.clone()
@@ -94,14 +102,18 @@ def test_an_update_does_nothing_where_a_flag_is_raised(update: int, triton: bool
     assert weights.isfinite().all()
 
 
-@needs_triton
-def test_runs_that_cross_chunks_are_not_merged_where_a_flag_is_raised() -> None:
+@pytest.mark.parametrize(
+    "update",
+    [
+        pytest.param(partial(triton_sorted_adagrad, tile=8, chunk=16), marks=needs_triton),
+        pytest.param(partial(cuda_sorted_adagrad, chunk=16), marks=HOPPER),
+    ],
+)
+def test_runs_that_cross_chunks_are_not_merged_where_a_flag_is_raised(update: Callable[..., None]) -> None:
     ids = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     bags = torch.arange(64, dtype=torch.int32, device=DEVICE)
     weights, state = torch.rand(2, 1, 16, device=DEVICE).unbind()
     kept, rate = weights.clone(), torch.tensor([0.1], device=DEVICE)
     stopped = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    triton_sorted_adagrad(
-        weights, state, torch.rand(64, 16, device=DEVICE), ids, bags, rate, EPS, stopped, tile=8, chunk=16
-    )
+    update(weights, state, torch.rand(64, 16, device=DEVICE), ids, bags, rate, EPS, stopped)
     assert torch.equal(weights, kept)

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.sharded_adagrad import plain_sharded_adagrad, sharded_adagrad, triton_sharded_adagrad
+from dlrm_bench.kernels.sharded_adagrad import (
+    cuda_sharded_adagrad,
+    plain_sharded_adagrad,
+    sharded_adagrad,
+    triton_sharded_adagrad,
+)
 from tests.kernels.devices import DEVICE, needs_triton
 
 RANKS = [1, 2, 3, 4]
@@ -70,6 +76,24 @@ def test_triton_equals_plain(first: int, size: int, ranks: int, dtype: torch.dty
         assert torch.equal(got[first:-5], workings[0][first:-5])
         assert torch.equal(got[:first], old[:first])
         assert torch.equal(got[-5:], old[-5:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [*RANKS, 8])
+@pytest.mark.parametrize(("first", "size"), [(0, 8), (64, 4096), (24, 300_000), (64, 1_771_008)])
+def test_cuda_equals_triton_bit_for_bit(first: int, size: int, ranks: int, dtype: torch.dtype) -> None:
+    rate, rank = torch.tensor([0.05], device=DEVICE), ranks - 1
+    grads = PeerTensors(buffers(ranks, size, dtype), rank)
+    master, state = torch.randn(size, device=DEVICE), torch.rand(size, device=DEVICE)
+    before = buffers(ranks, first + size + 5, dtype)
+    results = []
+    for update in (cuda_sharded_adagrad, triton_sharded_adagrad):
+        results.append((master.clone(), state.clone(), *(working.clone() for working in before)))
+        update(*results[-1][:2], grads, PeerTensors(results[-1][2:], rank), first, rate, 1e-8)
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][0], master)
 
 
 @pytest.mark.parametrize("update", [plain_sharded_adagrad, pytest.param(triton_sharded_adagrad, marks=needs_triton)])

@@ -26,7 +26,7 @@ def make(
     generator = torch.Generator().manual_seed(tables)
     rows, hot = tuple(ROWS[:tables]), tuple(HOT[:tables])
     shape = TBEShape(rows=rows, hot=hot, columns=COLUMNS, samples=samples, dtype=dtype, parts=parts)
-    tbe = FixedTBE(shape, OPTIMIZER, device)
+    tbe = FixedTBE(shape, OPTIMIZER, device, sorted_updates=True)
     tbe.weights.copy_(torch.randn(tbe.weights.shape, generator=generator))
     ids = [
         torch.randint(rows, (samples, hot), generator=generator, dtype=torch.int32)

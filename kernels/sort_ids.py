@@ -1,0 +1,125 @@
+"""Ids of a batch in the order of the rows that they name, each with its bag: what `sorted_adagrad` takes.
+
+On Hopper GPUs a radix sort of our own. It sorts pairs of 32 bits by as many bits as rows need, where torch.sort sorts
+by all 32 and carries places of 64 bits along; it makes rows out of ids on the way in, and brings bags, not places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._cuda import Kernel, available, multiprocessors
+from dlrm_bench.kernels._triton import cdiv
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+# As in sort_ids.cu.
+_THREADS, _WARPS = 256, 8
+_DIGIT_BITS = 8  # at most
+# Ids of one thread. Fewer, where there are few, so that more multiprocessors have some.
+_ITEMS, _FEW, _ITEMS_OF_FEW = 16, 1 << 19, 4
+
+
+class SortTable:
+    """The place of each id, and memory that sorts use; put on the device once.
+
+    first_rows: int32 [N], what to add to each id. bags: int32 [N], the bag of each: sample * tables + table. rows: more
+    than any id plus its first row. padded: whether ids of 0 are padding. Sorts by one table run one after another.
+    """
+
+    def __init__(
+        self, first_rows: Tensor, bags: Tensor, rows: int, padded: bool = False, digit_bits: int = 0, items: int = 0
+    ) -> None:
+        """digit_bits: of one pass at most; items: ids of a thread; 0 for the fastest."""
+        assert first_rows.dtype == bags.dtype == torch.int32 and first_rows.shape == bags.shape, "int32 [N]"
+        assert 0 < rows < 1 << 31, "rows that int32 counts"
+        self.first_rows, self.bags, self.rows, self.padded = first_rows, bags, rows, padded
+        bits = rows.bit_length()  # a key is a row plus one
+        self.passes = cdiv(bits, digit_bits or _DIGIT_BITS)
+        self.digit_bits = cdiv(bits, self.passes)
+        count = len(bags)
+        self.items = items or (_ITEMS_OF_FEW if count < _FEW else _ITEMS)
+        self.tiles = cdiv(count, _THREADS * self.items)
+        self.memory: tuple[Tensor, ...] | None = None
+        """Keys and values of passes in between, digits' counts and starts, tickets, what tiles publish."""
+        if _on_hopper(bags.device):
+            digits = self.passes << self.digit_bits
+            sizes = (count, count, digits, digits, self.passes + 1, digits * self.tiles)
+            self.memory = tuple(torch.zeros(size, dtype=torch.int32, device=bags.device) for size in sizes)
+
+
+def _on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and available()
+
+
+def sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
+    """Sort rows, stably, and bring the bag of each along.
+
+    ids: as batches have them, 0 or more; the row of each is ids + table.first_rows, and of padding -1. sorted_ids:
+    rows, ascending. sorted_bags: the bag of each. All int32 [N]; the outputs overlap nothing.
+    """
+    tensors = (ids, sorted_ids, sorted_bags)
+    assert all(t.dtype == torch.int32 and t.shape == table.bags.shape for t in tensors), "ids and bags: int32 [N]"
+    sort = cuda_sort_ids if table.memory is not None else plain_sort_ids
+    sort(ids, table, sorted_ids, sorted_bags)
+
+
+def plain_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
+    """What `sort_ids` does, in PyTorch."""
+    rows = ids + table.first_rows
+    if table.padded:
+        rows.masked_fill_(ids == 0, -1)
+    sort_rows(rows, table.bags, sorted_ids, sorted_bags)
+
+
+def sort_rows(rows: Tensor, bags: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
+    """Sort rows, of which those below 0 are padding, stably, and bring the bag of each along, by PyTorch. All int32
+    [N]; the outputs overlap nothing."""
+    order = torch.empty(rows.shape, dtype=torch.int64, device=rows.device)
+    torch.sort(rows, stable=True, out=(sorted_ids, order))
+    torch.index_select(bags, 0, order, out=sorted_bags)
+
+
+class _Arguments(ctypes.Structure):
+    """sort_ids.cu's struct Arguments."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "first_rows", "bags")),
+        ("keys", ctypes.c_void_p * 2),
+        ("values", ctypes.c_void_p * 2),
+        *((name, ctypes.c_void_p) for name in ("digits", "starts", "tickets", "published")),
+        *((name, ctypes.c_int) for name in ("count", "tiles", "pass_")),
+    )
+
+
+@functools.cache
+def _kernel(name: str, bits: int, passes: int, items: int, padded: bool, device: torch.device) -> Kernel:
+    defines = {"BITS": bits, "PASSES": passes, "ITEMS": items, "PADDED": int(padded)}
+    bins = 1 << bits
+    shared_bytes = 4 * (2 * _THREADS * items + (_WARPS + 2) * bins + _WARPS) if name == "sort_ids_pass" else 0
+    with torch.cuda.device(device):
+        return Kernel(_SOURCE, name, defines, _THREADS, shared_bytes)
+
+
+def cuda_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
+    """What `sort_ids` does, in a kernel that counts digits and one for each digit."""
+    if len(ids) == 0:
+        return
+    assert table.memory is not None, "a Hopper GPU"
+    assert ids.is_contiguous() and sorted_ids.is_contiguous() and sorted_bags.is_contiguous(), "contiguous tensors only"
+    keys, values, *shared = (tensor.data_ptr() for tensor in table.memory)
+    of_batch = (ids.data_ptr(), table.first_rows.data_ptr(), table.bags.data_ptr())
+    pairs = ((ctypes.c_void_p * 2)(sorted_ids.data_ptr(), keys), (ctypes.c_void_p * 2)(sorted_bags.data_ptr(), values))
+    kernels = [
+        _kernel(name, table.digit_bits, table.passes, table.items, table.padded, ids.device)
+        for name in ("sort_ids_count", "sort_ids_pass")
+    ]
+    sizes = (len(ids), table.tiles)
+    blocks = min(cdiv(len(ids), 4 * _THREADS), 2 * multiprocessors(ids.device))
+    kernels[0].launch(blocks, _Arguments(*of_batch, *pairs, *shared, *sizes, 0))
+    for digit in range(table.passes):
+        kernels[1].launch(table.tiles, _Arguments(*of_batch, *pairs, *shared, *sizes, digit))

@@ -1,0 +1,135 @@
+// Embedding backward and exact element-wise Adagrad over sorted ids; see sorted_adagrad.py, whose partial sums these are.
+//
+// COLUMNS / 4 lanes, a group, walk over a chunk of positions and add up runs of equal ids, four columns each. Rows lie
+// at random addresses: a group asks for the gradients of UNROLL positions, and for weights and state of the runs that
+// end there, before it uses the first. The ids of the next positions are on their way meanwhile.
+//
+// No headers: NVRTC comes with none. Given on the command line: COLUMNS, BF16 (of gradients, else fp32), CHUNK, UNROLL.
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int THREADS = 128, LANES = COLUMNS / 4, GROUPS = THREADS / LANES;
+
+struct Arguments {
+  float *weights, *state, *partials;
+  const int *ids, *bags;
+  const void* grad;
+  const float* learning_rate;
+  const int* stopped;
+  int flags;
+  float eps;
+  int count, stride;  // of ids; from row to row of weights and state
+};
+
+__device__ __forceinline__ float4 load_once(const float* at) {
+  float4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(at));
+  return v;
+}
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Four columns of a gradient as they lie in memory.
+struct Piece {
+  uint4 bits;
+
+  __device__ __forceinline__ void load(const void* grad, int bag, int lane) {
+    const u64 at = u64(u32(bag)) * COLUMNS + lane * 4;
+    if (BF16)
+      asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(bits.x), "=r"(bits.y)
+                   : "l"(static_cast<const char*>(grad) + 2 * at));
+    else
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                   : "l"(static_cast<const char*>(grad) + 4 * at));
+  }
+  __device__ __forceinline__ void add_to(float4& sum) const {
+    if (BF16) {
+      sum.x += low(bits.x), sum.y += high(bits.x), sum.z += low(bits.y), sum.w += high(bits.y);
+    } else {
+      sum.x += __uint_as_float(bits.x), sum.y += __uint_as_float(bits.y);
+      sum.z += __uint_as_float(bits.z), sum.w += __uint_as_float(bits.w);
+    }
+  }
+};
+
+__device__ __forceinline__ void step(float& weight, float& state, float g, float rate, float eps) {
+  float root;
+  state += g * g;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(state));
+  float quotient;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(rate * g), "f"(root + eps));
+  weight -= quotient;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __grid_constant__ Arguments p) {
+  const int lane = threadIdx.x % LANES;
+  const int chunk = blockIdx.x * GROUPS + threadIdx.x / LANES;
+  const int start = chunk * CHUNK, end = min(start + CHUNK, p.count);
+  for (int i = 0; i < p.flags; ++i)
+    if (p.stopped[i]) return;
+  if (start >= end) return;
+  const float rate = *p.learning_rate;
+  // No id is less than -1, which is padding.
+  const int id_before = start > 0 ? p.ids[start - 1] : -2;
+  int previous = id_before;
+  float4 sum = make_float4(0, 0, 0, 0);
+  int ids[UNROLL + 1], bags[UNROLL];
+#pragma unroll
+  for (int i = 0; i <= UNROLL; ++i) {
+    const int at = start + i;
+    ids[i] = at < p.count ? p.ids[at] : -1;
+    if (i < UNROLL) bags[i] = at < end ? p.bags[at] : 0;
+  }
+  for (int first = start; first < end; first += UNROLL) {
+    int next_ids[UNROLL], next_bags[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int at = first + UNROLL + i;
+      next_ids[i] = at + 1 < p.count ? p.ids[at + 1] : -1;
+      next_bags[i] = at < end ? p.bags[at] : 0;
+    }
+    Piece g[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i)
+      if (first + i < end && ids[i] >= 0) g[i].load(p.grad, bags[i], lane);
+    float4 w[UNROLL], s[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      // A run that ends here and began in this chunk.
+      if (first + i < end && ids[i] >= 0 && ids[i] != ids[i + 1] && ids[i] != id_before) {
+        const u64 at = u64(u32(ids[i])) * u32(p.stride) + lane * 4;
+        w[i] = load_once(p.weights + at), s[i] = load_once(p.state + at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      const int id = ids[i];
+      if (first + i >= end || id < 0) continue;
+      if (id != previous) sum = make_float4(0, 0, 0, 0);
+      previous = id;
+      g[i].add_to(sum);
+      const bool ends = id != ids[i + 1], comes_in = id == id_before;
+      if (ends && !comes_in) {
+        step(w[i].x, s[i].x, sum.x, rate, p.eps), step(w[i].y, s[i].y, sum.y, rate, p.eps);
+        step(w[i].z, s[i].z, sum.z, rate, p.eps), step(w[i].w, s[i].w, sum.w, rate, p.eps);
+        const u64 at = u64(u32(id)) * u32(p.stride) + lane * 4;
+        *reinterpret_cast<float4*>(p.weights + at) = w[i];
+        *reinterpret_cast<float4*>(p.state + at) = s[i];
+      } else if (ends || first + i == start + CHUNK - 1) {
+        *reinterpret_cast<float4*>(p.partials + (2ll * chunk + !comes_in) * COLUMNS + lane * 4) = sum;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      ids[i] = i == 0 ? ids[UNROLL] : next_ids[i - 1];
+      bags[i] = next_bags[i];
+    }
+    ids[UNROLL] = next_ids[UNROLL - 1];
+  }
+}
