@@ -4,6 +4,7 @@ A field's docstring is its help text. Errors name the flag to change. Complete c
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +45,24 @@ class MLPerfConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class CheckpointConfig:
+    """When and where the training's state is saved, to go on from with --resume."""
+
+    every: int | None = None
+    """Iterations from one checkpoint to the next; without a number only the state before a loss that is not finite is
+    saved, where there is a path."""
+    path: Path | None = None
+    """Folder of checkpoints, which all nodes share; the newest complete one is kept."""
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every > 0, "--checkpoint.every must be positive")
+        require(
+            self.every is None or self.path is not None,
+            "--checkpoint.path is missing: --checkpoint.every saves to a folder",
+        )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RunConfig(TrainingConfig):
     """One run of the benchmark."""
 
@@ -65,6 +84,12 @@ class RunConfig(TrainingConfig):
     """An evaluation follows every floor(train samples / (this * global batch)) iterations."""
     loss_interval: int = 100
     """Iterations between two reads of the losses; a non-finite one stops every rank, and no weight changes before."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: Path | None = None
+    """Go on from this checkpoint, or from the newest complete one in this folder."""
+    stall_timeout: float | None = 60.0
+    """Seconds after which a training that does not go on is ended on all ranks; ten times as many until its first
+    iteration has ended. None waits without end."""
     results_dir: Path = Path("results")
     """Directory of records; the run makes one folder in it and never writes into an existing one."""
     run_id: str | None = None
@@ -94,11 +119,33 @@ class RunConfig(TrainingConfig):
             "--target-auc: random labels cannot be learned; choose --data.source multi_hot or one_hot",
         )
         require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
+        require(
+            self.stall_timeout is None or 1 <= self.stall_timeout < math.inf,
+            f"--stall-timeout is {self.stall_timeout}: it must be at least one second",
+        )
         require(self.loss_interval > 0, "--loss-interval must be positive")
+        for flag, path in (
+            ("--results-dir", self.results_dir),
+            ("--data.path", self.data.path),
+            ("--checkpoint.path", self.checkpoint.path),
+            ("--resume", self.resume),
+            ("--run-id", self.run_id),
+        ):
+            require(
+                _is_utf8(path), f"{flag} is {str(path)!a}, which is not UTF-8, as the record is: choose another name"
+            )
         require(
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",
         )
+
+
+def _is_utf8(path: Path | str | None) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """Flags of launch/dlrm.py: those of a run, and those of the pipeline that --pipeline names."""
 
-from collections.abc import Sequence
+import contextlib
+import io
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
+from typing import Any, cast
 
 import tyro
 
@@ -18,8 +23,20 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
         raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
     default = replace(preset(preset_name), pipeline=PIPELINES[pipeline]())
     _refuse_flags_of_other_pipelines(pipeline, arguments)
-    run_of_one_pipeline = tyro.conf.AvoidSubcommands[RunConfig]
-    return tyro.cli(run_of_one_pipeline, default=default, args=arguments, description=text, console_outputs=prints)
+    cli = partial(tyro.cli, tyro.conf.AvoidSubcommands[RunConfig], default=default, args=arguments, description=text)
+    return cast(RunConfig, cli() if prints else _in_one_line(cli))
+
+
+def _in_one_line(cli: Callable[[], Any]) -> Any:
+    """A rank that does not print tyro's page about a wrong flag still says it: the one that prints may be late."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            return cli()
+    except SystemExit as leave:
+        if not leave.code:
+            raise
+        raise ValueError(" ".join(re.sub("[╭╮╰╯│─┌┐└┘┃━┏┓┗┛]", " ", said.getvalue()).split())) from None
 
 
 def _refuse_flags_of_other_pipelines(pipeline: str, arguments: Sequence[str]) -> None:

@@ -2,9 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +14,22 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
+from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.division import division_of
 from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteLossError
 from dlrm_bench.bench.measure.machine import describe_machine, platform_name, short_name
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, RunStatus
-from dlrm_bench.bench.measure.provenance import provenance
 from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.measure.source import git_state
+from dlrm_bench.bench.measure.stall import StallWatch
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
-from dlrm_bench.bench.records.record import (
-    ITERATIONS_NPZ,
-    TrainingOutcome,
-    build_record,
-    create_run_folder,
-    new_run_id,
-    write_iterations,
-    write_record,
-)
-from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.records.record import create_run_folder, new_run_id, release_room, reserve_room
+from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
@@ -46,7 +42,6 @@ if TYPE_CHECKING:  # a timed run imports nothing of the profiler
     from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline
 
 LOGGER = logging.getLogger(__name__)
-LOG_NAME = "result_0.txt"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,29 +57,55 @@ class Run:
     clock: IterationClock
     losses: LossHistory
     bar: StillBar
+    folder: Path
+    checkpoints: Checkpoints
+    first: int = 0
+    """Iterations before this run's first: those of the checkpoint that it resumes."""
+    losses_before: list[float] = field(default_factory=list)
+    """Of these iterations."""
     auc: float | None = None
+    evaluated: int = 0
+    """Batches, over all evaluations."""
 
     def train(self) -> None:
-        """The training loop: iterations, each timed; evaluations at MLPerf's cadence; stops at the target."""
-        with self._read(self.dataset.train_batches, self.pipeline.prepare) as batches, frozen_gc():
+        """The training loop: iterations, each timed; evaluations at MLPerf's cadence, and checkpoints; stops at the
+        target."""
+        with self._read(self.dataset.train_batches, self.pipeline.prepare, self.first) as batches, frozen_gc():
             self.clock.start()
-            iteration, last = 0, self.schedule.iterations
+            iteration, last = self.first, self.schedule.iterations
             while iteration < last:
                 iteration += 1
                 self.losses.add(self.pipeline.train_step(batches))
                 self.clock.lap()
-                if self.schedule.evaluates_after(iteration):
+                evaluates, saves = self.schedule.evaluates_after(iteration), self.checkpoints.due_after(iteration)
+                if evaluates or saves:
                     self.clock.pause()
-                    self.losses.finish()  # first, because a model that diverged has no AUC
+                    losses = self.losses.finish()  # first: a model that diverged has no AUC, and is not to be saved
                     self._draw(iteration)
-                    self.auc = self.evaluate(self.schedule.epoch_num(iteration))
-                    if self.reached_target:
-                        break
+                    if evaluates:
+                        self.auc = self.evaluate(self.schedule.epoch_num(iteration))
+                        if self.reached_target:
+                            break
+                    if saves:
+                        self.save(iteration, losses)
                     self.clock.start()
-                elif iteration == last:
+                if iteration == last and not evaluates:
                     last += self._lacking()
             self.clock.pause()
-            self._draw(self.clock.iterations)
+            self._draw(self.first + self.clock.iterations)
+
+    def save(self, iteration: int, losses: list[float]) -> None:
+        """Saves the state as it is after `iteration`. losses: of this run's iterations up to then. Collective."""
+        state = RunState(
+            iteration=iteration,
+            samples=iteration * self.schedule.global_batch_size,
+            losses=[*self.losses_before, *losses],
+            auc=self.auc,
+            mlperf_log=self.log.text,
+            run_id=self.folder.name,
+            config=as_json(self.config),
+        )
+        self.checkpoints.save(state)
 
     def _lacking(self) -> int:
         """Iterations that a run by time still lacks, by rank 0's clock; goes on with the clock if there are some."""
@@ -126,15 +147,21 @@ class Run:
             for i, (batch_logits, batch_labels) in enumerate(self.pipeline.evaluate(count(batches))):
                 logits.append(batch_logits[: valid[i]].float())
                 labels.append(batch_labels[: valid[i]])
+                self.evaluated += 1
         auc = distributed_auc(torch.cat(logits), torch.cat(labels))
         self.log.eval_accuracy(epoch_num, auc)
         self.log.eval_stop(epoch_num)
         return auc
 
+    def progress(self) -> tuple[int, int]:
+        """A number that grows as the training goes on, and the iterations trained; any thread may ask."""
+        trained = self.first + self.clock.iterations
+        return trained + self.evaluated + self.checkpoints.pieces, trained
+
     @property
     def epoch_num(self) -> float:
         """Fraction of the epoch trained so far."""
-        return self.schedule.epoch_num(self.clock.iterations)
+        return self.schedule.epoch_num(self.first + self.clock.iterations)
 
     @property
     def reached_target(self) -> bool:
@@ -162,9 +189,14 @@ class Run:
         """Draws the progress bar on rank 0, while the clock is paused: the ranks meet again before it starts."""
         self.bar.show(iteration, "training" if self.auc is None else f"training, AUC {self.auc:.5f}")
 
-    def _read(self, batches: Callable[..., Iterable[Batch]], prepare: Callable[[Batch], Any]) -> Prefetcher[Any]:
+    def _read(
+        self, batches: Callable[..., Iterable[Batch]], prepare: Callable[[Batch], Any], first: int = 0
+    ) -> Prefetcher[Any]:
+        """first: batches to leave out."""
         ranks = self.ranks
         samples = batches(ranks.rank, ranks.world_size, self.config.local_batch_size, pin=ranks.device.type == "cuda")
+        if first:
+            samples = samples[first:] if isinstance(samples, Sequence) else islice(samples, first, None)
         data = self.config.data
         return Prefetcher(samples, prepare, data.prefetch_batches, data.reader_threads)
 
@@ -190,19 +222,31 @@ def run(
     that fails later leaves a folder whose log is closed as aborted.
     """
     _set_precision(config, ranks.device)
+    _check_batches_fit(config, ranks)
     check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
-    with AbortWatch(ranks, lambda: log.close("aborted", this.epoch_num if this else 0.0)):
+
+    def close_log() -> None:
+        log.close("aborted", this.epoch_num if this else 0.0)
+        if this is not None and ranks.rank == 0:
+            release_room(this.folder)
+
+    with AbortWatch(ranks, close_log) as abort:
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = open_dataset(config.data, config.model, config.seed)
         _check_target(config, dataset.best_auc)
         schedule = plan_schedule(config, dataset.train_samples, ranks.world_size)
+        resumed = find_checkpoint(config, schedule)
         folder = _agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
-        _log_init(config, ranks, log, machine, dataset, schedule)
+        if resumed is None:
+            _log_init(config, ranks, log, machine, dataset, schedule)
+        else:
+            log.go_on(resumed.state.mlperf_log)
         pipeline = build_pipeline(config, config.pipeline, ranks)
+        checkpoints = Checkpoints(config, ranks, pipeline, resumed)
         profiling = profiled(pipeline, folder) if profiled else None
         this = Run(
             config=config,
@@ -212,37 +256,57 @@ def run(
             pipeline=profiling or pipeline,
             log=log,
             clock=IterationClock(ranks.device),
-            losses=LossHistory(ranks.device, config.loss_interval),
+            losses=LossHistory(ranks.device, config.loss_interval, resumed.first if resumed else 0),
             bar=StillBar(
                 schedule.iterations, "training (drawn at evaluations only)", stderr_console(), ranks.rank == 0
             ),
+            folder=folder,
+            checkpoints=checkpoints,
         )
+        if resumed is not None:
+            this.first, this.losses_before, this.auc = resumed.first, resumed.state.losses, resumed.state.auc
+        stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
             this.warm_up()
             dist.barrier()
-            log.init_stop()
-            log.run_start()
-            log.epoch_start()
+            if resumed is None:
+                log.init_stop()
+                log.run_start()
+                log.epoch_start()
             try:
-                with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor:
+                with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor, stall:
                     this.train()
                 losses = this.losses.finish()
             except NonFiniteLossError as error:
-                raise ValueError(f"{error}; {_keep(this, error, folder)}") from None
+                raise ValueError(f"{error}; {keep_figures(this, error)}") from None
+        telemetry = monitor.gather()
+        if telemetry.get("clock_jump_s"):
+            text = (
+                f"the wall clock jumped by {telemetry['clock_jump_s']} s during the run: times in the log are off by it"
+            )
+            log.note(text)
+            if ranks.rank == 0:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
         log.close(this.log_status, this.epoch_num)
+        checkpoints.wait()
         profile = profiling.profile() if profiling else None
-        record = _write(this, machine, source, command, folder, losses, monitor.gather(), profile)
+        folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
 
 
-def _keep(this: Run, error: NonFiniteLossError, folder: Path) -> str:
-    """Keeps what a run has measured that cannot go on; returns where. Collective."""
-    this.clock.pause()
-    iterations_ms = this.clock.gather_ms()
-    if this.ranks.rank == 0:
-        write_iterations(folder, iterations_ms, error.known)
-    return f"losses and latencies so far are in {folder / ITERATIONS_NPZ}"
+def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
+    """ValueError where the batches that wait on a node exceed its memory."""
+    samples = config.local_batch_size * ranks.local_world_size
+    count = config.data.random_batches if config.data.source == "random" else config.data.prefetch_batches
+    needed = 4 * (1 + config.model.dense_in_features + config.model.ids_per_sample) * samples * count
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        flag = "--data.random-batches" if config.data.source == "random" else "--data.prefetch-batches"
+        raise ValueError(
+            f"{count} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) take "
+            f"{needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
+        )
 
 
 def _set_precision(config: RunConfig, device: torch.device) -> None:
@@ -266,6 +330,7 @@ def _agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
         run_id = config.run_id or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
         try:
             answer = [create_run_folder(config.results_dir, run_id)]
+            reserve_room(answer[0], config.iterations, ranks.world_size)
         except ValueError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
@@ -300,55 +365,3 @@ def _drop_page_cache() -> None:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
     except OSError as error:
         raise ValueError(f"--mlperf.clear-cache needs root on every node: {error}") from error
-
-
-def _write(
-    this: Run,
-    machine: Machine,
-    source: Git,
-    command: str,
-    folder: Path,
-    losses: list[float],
-    telemetry: Telemetry,
-    profile: Profile | None,
-) -> RunRecord:
-    """The record, which global rank 0 writes; on the others, what else they depend on is theirs."""
-    config, ranks = this.config, this.ranks
-    iterations_ms = this.clock.gather_ms()
-    created: list[Any] = [datetime.now(UTC)]
-    dist.broadcast_object_list(created, src=0)
-    record = build_record(
-        run_id=folder.name,
-        created=created[0],
-        command=command,
-        git=source,
-        provenance=provenance() if ranks.rank == 0 else None,
-        config=config,
-        world_size=ranks.world_size,
-        machine=machine,
-        iterations_ms=iterations_ms,
-        losses=losses,
-        training=TrainingOutcome(
-            status=this.status,
-            epoch_num=this.epoch_num,
-            auc=this.auc,
-            target=config.target_auc,
-            best_auc=this.dataset.best_auc,
-        ),
-        pipeline=this.pipeline.describe(),
-        peak_memory_bytes=_peak_memory(ranks),
-        telemetry=telemetry,
-        profile=profile,
-    )
-    if ranks.rank == 0:
-        write_record(folder, record, iterations_ms, losses)
-    return record
-
-
-def _peak_memory(ranks: Ranks) -> list[int] | None:
-    """Largest amount that PyTorch's allocator gave out on each rank's GPU, in bytes; without peer memory."""
-    if ranks.device.type != "cuda":
-        return None
-    peaks = [0] * ranks.world_size
-    dist.all_gather_object(peaks, torch.cuda.max_memory_allocated())
-    return peaks

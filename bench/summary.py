@@ -8,9 +8,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
 from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
-from dlrm_bench.bench.run import LOG_NAME, Outcome
+from dlrm_bench.bench.run import Outcome
 from dlrm_bench.dlrm.ranks import Ranks
 
 # In addition to those of every command in dlrm/command_line.py.

@@ -155,6 +155,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.learning_rate < math.inf, "--optimizer.learning-rate must be finite and positive")
+        require(
+            2**-149 <= self.learning_rate < 2**128,
+            f"--optimizer.learning-rate is {self.learning_rate}: it must be a number that float32 holds, as weights do",
+        )
         require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
 
     def state_columns(self, columns: int) -> int:

@@ -27,6 +27,18 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
     return f"this needs {package}, which is not installed: in a checkout of dlrm-bench, {_INSTALLATION[package]}"
 
 
+def _in_one_line(error: Exception) -> str | None:
+    """What its user can mend; None for everything else."""
+    if isinstance(error, ModuleNotFoundError):
+        return what_to_install(error)
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    # torch.OutOfMemoryError and the host's, without an import of torch.
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        return f"out of memory: {str(error).splitlines()[0]}: lower --local-batch-size or --model.table-scale"
+    return None
+
+
 def guarded(work: Callable[[], int]) -> int:
     """Runs `work` on a rank and returns its exit status; prints what went wrong, and on which rank."""
     where = f"rank {os.environ.get('RANK', '-')}"
@@ -36,9 +48,9 @@ def guarded(work: Callable[[], int]) -> int:
         print(f"{where}: error: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_INPUT
     except Exception as error:
-        missing = what_to_install(error) if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None:
-            print(f"{where}: error: {missing}", file=sys.stderr, flush=True)
+        known = _in_one_line(error)
+        if known is not None:
+            print(f"{where}: error: {known}", file=sys.stderr, flush=True)
             return EXIT_BAD_INPUT
         print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return EXIT_FAILED

@@ -94,7 +94,7 @@ def scatter(state: ModelState, weights: TensorBlocks, optimizer: TensorBlocks, r
 def _gather(blocks_by_key: TensorBlocks, ranks: Ranks) -> dict[str, Tensor]:
     full = {}
     for key, blocks in blocks_by_key.items():
-        tensor = torch.empty(_full_shape(blocks)) if ranks.rank == 0 else None
+        tensor = torch.empty(full_shape(blocks)) if ranks.rank == 0 else None
         for block in blocks:
             for rows in _chunks(block):
                 source = None
@@ -121,7 +121,8 @@ def _scatter(full: dict[str, Tensor], blocks_by_key: TensorBlocks, ranks: Ranks)
                     block.local[rows].copy_(buffer)
 
 
-def _full_shape(blocks: Iterable[TensorBlock]) -> tuple[int, ...]:
+def full_shape(blocks: Iterable[TensorBlock]) -> tuple[int, ...]:
+    """Returns the shape of the tensor that blocks make up."""
     ends = [[index.stop for index in block.index] for block in blocks]
     return tuple(map(max, zip(*ends, strict=True)))
 
@@ -150,7 +151,7 @@ def _check(state: ModelState, weights: TensorBlocks, optimizer: TensorBlocks, ra
 
 
 def _differences(full: dict[str, Tensor], blocks_by_key: TensorBlocks, what: str) -> Iterator[str]:
-    needed = {key: _full_shape(blocks) for key, blocks in blocks_by_key.items()}
+    needed = {key: full_shape(blocks) for key, blocks in blocks_by_key.items()}
     given = {key: tuple(tensor.shape) for key, tensor in full.items()}
     for key in sorted(needed.keys() | given.keys()):
         if given.get(key) != needed.get(key):

@@ -8,7 +8,16 @@ from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.records.upgrade import defaults
 
-_NOT_REPEATED = {"preset", "pipeline", "run_id", "results_dir", "world_size", "global_batch_size"}
+_NOT_REPEATED = {
+    "preset",
+    "pipeline",
+    "run_id",
+    "results_dir",
+    "checkpoint",
+    "resume",
+    "world_size",
+    "global_batch_size",
+}
 
 
 def repeating_flags(record: Record) -> tuple[list[str], int]:

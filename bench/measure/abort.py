@@ -7,6 +7,7 @@ handler writes to, one for the other ranks, through a key in the process group's
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -22,8 +23,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from dlrm_bench.dlrm.ranks import Ranks
 
-# A restarted worker group must not read the reason that ended the one before it.
-_KEY = f"dlrm/abort/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+"""A part of keys in the store: a restarted worker group must not read what the one before it wrote."""
+_KEY = f"dlrm/abort/{RESTARTS}"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FOREVER = timedelta(days=3650)
 # An error that every rank runs into, as bad input is, has this long to reach each of them by itself: then every rank
 # says what is wrong and ends with the right status. A rank whose collective broke waits as long for a peer to say why:
@@ -47,12 +50,12 @@ class AbortWatch:
     def __enter__(self) -> "AbortWatch":
         if self._ranks.world_size > 1:
             # Connected now: a rank that fails after the store's host must not wait for a connection then.
-            self._store = _connect()
+            self._store = connect_store()
             threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
         self._wakeup, writer = socket.socketpair()
         writer.setblocking(False)
         self._writer = writer
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
         self._previous_fd = signal.set_wakeup_fd(writer.fileno())
         threading.Thread(target=self._watch_signals, name="abort-signals", daemon=True).start()
         return self
@@ -73,6 +76,10 @@ class AbortWatch:
             signal.signal(number, handler)
         self._writer.close()  # ends the signal thread
 
+    def stop(self, reason: str) -> None:
+        """Ends this rank, and says why to the others. Any thread may call it; it does not return."""
+        self._end(reason, 1, announce=True)
+
     def _announce(self, reason: str) -> None:
         if self._ranks.world_size > 1:
             # Without the store the ranks that could have read the reason are gone too.
@@ -80,6 +87,12 @@ class AbortWatch:
                 self._store.set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
 
     def _watch_signals(self) -> None:
+        launcher = _launcher()
+        awaited: list[socket.socket | int] = [self._wakeup] if launcher is None else [self._wakeup, launcher]
+        ready, _, _ = select.select(awaited, [], [])
+        if self._wakeup not in ready:
+            self._end("its torchrun was killed", 1, announce=True)
+            return
         received = self._wakeup.recv(1)
         if received:
             name = signal.Signals(received[0]).name
@@ -87,7 +100,7 @@ class AbortWatch:
 
     def _watch_ranks(self) -> None:
         try:
-            store = _connect()
+            store = connect_store()
             store.wait([_KEY], _FOREVER)
             self._reason = store.get(_KEY).decode()
         except RuntimeError:  # the store went away: torchrun is taking the ranks down
@@ -110,12 +123,22 @@ class AbortWatch:
             os._exit(code)
 
 
+def _launcher() -> int | None:
+    """A file descriptor that can be read once the torchrun has ended that started this process; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        return os.pidfd_open(os.getppid())
+    except OSError:  # a kernel or a container that does not know it
+        return None
+
+
 def _of_a_collective(error: BaseException) -> bool:
     """Whether a collective raised this, its peers being gone: DistError by NCCL and torch, RuntimeError by gloo."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def _connect() -> TCPStore:
-    """Another client of the process group's store: a blocked wait would hold the group's own."""
+def connect_store() -> TCPStore:
+    """Returns another client of the process group's store: a blocked wait would hold the group's own."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, wait_for_workers=False)

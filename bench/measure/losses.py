@@ -24,8 +24,9 @@ class LossHistory:
     that the launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
     """
 
-    def __init__(self, device: torch.device, interval: int) -> None:
-        """Sets up the first average, on a GPU. Collective."""
+    def __init__(self, device: torch.device, interval: int, before: int = 0) -> None:
+        """Sets up the first average, on a GPU. Collective. before: iterations before the first, for messages."""
+        self._before = before
         self._device = device
         self._interval = interval
         self._pending: list[Tensor] = []
@@ -82,4 +83,4 @@ class LossHistory:
         bad = (~host.isfinite()).nonzero()
         if len(bad):
             at = int(bad[0])
-            raise NonFiniteLossError(first + at, host[at].item(), self._values)
+            raise NonFiniteLossError(self._before + first + at, host[at].item(), self._values)

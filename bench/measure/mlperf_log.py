@@ -29,6 +29,43 @@ RunStatus = Literal["success", "aborted"]
 _PREFIX = ":::MLLOG "
 
 
+class _LogFile(logging.FileHandler):
+    """Flushes after each event; keeps in memory what the file may lose, and the first failure in place of a
+    traceback."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, mode="x", encoding="utf-8")
+        self.lines: list[str] = []
+        self.failure: OSError | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{self.format(record)}\n")
+        super().emit(record)
+
+    def write(self, lines: str) -> None:
+        """Adds lines that are no event."""
+        self.lines.append(lines)
+        try:
+            assert self.stream is not None
+            self.stream.write(lines)
+            self.flush()
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self.failure = self.failure or error
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # what the buffer still holds does not fit either
+            self.failure = self.failure or error
+
+
 class MLPerfLog:
     """Writes the MLPerf events of one run to `path`, which must not exist yet (FileExistsError).
 
@@ -41,8 +78,9 @@ class MLPerfLog:
         # A Logger made directly is in no registry and has no parent: instances cannot write into each other's files,
         # and nothing reaches the root logger or the console, as mllog's own module-level logger would.
         logger = logging.Logger("dlrm_bench.bench.measure.mlperf_log", level=logging.INFO)
-        if path is not None:
-            logger.addHandler(logging.FileHandler(path, mode="x", encoding="utf-8"))  # flushes after each event
+        self._file = None if path is None else _LogFile(path)
+        if self._file is not None:
+            logger.addHandler(self._file)
         # mllog uses root_dir as a regular expression, to make the paths of call sites relative. The stack offset
         # names the caller of our public methods as the call site: one step for each of event, _log and the method.
         self._mllog = MLLogger(logger, default_stack_offset=3, root_dir=re.escape(str(ROOT)))
@@ -51,6 +89,31 @@ class MLPerfLog:
         self._closed = path is None
         self._running = False
         self._open_eval: float | None = None
+
+    def go_on(self, lines: str) -> None:
+        """Begins with the lines of an interrupted run, whose training goes on: nothing before an evaluation is logged
+        again."""
+        self._write(lines)
+        self._running = True
+
+    def note(self, text: str) -> None:
+        """Adds a line for people, which the checkers leave out."""
+        self._write(f"# {text}\n")
+
+    def _write(self, lines: str) -> None:
+        with self._lock:
+            if self._file is not None and not self._closed:
+                self._file.write(lines)
+
+    @property
+    def text(self) -> str:
+        """The log so far, whatever has become of the file."""
+        return "" if self._file is None else "".join(self._file.lines)
+
+    @property
+    def failure(self) -> OSError | None:
+        """Why the file does not have all of it, such as a full disk; None if it has."""
+        return None if self._file is None else self._file.failure
 
     def cache_clear(self, value: bool) -> None:
         """Whether the page cache was dropped before the run."""

@@ -29,6 +29,8 @@ _OF_ELAPSED = 0.05
 """Share of the time since the warm-up after which the next sample comes."""
 KEPT_OF_WARMUP, KEPT = 10, 100
 """Samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
+CLOCK_JUMP_S = 1.0
+"""From here on the wall clock has jumped: a correction of 500 ppm, the largest that NTP makes, takes half an hour."""
 
 # nvml.h, nvmlClocksEventReasons: those that slow a GPU down against its will.
 THROTTLE_REASONS = {
@@ -46,6 +48,7 @@ class Samples:
 
     states: list[tuple[int, GpuState]] = field(default_factory=list)
     gc_iterations: list[int] = field(default_factory=list)
+    clock_jump_s: float = 0.0
 
 
 class RunMonitor:
@@ -63,6 +66,7 @@ class RunMonitor:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "RunMonitor":
+        self._begun = time.time(), time.monotonic()
         gc.callbacks.append(self._on_gc)
         if self._cuda:
             gpu = torch.cuda.current_device()  # a thread has a current device of its own
@@ -73,6 +77,8 @@ class RunMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        wall, monotonic = time.time() - self._begun[0], time.monotonic() - self._begun[1]
+        self._samples.clock_jump_s = wall - monotonic
         gc.callbacks.remove(self._on_gc)
         self._end.set()
         if self._thread is not None:
@@ -119,6 +125,7 @@ def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> T
         power_w=_triple([state.power_w for state in states]),
         throttled=bool(throttling) if any(state.clocks_event_reasons is not None for state in states) else None,
         throttling=throttling,
+        clock_jump_s=_clock_jump_s(ranks),
         gc_iterations=sorted({iteration for samples in ranks for iteration in samples.gc_iterations}),
         ranks=[_series(samples, warmup) for samples in ranks],
         joules_per_iteration=_joules_per_iteration(ranks, warmup),
@@ -157,6 +164,12 @@ def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None
         (first, before), (last, after) = timed[0], timed[-1]
         total += (after - before) / (last - first)
     return total if ranks else None
+
+
+def _clock_jump_s(ranks: Sequence[Samples]) -> float | None:
+    """Returns the largest jump of any rank's wall clock; None where all are what a clock's steady correction gives."""
+    jump = max((samples.clock_jump_s for samples in ranks), key=abs)
+    return round(jump, 1) if abs(jump) > CLOCK_JUMP_S else None
 
 
 def _triple(values: Sequence[float | None]) -> list[float] | None:

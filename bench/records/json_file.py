@@ -19,6 +19,8 @@ def read_json(path: Path) -> Any:
         raise ValueError(
             f"{path} is corrupt at line {error.lineno} column {error.colno}: {error.msg}; {_WAY_OUT}"
         ) from error
+    except RecursionError:
+        raise ValueError(f"{path} is corrupt: nested too deeply; {_WAY_OUT}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is corrupt at byte {error.start}: not UTF-8; {_WAY_OUT}") from error
 

@@ -22,6 +22,7 @@ from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
     RECORD_SCHEMA,
+    Checkpointing,
     Git,
     LatencySummary,
     Machine,
@@ -37,6 +38,8 @@ from dlrm_bench.bench.records.upgrade import upgraded
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
+_RESERVE = ".reserved"
+_ROOM_BYTES = 1 << 21  # run.json, profiles included, and the MLPerf log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,23 @@ def create_run_folder(results_dir: Path, run_id: str) -> Path:
     return folder
 
 
+def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
+    """Takes as much of the disk as the record may need, until `release_room`. ValueError where there is not so much."""
+    room = _ROOM_BYTES + 4 * (ranks + 2) * (iterations or 0)
+    try:
+        with (folder / _RESERVE).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, room)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} has no room for a record of {room / 1e6:.1f} MB ({error.strerror}): choose another --results-dir"
+        ) from error
+
+
+def release_room(folder: Path) -> None:
+    """Gives back what `reserve_room` took, for the record to be written."""
+    (folder / _RESERVE).unlink(missing_ok=True)
+
+
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
     """Summary of latencies [ranks, iterations], in milliseconds, without the first `warmup` iterations.
 
@@ -128,6 +148,7 @@ def build_record(
     telemetry: Telemetry | None = None,
     profile: Profile | None = None,
     provenance: Provenance | None = None,
+    checkpoints: Checkpointing | None = None,
 ) -> RunRecord:
     """Assembles run.json from what a run knows.
 
@@ -153,17 +174,22 @@ def build_record(
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
         **(profile or dict.fromkeys(Profile.__annotations__)),  # type: ignore[typeddict-item]
         conditions=telemetry,
+        checkpoints=checkpoints,
         training=_training(training, losses) if training else None,
     )
 
 
 def write_record(
-    folder: Path, record: RunRecord, iterations_ms: np.ndarray, losses: np.ndarray | Sequence[float]
+    folder: Path,
+    record: RunRecord,
+    iterations_ms: np.ndarray,
+    losses: np.ndarray | Sequence[float],
+    losses_before: Sequence[float] = (),
 ) -> None:
     """Writes iterations.npz and then, in one step, run.json into `folder`.
 
-    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. ValueError if the folder holds a record
-    already, or the record has a number that is not finite.
+    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. losses_before: of the iterations before a
+    resumed run's own. ValueError if the folder holds a record already, or the record has a number that is not finite.
     """
     path = folder / RUN_JSON
     if path.exists():
@@ -172,22 +198,30 @@ def write_record(
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-    write_iterations(folder, latency_ms, loss)
+    write_iterations(folder, latency_ms, loss, losses_before)
     unfinished = path.with_suffix(".json.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
+    # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
 
 
-def write_iterations(folder: Path, iterations_ms: np.ndarray, losses: np.ndarray | Sequence[float]) -> None:
+def write_iterations(
+    folder: Path,
+    iterations_ms: np.ndarray,
+    losses: np.ndarray | Sequence[float],
+    losses_before: Sequence[float] = (),
+) -> None:
     """Writes iterations.npz alone, which a run leaves that does not finish.
 
     iterations_ms: float32 [ranks, iterations], raw. losses: of the first of these iterations, as far as they are known.
+    losses_before: of the iterations before a resumed run's own.
     """
+    before = {"loss_before": np.asarray(losses_before, dtype=np.float32)} if losses_before else {}
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
-    np.savez_compressed(folder / ITERATIONS_NPZ, latency_ms=latency_ms, loss=loss)
+    np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **before)
 
 
 def read_record(folder: Path) -> Record:

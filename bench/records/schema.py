@@ -38,6 +38,8 @@ class RunRecord(TypedDict):
     kernels: NotRequired["list[Kernel] | None"]
     gpu_of_ranks: NotRequired["list[dict[str, float]] | None"]
     conditions: NotRequired["Telemetry | None"]
+    checkpoints: NotRequired["Checkpointing | None"]
+    """None where the run neither saved nor resumed."""
     training: "Training | None"
 
 
@@ -204,6 +206,8 @@ class Telemetry(TypedDict):
     throttled: bool | None
     """None where NVML does not say."""
     throttling: "list[Throttling]"
+    clock_jump_s: NotRequired[float | None]
+    """Seconds by which the wall clock went further than the monotonic one; None within a second."""
     gc_iterations: list[int]
     """Iterations, of any rank, in which Python's garbage collector ran."""
     ranks: NotRequired["list[SampleSeries]"]
@@ -233,6 +237,37 @@ class Throttling(TypedDict):
     reason: str
     first_iteration: int
     last_iteration: int
+
+
+class Checkpointing(TypedDict):
+    """What a run saved, and what it went on from."""
+
+    saved: "list[SavedCheckpoint]"
+    resumed: "ResumedFrom | None"
+
+
+class SavedCheckpoint(TypedDict):
+    """A checkpoint that the run wrote."""
+
+    iteration: int
+    gb: float
+    """Weights and optimizer state of all ranks."""
+    paused_s: float
+    """Seconds for which the training waited."""
+    write_s: float
+    """Seconds until all was on disk; those that the training waited for are among them where it waited for all."""
+
+
+class ResumedFrom(TypedDict):
+    """The checkpoint that a run went on from. Losses and latencies of the record are those of its own iterations;
+    iterations.npz has the losses before as `loss_before`."""
+
+    run_id: str
+    """The run that wrote it."""
+    iteration: int
+    """Iterations of this run's global batch size that had been trained."""
+    read_s: float
+    """Seconds to read it."""
 
 
 TrainingStatus = Literal["success", "aborted", "no_target"]

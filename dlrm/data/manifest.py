@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import Checksum
@@ -75,12 +76,34 @@ def read_manifest(directory: Path) -> Manifest | None:
         content = json.loads(path.read_text())
         files = {name: Checksum(**sums) for name, sums in content.get("files", {}).items()}
         known = {field.name: content[field.name] for field in fields(Manifest) if field.name != "files"}
-        return Manifest(**known, files=files)
+        manifest = Manifest(**known, files=files)
+        _check_types(manifest)
+        for sums in files.values():
+            _check_types(sums)
+        return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: is not a manifest of this program ({error!r}): choose another directory, or remove this file and "
             "the day files beside it"
         ) from error
+
+
+def _check_types(of: Manifest | Checksum) -> None:
+    """TypeError for a field of another type."""
+    for name, kind in get_type_hints(type(of)).items():
+        value = getattr(of, name)
+        if not _has_type(value, kind):
+            raise TypeError(f"{name} is {value!r:.80}")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is UnionType:
+        return any(_has_type(value, one) for one in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_has_type(item, get_args(kind)[0]) for item in value)
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, get_origin(kind) or kind)
 
 
 @contextmanager

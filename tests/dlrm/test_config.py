@@ -62,6 +62,12 @@ def test_bad_data(flag, changes):
         DataConfig(**changes)
 
 
+@pytest.mark.parametrize("rate", [1e39, 1e-46])
+def test_a_learning_rate_that_float32_does_not_hold(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"--optimizer\.learning-rate is 1e.*float32"):
+        OptimizerConfig(learning_rate=rate)
+
+
 @pytest.mark.parametrize("flag", ["learning_rate", "eps"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_bad_optimizer(flag, value):

@@ -38,6 +38,13 @@ def test_a_rank_ends_with_a_status(monkeypatch, capsys):
     assert capsys.readouterr().err == "rank 3: error: --seed is wrong\n"
     assert guarded(lambda: fail(ModuleNotFoundError(name="torch"))) == 2
     assert capsys.readouterr().err.startswith("rank 3: error: this needs torch")
-    for bug in (ModuleNotFoundError(name="dlrm_bench.nothing"), KeyError("x")):
+    assert guarded(lambda: fail(PermissionError(13, "Permission denied", "/data/day_0_dense.npy"))) == 2
+    assert capsys.readouterr().err == "rank 3: error: /data/day_0_dense.npy: Permission denied\n"
+    assert guarded(lambda: fail(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes\nbacktrace"))) == 2
+    assert capsys.readouterr().err == (
+        "rank 3: error: out of memory: DefaultCPUAllocator: can't allocate memory: 9 bytes: lower --local-batch-size "
+        "or --model.table-scale\n"
+    )
+    for bug in (ModuleNotFoundError(name="dlrm_bench.nothing"), KeyError("x"), ConnectionResetError(104, "reset")):
         assert guarded(lambda bug=bug: fail(bug)) == 1
         assert "Traceback" in capsys.readouterr().err

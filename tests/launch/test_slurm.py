@@ -17,8 +17,8 @@ import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.analysis.compare import compare_paths
+from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.bench.run import LOG_NAME
 from tests.launched import PATIENCE_S, forked_launch, wait_until
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"

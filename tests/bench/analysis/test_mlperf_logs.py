@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, MLPerfRun, log_row, read_mlperf_log
 from dlrm_bench.bench.analysis.sides import read_side
 from dlrm_bench.bench.config import MLPerfConfig
+from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.bench.run import LOG_NAME
 from dlrm_bench.dlrm.config import OptimizerConfig
 from tests.launched import forked_launch
 

@@ -67,8 +67,10 @@ def told_why(output: str, reason: str) -> bool:
     return reason in output or "remote worker" in output or "Connection" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, 0), (signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGHUP, 1), (signal.SIGQUIT, 1)],
+)
 def test_a_signal_to_one_rank_ends_all(tmp_path, number, told):
     processes = fork(2, tmp_path, watched, tmp_path)
     os.kill(pids(tmp_path, 2)[told], number)

@@ -1,5 +1,6 @@
 """The MLPerf log against MLPerf's own checker, and its behaviour under threads."""
 
+import errno
 import json
 import threading
 from collections.abc import Callable
@@ -235,3 +236,20 @@ def test_a_log_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"log\.txt"):
         MLPerfLog(tmp_path / "log.txt")
     assert (tmp_path / "log.txt").read_text() == "kept"
+
+
+def test_a_full_disk_loses_nothing_and_prints_no_traceback(tmp_path, capfd):
+    log = MLPerfLog(tmp_path / "log")
+    log.cache_clear(False)
+    assert log._file is not None
+    log._file.setStream(open("/dev/full", "w"))  # noqa: SIM115  # which the log closes
+    log.init_start()
+    log.note("and a line for people")
+    log.close("aborted", 0.0)
+    assert log.failure is not None
+    assert log.failure.errno == errno.ENOSPC
+    first, second, third = log.text.splitlines()
+    assert '"cache_clear"' in first
+    assert '"init_start"' in second
+    assert third == "# and a line for people"
+    assert capfd.readouterr().err == ""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
@@ -76,6 +77,8 @@ def loop(iterations: int, pipeline: Any, ranks: Ranks) -> Run:
         clock=IterationClock(CPU),
         losses=LossHistory(CPU, 100),
         bar=StillBar(iterations, "", Console()),
+        folder=Path(),
+        checkpoints=Checkpoints(config, ranks, pipeline, None),
     )
 
 

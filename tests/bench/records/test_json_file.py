@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from dlrm_bench.bench.records.json_file import check_form
+from dlrm_bench.bench.records.json_file import check_form, read_json
 
 
 class Outer(TypedDict):
@@ -62,3 +62,13 @@ def test_what_is_well_formed(changes: dict[str, Any]) -> None:
 def test_what_is_not_is_named_with_its_file(content: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         check_form(Path("x.json"), content, Outer, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"\xff\x00", "is corrupt at byte 0"), (b"[" * 100_000, "is corrupt: nested too deeply"), (b"{", "at line 1")],
+)
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"x\.json {said}|x\.json is corrupt {said}"):
+        read_json(tmp_path / "x.json")

@@ -1,4 +1,5 @@
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,25 @@ def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [MANIFEST]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"rows": [1]}'])
-def test_other_files(tmp_path: Path, content: str) -> None:
-    (tmp_path / MANIFEST).write_text(content)
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b'{"rows": [1]}', b"\xff\x00", b"[" * 100_000])
+def test_other_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{MANIFEST}: is not a manifest"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": "many"},
+        {"rows": [1.5]},
+        {"best_auc": "0.8"},
+        {"train_samples": True},
+        {"files": {"day_0_dense.npy": {"bytes": "4", "blake2b": "", "sample": ""}}},
+    ],
+)
+def test_a_field_of_another_type(tmp_path: Path, manifest: Manifest, change: dict) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps(asdict(manifest) | change))
     with pytest.raises(ValueError, match=f"{MANIFEST}: is not a manifest"):
         read_manifest(tmp_path)
 

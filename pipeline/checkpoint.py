@@ -1,0 +1,205 @@
+"""Weights and optimizer state of a pipeline in files, by torch.distributed.checkpoint.
+
+Each rank writes what it holds to a file of its own, and reads what it needs from whichever files have it: the pipeline
+and the number of ranks may be others than those that wrote. No rank's host memory holds more than some pieces at a
+time.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, full_shape
+
+_PIECE_BYTES = 64 * 2**20
+"""Largest piece that is copied to the host and written at a time."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read."""
+
+
+def state_bytes(blocks: StateBlocks) -> int:
+    """Returns the bytes of the whole state, of all ranks."""
+    return sum(4 * torch.Size(full_shape(of_key)).numel() for of_kind in blocks for of_key in of_kind.values())
+
+
+def snapshot(blocks: StateBlocks, rank: int) -> StateBlocks:
+    """Returns copies of the blocks that `rank` owns, on their device; training may then go on."""
+
+    def copied(block: TensorBlock) -> TensorBlock:
+        local = block.local.clone() if block.local is not None and block.owner == rank else None
+        return TensorBlock(block.owner, block.start, block.shape, local)
+
+    kinds = ({key: [copied(b) for b in of_key] for key, of_key in of_kind.items()} for of_kind in blocks)
+    return StateBlocks(*kinds)
+
+
+def snapshot_bytes(blocks: StateBlocks, rank: int) -> int:
+    """Returns the bytes that `snapshot` allocates."""
+    return sum(4 * piece.tensor.numel() for piece in _owned(blocks, rank))
+
+
+def write_state(
+    folder: Path, blocks: StateBlocks, rank: int, group: dist.ProcessGroup, on_piece: Callable[[], None]
+) -> None:
+    """Writes the state to `folder`, and returns once all ranks' files are on disk. Collective over `group`, of gloo.
+
+    on_piece: called before each piece. CheckpointError, on every rank, where any rank cannot.
+    """
+    planner = _SavePlanner({piece.index: piece for piece in _owned(blocks, rank)}, on_piece)
+    writer = FileSystemWriter(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=2 * _PIECE_BYTES)
+    try:
+        save({}, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(_cause(error)) from error
+
+
+def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> None:
+    """Fills the blocks of this rank from `folder`. Collective over `group`, of gloo.
+
+    CheckpointError, on every rank, where the files are damaged, or of another model; names the first difference.
+    """
+    try:
+        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle, which raises anything
+        raise CheckpointError(f"{folder}/.metadata cannot be read ({error!r})") from error
+    saved = {key: tuple(of.size) for key, of in metadata.items() if isinstance(of, TensorStorageMetadata)}
+    needed = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    for key in sorted(saved.keys() | needed.keys()):
+        if saved.get(key) != needed.get(key):
+            has, needs = saved.get(key, "nothing"), needed.get(key, "nothing")
+            raise CheckpointError(
+                f"{folder} is of another model: {key}: it has {has}, needed is {needs}; give both runs the same "
+                "--model flags and the same --optimizer.embedding"
+            )
+    try:
+        load({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(blocks), process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be read: {_cause(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some rows of a block."""
+
+    index: MetadataIndex
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    tensor: Tensor
+
+
+def _kinds(blocks: StateBlocks) -> Iterator[tuple[str, dict[str, list[TensorBlock]]]]:
+    return zip(StateBlocks._fields, blocks, strict=True)
+
+
+def _key(kind: str, key: str) -> str:
+    return f"{kind}/{key}"
+
+
+def _owned(blocks: StateBlocks, rank: int) -> Iterator[_Piece]:
+    """Yields what this rank writes; of what several ranks hold, one writes."""
+    for kind, of_kind in _kinds(blocks):
+        for key, of_key in of_kind.items():
+            shape = full_shape(of_key)
+            for block in of_key:
+                if block.owner != rank or block.local is None:
+                    continue
+                row_bytes = 4 * max(1, block.local[:1].numel())
+                rows = max(1, _PIECE_BYTES // row_bytes)
+                for first in range(0, block.shape[0], rows):
+                    offset = torch.Size((block.start[0] + first, *block.start[1:]))
+                    yield _Piece(MetadataIndex(_key(kind, key), offset), shape, block.local[first : first + rows])
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans to write pieces; a state_dict is not needed."""
+
+    def __init__(self, pieces: dict[MetadataIndex, _Piece], on_piece: Callable[[], None]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces, self._on_piece = pieces, on_piece
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    index=piece.index,
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=ChunkStorageMetadata(offsets=_offset(piece.index), sizes=piece.tensor.size()),
+                        properties=TensorProperties.create_from_tensor(piece.tensor),
+                        size=torch.Size(piece.shape),
+                    ),
+                )
+                for piece in self._pieces.values()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        self._on_piece()
+        return self._pieces[MetadataIndex(index.fqn, index.offset)].tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Plans to read what the blocks of this rank need."""
+
+    def __init__(self, blocks: StateBlocks) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks = blocks
+        self._tensors: dict[MetadataIndex, Tensor] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for kind, of_kind in _kinds(self._blocks):
+            for key, of_key in of_kind.items():
+                name = _key(kind, key)
+                stored = self.metadata.state_dict_metadata[name]
+                assert isinstance(stored, TensorStorageMetadata)
+                chunks = []
+                for block in of_key:
+                    if block.local is not None:
+                        offset = torch.Size(block.start)
+                        chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(block.shape)))
+                        self._tensors[MetadataIndex(name, offset)] = block.local
+                items += create_read_items_for_chunk_list(name, stored, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._tensors[MetadataIndex(index.fqn, index.offset)]
+
+
+def _offset(index: MetadataIndex) -> torch.Size:
+    assert index.offset is not None
+    return index.offset
+
+
+def _cause(error: CheckpointException) -> str:
+    """Returns what the first rank says that failed."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {cause}"

@@ -1,0 +1,114 @@
+"""Runs that go on from a checkpoint; what is kept of a run that diverges, and of one whose folder is gone."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench import ending
+from dlrm_bench.bench.ending import LOG_NAME
+from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
+from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
+from tests.bench.test_run import GBS, SAMPLES_PER_DAY, assert_aborted, launch, read_events
+from tests.launched import forked_launch
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, _, _ = generate(PlantedConfig(path=tmp_path_factory.mktemp("data"), samples_per_day=SAMPLES_PER_DAY))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """A run to its target that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert launch(data, folder, "--target-auc", "0.6").statuses == [0, 0]
+    return read_record(folder / "results" / "x")
+
+
+@pytest.fixture(scope="module")
+def interrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run like `whole` that ended long before its target."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    saves = ["--checkpoint.path", str(folder / "saved"), "--checkpoint.every", "3"]
+    ended = launch(data, folder, "--target-auc", "0.6", "--iterations", "4", *saves)
+    assert ended.statuses == [3, 3], ended
+    kept = read_record(folder / "results" / "x").run["checkpoints"]
+    assert kept is not None
+    assert [saved["iteration"] for saved in kept["saved"]] == [3]
+    assert kept["resumed"] is None
+    return folder / "saved"
+
+
+def test_a_resumed_run_ends_as_if_nothing_had_happened(data, whole, interrupted, tmp_path):
+    ended = launch(data, tmp_path, "--target-auc", "0.6", "--resume", str(interrupted))
+    assert ended.statuses == [0, 0], ended
+    record = read_record(tmp_path / "results" / "x")
+    assert np.array_equal(record.losses, whole.losses[3:])
+    assert record.run["training"]["auc"] == whole.run["training"]["auc"]
+    assert record.run["training"]["epoch_num"] == whole.run["training"]["epoch_num"]
+    with np.load(record.folder / ITERATIONS_NPZ) as arrays:
+        assert np.array_equal(arrays["loss_before"], whole.losses[:3])
+    log = record.folder / LOG_NAME
+    verdict = check_compliance(log)
+    assert verdict.passed, verdict.output
+    keys, whole_keys = ([e["key"] for e in read_events(of / LOG_NAME)] for of in (record.folder, whole.folder))
+    assert keys == whole_keys
+
+
+def test_another_pipeline_on_one_rank_goes_on(data, whole, interrupted, tmp_path):
+    other = ["--pipeline", "static", "--local-batch-size", str(GBS), "--iterations", "6", "--target-auc", "None"]
+    ended = launch(data, tmp_path, *other, "--resume", str(interrupted), ranks=1)
+    assert ended.statuses == [0], ended
+    np.testing.assert_allclose(read_record(tmp_path / "results" / "x").losses, whole.losses[3:6], rtol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["None", "0.8"])
+def test_training_that_diverges(data, tmp_path, target):
+    saved = tmp_path / "saved"
+    bad = ["--optimizer.learning-rate", "1e30", "--target-auc", target, "--checkpoint.path", str(saved)]
+    ended = launch(data, tmp_path, *bad)
+    assert_aborted(tmp_path, ended)
+    assert [folder.name for folder in saved.glob("iteration-*")] == ["iteration-00000001"]
+    for output in ended.outputs:
+        assert "the loss of iteration 2 is nan: the run stops, with the weights as iteration 1 left them" in output
+        assert "Traceback" not in output
+    with np.load(tmp_path / "results" / "x" / ITERATIONS_NPZ) as kept:
+        assert np.isfinite(kept["loss"][0])
+        assert np.isnan(kept["loss"][1])
+        assert kept["latency_ms"].shape[1] >= len(kept["loss"])
+
+
+def test_a_record_whose_folder_is_gone_is_written_elsewhere(data, tmp_path):
+    place = ["--results-dir", str(tmp_path / "results"), "--run-id", "x", "--data.path", str(data)]
+    few = ["--target-auc", "None", "--iterations", "3", "--warmup-iterations", "1"]
+    ended = forked_launch(2, tmp_path, [*place, *few], before=FolderGone(tmp_path))
+    assert ended.statuses == [0, 0], ended
+    (rescued,) = tmp_path.glob("dlrm-bench-*/x")
+    assert f"No such file or directory: '{tmp_path / 'results' / 'x'}" in ended.outputs[0]
+    assert f"the record is in {rescued} instead" in ended.outputs[0]
+    assert "Traceback" not in ended.outputs[0]
+    assert len(read_record(rescued).losses) == 3
+    assert read_events(rescued / LOG_NAME)[-1]["key"] == "epoch_stop"
+
+
+class FolderGone:
+    """Deletes the results before the record is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self) -> None:
+        build = ending.build_record
+        tempfile.tempdir = str(self.folder)
+
+        def build_record(**given: Any) -> Any:
+            shutil.rmtree(self.folder / "results", ignore_errors=True)
+            return build(**given)
+
+        ending.build_record = build_record
