@@ -103,12 +103,13 @@ class Finding:
 def arrangement(package: Package) -> Iterator[Finding]:
     """What MLPerf's checkers do not see, crash on, or accept although the rules do not."""
     names = [path.name for path in package.logs()]
-    for name in sorted(set(RESULT_NAMES) - set(names)):
-        yield Finding(
-            f"{package.results / name} is missing: a submission has {RUNS} runs, result_0.txt to result_9.txt"
-        )
-    for name in sorted(set(names) - set(RESULT_NAMES)):
-        yield Finding(f"{package.results / name} is one too many: a submission has exactly {RUNS} runs")
+    missing, odd = sorted(set(RESULT_NAMES) - set(names)), sorted(set(names) - set(RESULT_NAMES))
+    if len(names) != RUNS:
+        which = "; ".join(f"{', '.join(n)} {word}" for n, word in ((missing, "missing"), (odd, "too many")) if n)
+        yield Finding(f"{package.results} has {len(names)} result logs, and a submission exactly {RUNS}: {which}")
+    elif odd:
+        text = f"{package.results}: {', '.join(odd)}: the names by the rules are result_0.txt to result_9.txt"
+        yield Finding(text, fatal=False)
     for folder in (package.folder, package.results.parent, package.results):
         if (folder / BYPASSES).exists():
             yield Finding(f"{folder / BYPASSES} turns checkers off: its submitter has to justify that", fatal=False)

@@ -63,7 +63,11 @@ def test_every_trap_at_once(tmp_path: Path) -> None:
     found = errors(check_package(package))
     assert sorted(found) == ["RCP", "arrangement", "compliance", "package", "repository", "system description"]
     assert found["RCP"][0].startswith("RCP found, RCP test FAILED")
-    assert [text for text in found["arrangement"] if "result_9.txt is missing" in text]
+    assert [
+        text
+        for text in found["arrangement"]
+        if "has 9 result logs, and a submission exactly 10: result_9.txt missing" in text
+    ]
     assert [text for text in found["arrangement"] if "result_6.txt has the seed 6 of result_5.txt" in text]
     assert [
         text for text in found["arrangement"] if 'host_processor_core_count is 56, which is no text: write "56"' in text
