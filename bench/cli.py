@@ -218,6 +218,58 @@ class Report:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class RecordCommand:
+    """Makes a record of another program's timings, for compare and report: dlrm-bench record times.csv --out mine/0 ...
+
+    The file has a line for each iteration and a column for each rank, or is a .npy of [ranks, iterations]. Nothing is
+    to be left out of it. Make one record a run, several runs a side, in the order A B B A.
+    """
+
+    times: Positional[Path]
+    """File of one run's times."""
+    out: Path
+    """Folder of the record; is made."""
+    name: str
+    """Name of the program, equal for all runs of a side."""
+    samples: int
+    """Samples of an iteration, all ranks together."""
+    unit: Literal["us", "ms", "s"] = "ms"
+    """Unit of the times."""
+    warmup_iterations: int = 0
+    """First iterations that no figure is made of."""
+    finished: str | None = None
+    """When the run ended, as in 2026-11-22T10:30:00+00:00; by default when the file was written. Compare takes runs for
+    pairs by it."""
+    host: str | None = None
+    """Name of the machine."""
+    gpus: int = 0
+    """Number of GPUs."""
+    gpu: str | None = None
+    """Name of the GPUs."""
+    commit: str | None = None
+    """Commit of the program."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Writes the record; returns the exit status."""
+        from dlrm_bench.bench.records.own_timings import read_times, time_of_end, write_timings
+
+        known = {"gpus": self.gpus, "gpu": self.gpu} | ({"hosts": [self.host]} if self.host else {})
+        write_timings(
+            self.out,
+            read_times(self.times, self.unit),
+            name=self.name,
+            samples=self.samples,
+            warmup=self.warmup_iterations,
+            finished=time_of_end(self.times, self.finished),
+            machine=known,
+            commit=self.commit,
+            command=f"timings of {self.times.name}",
+        )
+        console.print(f"record {self.out}", soft_wrap=True)
+        return 0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Doctor:
     """Examines a training script of your own: dlrm-bench doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
 
@@ -295,6 +347,7 @@ Command = (
     | Annotated[Rerun, tyro.conf.subcommand("rerun")]
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[RecordCommand, tyro.conf.subcommand("record")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Submission, tyro.conf.subcommand("submission")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
@@ -318,7 +371,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
-    if forwarded and isinstance(command, Compare | Report | Rerun):
+    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):

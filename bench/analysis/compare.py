@@ -72,21 +72,22 @@ class Result:
         if not self.comparison.between_runs:
             return None
         runs = min(self.comparison.runs)
-        return detectable(self._spread(), runs, self.comparison.paired, self.comparisons)
+        return detectable(self.spread_between, runs, self.comparison.paired, self.comparisons)
 
     def runs_needed(self, difference: float) -> int | None:
         """Runs a side that find a difference of this size (0.02: 2 %); None if it takes too many, or is not known."""
         if not self.comparison.between_runs:
             return None
-        return runs_needed(self._spread(), difference, self.comparison.paired, self.comparisons)
+        return runs_needed(self.spread_between, difference, self.comparison.paired, self.comparisons)
 
     def spread_of_runs(self) -> tuple[Levels, Levels]:
         """What A's and B's runs differ by, level by level."""
         a, b = (levels(side.series, self.metric, side.machines) for side in (self.a, self.b))
         return a, b
 
-    def _spread(self) -> float:
-        """Standard deviation of runs' logarithms: of the pairs' differences, or of both sides together."""
+    @property
+    def spread_between(self) -> float:
+        """Standard deviation of several runs' logarithms: of the pairs' differences, or of both sides together."""
         logs = [np.log([summary_statistics(run)[self.metric] for run in side.series]) for side in (self.a, self.b)]
         if self.comparison.paired:
             return float(np.std(logs[1] - logs[0], ddof=1))
@@ -231,14 +232,36 @@ def _notes_on_runs(result: Result) -> Iterator[str]:
         else ""
     )
     if not (result.a.mean_only or result.b.mean_only):
-        a, b = (each.in_words() for each in result.spread_of_runs())
+        spread = result.spread_of_runs()
+        a, b = (each.in_words() for each in spread)
         yield f"a run's {_WORDS[result.metric]} varies by level (standard deviation): A {a}; B {b}"
+        within = _by_iterations(spread, result.comparison.paired)
+        if _agree_by_luck(result.spread_between, within, min(result.comparison.runs)):
+            yield (
+                f"runs agree better ({result.spread_between:.2%}) than their own iterations let expect ({within:.2%}): "
+                "by luck, so that the interval may be too narrow; take more runs"
+            )
     several = sorted({machine for side in (result.a, result.b) for machine in side.machines})
     if len(several) > 1:
         yield (
             f"runs on {len(several)} machines: the interval is about these machines, and other machines of the same "
             "description may differ by more"
         )
+
+
+def _by_iterations(spread: tuple[Levels, Levels], paired: bool) -> float:
+    """What runs would spread by if iterations were all that makes them differ; of pairs, their differences."""
+    squares = [(each.iteration or 0.0) ** 2 for each in spread]
+    return float(np.sqrt(sum(squares) / (1 if paired else 2)))
+
+
+def _agree_by_luck(between: float, within: float, runs: int) -> bool:
+    """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ."""
+    if within == 0:
+        return False
+    from scipy.special import chdtr
+
+    return float(chdtr(runs - 1, (runs - 1) * (between / within) ** 2)) < 1 - CONFIDENCE
 
 
 _WORDS: dict[Metric, str] = {"p50": "median", "mean": "mean", "p90": "p90", "p99": "p99"}

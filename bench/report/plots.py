@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from dlrm_bench.bench.analysis.ladder import proven
 from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.schema import Span
@@ -122,7 +123,7 @@ def waterfall(ladder: Ladder) -> Figure:
     """Median of each rung, what it saves of the one before it, and the ratio to the first."""
     rungs = ladder["rungs"]
     figure, axes = _rows([rung["name"] for rung in rungs])
-    before = rungs[0]["median_ms"]
+    before, is_proven = rungs[0]["median_ms"], proven(ladder, "previous")
     for y, rung in enumerate(rungs):
         now = rung["median_ms"]
         axes.barh(y, now, height=0.6, color=_LIGHT if y else _MID, edgecolor=_DARK, linewidth=0.8)
@@ -130,9 +131,8 @@ def waterfall(ladder: Ladder) -> Figure:
             saved = before > now
             style: dict[str, Any] = {"facecolor": "white", "hatch": "///"} if saved else {"facecolor": "#333333"}
             axes.barh(y, before - now, left=now, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
-        interval = rung["ci95_vs_previous"]
-        proven = "" if y == 0 or (interval and not interval[0] <= 1 <= interval[1]) else " ~"
-        times = f", {rung['speedup_vs_previous']:.2f} x{proven} ({rung['speedup_vs_first']:.1f} x)" if y else ""
+        mark = "" if rung["name"] in is_proven else " ~"
+        times = f", {rung['speedup_vs_previous']:.2f} x{mark} ({rung['speedup_vs_first']:.1f} x)" if y else ""
         _write(axes, f"{now:.2f} ms{times}", max(before, now), y)
         before = now
     return _explained(

@@ -225,6 +225,15 @@ def test_runs_that_were_not_steady_are_named(tmp_path: Path) -> None:
     assert "the median changed by up to +" in note
 
 
+def test_runs_that_agree_by_luck_are_named(tmp_path: Path) -> None:
+    """Noisy iterations, and medians that are equal all the same."""
+    noise = np.random.default_rng(0).gamma(2, 1, 250)
+    for i, side in enumerate("abbaab"):
+        write(tmp_path / side / f"run{i}", noise * (1 if side == "a" else 1.001), minute=i)
+    (result,) = compare_paths([tmp_path / "a", tmp_path / "b"])
+    assert any("runs agree better (0.00%) than their own iterations" in note for note in result.notes)
+
+
 def test_runs_on_several_machines(tmp_path: Path) -> None:
-    result = sides(tmp_path, machine={**H200, "hosts": ["another"]})
+    result = sides(tmp_path, machine={**H200, "gpu_uuids": ["another"]})
     assert any("runs on 2 machines" in note for note in result.notes)

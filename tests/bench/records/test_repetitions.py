@@ -1,12 +1,14 @@
 """What so many runs can show, checked by simulation and against scipy.stats."""
 
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.repetitions import (
     balanced_orders,
     detectable,
@@ -14,6 +16,7 @@ from dlrm_bench.bench.records.repetitions import (
     holm,
     runs_needed,
 )
+from dlrm_bench.bench.records.statistics import UNPROVEN, compare
 
 
 @pytest.mark.parametrize(("runs", "paired"), [(3, True), (5, True), (5, False), (12, False)])
@@ -109,3 +112,43 @@ def test_orders_follow_from_the_seed() -> None:
 )
 def test_drift_left(sides: str, left: float) -> None:
     assert drift_left(["AB".index(side) for side in sides]) == pytest.approx(left)
+
+
+SAME = ROOT / "results" / "15-2xh200-512-a-gpu-same-thing-twice"
+
+
+def same_runs(kind: str) -> np.ndarray:
+    """Logarithms of the medians of runs of the same thing on two GPUs, [2, rounds]."""
+    folders = [sorted(SAME.glob(f"[0-9]*-{kind}-{side}")) for side in "ab"]
+    return np.array([[math.log(np.median(read_record(run).latencies_ms)) for run in side] for side in folders])
+
+
+def judged_different(a: np.ndarray, b: np.ndarray, paired: bool = False) -> bool:
+    """What compare() says of runs with these logarithms of medians."""
+    sides = ([np.exp(run)[None] for run in side] for side in (a, b))
+    return compare(*sides, paired=paired).ratios["p50"].verdict != UNPROVEN
+
+
+@pytest.mark.parametrize("kind", ["stock", "five-stage", "static"])
+def test_recorded_runs_of_the_same_thing_are_seldom_judged_different(kind: str) -> None:
+    """Of all 126 ways to call five of the ten runs A, and of 200 draws of ten runs a side, about 5 %."""
+    rounds = same_runs(kind)
+    assert not judged_different(rounds[0], rounds[1], paired=True)
+    runs, rng = rounds.ravel(), np.random.default_rng(0)
+    chosen = [list(five) for five in combinations(range(len(runs)), 5) if 0 in five]
+    splits = [judged_different(runs[five], np.delete(runs, five)) for five in chosen]
+    assert len(splits) == 126
+    assert np.mean(splits) <= 0.06  # seven of 126
+    draws = [judged_different(rng.choice(runs, 10), rng.choice(runs, 10)) for _ in range(200)]
+    assert np.mean(draws) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
+
+
+@pytest.mark.parametrize(("kind", "tries"), [("stock", 20), ("five-stage", 150), ("static", 150)])
+def test_2_percent_is_found_with_the_number_of_runs_that_is_printed(kind: str, tries: int) -> None:
+    """With a probability of 80 %, drawing runs from the recorded ones: 2 of static's, 355 of stock's."""
+    runs, rng = same_runs(kind).ravel(), np.random.default_rng(1)
+    needed = runs_needed(float(runs.std(ddof=1)), 0.02, paired=False)
+    assert needed is not None
+    slower = math.log(1.02)
+    found = [judged_different(rng.choice(runs, needed), rng.choice(runs, needed) + slower) for _ in range(tries)]
+    assert np.mean(found) >= 0.8 - 2 * math.sqrt(0.8 * 0.2 / tries)

@@ -1,0 +1,136 @@
+"""Records of anybody's own timings: what `dlrm-bench compare` and `dlrm-bench report` take, from plain times.
+
+    from dlrm_bench.bench.records.own_timings import write_timings
+    write_timings(Path("mine/run-0"), milliseconds, name="my trainer", samples=4096)
+
+One record a run, and several runs a side, in the order A B B A, or nothing can be proven.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dlrm_bench.bench.records.record import create_run_folder, summarize_latency, write_record
+from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, Machine, RunRecord
+
+PRESET = "own"
+"""What the configuration of such a record has as its preset: none of the harness's."""
+UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+def write_timings(
+    folder: Path,
+    times_ms: np.ndarray,
+    *,
+    name: str,
+    samples: int,
+    warmup: int = 0,
+    finished: datetime | None = None,
+    losses: np.ndarray | None = None,
+    machine: Mapping[str, Any] | None = None,
+    commit: str | None = None,
+    command: str = "",
+) -> RunRecord:
+    """Writes the record of one run and returns it.
+
+    folder: is made. times_ms: milliseconds of every iteration, [iterations] or [ranks, iterations], warm-up included
+    and nothing left out. name: of the program; equal for all runs of a side. samples: of an iteration, all ranks
+    together. warmup: first iterations that no figure is made of. finished: when the run ended, by default now;
+    compare takes runs for pairs by it. losses: [iterations]. machine: fields of Machine that are known, such as gpus,
+    gpu, hosts.
+    ValueError names the argument that cannot be used.
+    """
+    times = np.atleast_2d(np.asarray(times_ms, dtype=np.float32))
+    if times.ndim != 2 or times.shape[1] <= warmup:
+        raise ValueError(f"times are {list(np.shape(times_ms))} and the warm-up {warmup}: nothing is left to compare")
+    if not np.isfinite(times).all() or (times <= 0).any():
+        raise ValueError("times must be positive and finite: every iteration takes some")
+    if samples < 1 or warmup < 0:
+        raise ValueError(f"samples ({samples}) must be positive, and the warm-up ({warmup}) not negative")
+    loss = np.full(times.shape[1], np.nan, np.float32) if losses is None else np.asarray(losses, dtype=np.float32)
+    described = _machine(machine or {})
+    ended = (finished or datetime.now(UTC)).astimezone(UTC)
+    latency = summarize_latency(times, warmup)
+    create_run_folder(folder.parent, folder.name)
+    record = RunRecord(
+        schema=RECORD_SCHEMA,
+        id=folder.name,
+        created=ended.isoformat(timespec="seconds"),
+        command=command,
+        git=Git(commit=commit, dirty=None),
+        config={
+            "preset": PRESET,
+            "pipeline": {"name": name},
+            "world_size": len(times),
+            "local_batch_size": samples // len(times),
+            "global_batch_size": samples,
+        },
+        pipeline={},
+        machine=described,
+        warmup_iterations=warmup,
+        latency_ms=latency,
+        samples_per_second=samples / latency["mean"] * 1000,
+        memory_gb=None,
+        host=None,
+        gpu=None,
+        stages_ms=None,
+        training=None,
+    )
+    write_record(folder, record, times, loss)
+    return record
+
+
+def read_times(file: Path, unit: str = "ms") -> np.ndarray:
+    """Times of a run in milliseconds, float64 [ranks, iterations], from a file of another program.
+
+    A .npy file has [iterations] or [ranks, iterations]; any other file a line for each iteration, with a column for
+    each rank, separated by commas or blanks, and at most one line of names above. ValueError names the file.
+    """
+    if unit not in UNITS_MS:
+        raise ValueError(f"--unit {unit!r} is unknown: choose one of {', '.join(UNITS_MS)}")
+    try:
+        if file.suffix == ".npy":
+            times = np.atleast_2d(np.load(file, allow_pickle=False))
+        else:
+            lines = [line.replace(",", " ").split() for line in file.read_text().splitlines() if line.strip()]
+            rows = lines[1:] if lines and not _is_number(lines[0][0]) else lines
+            times = np.array([[float(cell) for cell in row] for row in rows]).T
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): name a file of times") from error
+    except ValueError as error:
+        raise ValueError(f"{file} holds no times: {error}") from error
+    if times.ndim != 2 or not times.size or times.dtype.kind not in "fiu":
+        raise ValueError(f"{file} holds no times: expected a number for each iteration and rank")
+    return times.astype(np.float64) * UNITS_MS[unit]
+
+
+def time_of_end(file: Path, stated: str | None) -> datetime:
+    """When the run of a file of times ended: as stated in ISO 8601, or when the file was written. ValueError if neither
+    can be read."""
+    if stated is None:
+        return datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    try:
+        return datetime.fromisoformat(stated)
+    except ValueError as error:
+        raise ValueError(f"--finished {stated!r} is no time: write 2026-11-22T10:30:00+00:00") from error
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _machine(known: Mapping[str, Any]) -> Machine:
+    """A machine of which nothing else is known."""
+    unknown = sorted(set(known) - set(Machine.__annotations__))
+    if unknown:
+        raise ValueError(f"machine has no {', '.join(unknown)}: its fields are {', '.join(Machine.__annotations__)}")
+    nothing: dict[str, Any] = dict.fromkeys(Machine.__required_keys__)
+    described: Any = {**nothing, "nodes": 1, "gpus": 0, "python": "unknown", "torch": "unknown", **known}
+    return cast(Machine, described)
