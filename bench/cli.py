@@ -303,19 +303,24 @@ class Doctor:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Data:
-    """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise preprocess and check.
+    """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise the others.
 
-    generate: planted samples, whose best possible AUC is known. preprocess: Criteo's raw days to MLPerf's formats.
-    check: whether the files of a directory are whole and what they should be.
+    generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
+    preprocess: Criteo's raw days to MLPerf's formats. check: whether the files of a directory are whole and what they
+    should be. speed: how fast ranks read them.
     """
 
-    what: Positional[Literal["generate", "preprocess", "check"]]
+    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed"]]
     """What to do; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Hands the flags on; returns the exit status."""
         if self.what == "generate":
             from dlrm_bench.dlrm.data.planted import main
+        elif self.what == "fill":
+            from dlrm_bench.dlrm.data.fill import main
+        elif self.what == "speed":
+            from dlrm_bench.dlrm.data.speed import main
         elif self.what == "preprocess":
             from dlrm_bench.dlrm.data.preprocess import main
         else:
