@@ -13,6 +13,7 @@ from rich.table import Table
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
 from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
 from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.embedding.planner import plan_for
 from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
@@ -33,7 +34,8 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT)
         memory_bytes = int(costs.memory_bytes * HEADROOM)
         replicate = topology.nodes > 1 or not options.peer_memory
         plan = plan_for(config, topology, memory_bytes, replicate, options.splits_rows(topology.nodes), costs)
-    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs, topology)
+    ids = IdStatistics.of(config.data)
+    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs, topology, ids)
     table = Table(
         title=f"{config.preset} with --pipeline static on {world_size} rank(s){_nodes(topology)}, "
         f"global batch {global_batch_size}",
@@ -66,7 +68,7 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT)
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
-    iteration = iteration_us(plan.shards, model, topology, global_batch_size, config.pooled_bytes, costs)
+    iteration = iteration_us(plan.shards, model, topology, global_batch_size, config.pooled_bytes, costs, ids)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
 
 

@@ -9,11 +9,10 @@ MLPerf model. All processes of a host map these files, and so share their pages.
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.data.npy import map_array, write_header
+from dlrm_bench.dlrm.data.steps import Advance, step
 
 REFERENCE_SEED = 0
 CHUNK_IDS = 1 << 22
 FOLDER = "expansion_tables"
-
-log = logging.getLogger(__name__)
+SHOWN_IDS = 100_000_000
+"""From so many ids on, drawing shows its progress: they take two seconds or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,25 @@ def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -
     with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # Another process finished it while this one waited.
             return
-        log.info("drawing expansion tables into %s", folder)
+        ids = sum(r * (hot - 1) for r, hot in zip(rows, multi_hot_sizes, strict=True))
+        title = f"draw the tables that expand 1-hot ids, {4 * ids / 1e9:.1f} GB, once for {folder.parent}"
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # What a killed process left; nobody else works here now.
         partial.mkdir()
-        for feature, pieces in enumerate(draw_tables(rows, multi_hot_sizes)):
-            if multi_hot_sizes[feature] > 1:
-                with (partial / f"{feature}.npy").open("wb") as file:
-                    write_header(file, np.int32, (rows[feature], multi_hot_sizes[feature] - 1))
-                    for piece in pieces:
-                        file.write(piece.data)
+        with _shown(title, ids) as advance:
+            for feature, pieces in enumerate(draw_tables(rows, multi_hot_sizes)):
+                if multi_hot_sizes[feature] > 1:
+                    with (partial / f"{feature}.npy").open("wb") as file:
+                        write_header(file, np.int32, (rows[feature], multi_hot_sizes[feature] - 1))
+                        for piece in pieces:
+                            file.write(piece.data)
+                            advance(piece.size)
         os.replace(partial, folder)
+
+
+def _shown(title: str, ids: int) -> AbstractContextManager[Advance]:
+    """Progress on stderr, where it takes long: the tables of small models are there at once."""
+    return step(title, ids, "M ids") if ids >= SHOWN_IDS else nullcontext(lambda _: None)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class ArrayFile:
     file: FileIO
     start: int
     """Byte position of the first row."""
+    row_bytes: int
     shape: tuple[int, int]
     dtype: np.dtype[Any]
 
@@ -47,23 +48,24 @@ class ArrayFile:
     def read(self, first: int, out: NDArray[Any]) -> None:
         """Fills `out`, C-ordered and of this dtype's size, with consecutive rows from row `first`. ValueError names the
         file if it cannot be read, or has become too short."""
-        assert out.itemsize == self.dtype.itemsize
-        assert out.size % self.shape[1] == 0
-        position, done = self.start + first * self.shape[1] * out.itemsize, 0
-        while done < out.nbytes:
-            rest = out.data if done == 0 else out.data.cast("B")[done:]
-            try:
-                count = os.preadv(self.file.fileno(), [rest], position + done)
-            except OSError as error:
-                raise ValueError(
-                    f"{self.name} cannot be read ({error.strerror or error}): check the disk, or {COPY_AGAIN}"
-                ) from error
-            if count == 0:
-                raise ValueError(
-                    f"{self.name} is truncated: it ends at byte {position + done} and was longer when it was opened: "
-                    f"{COPY_AGAIN}"
-                )
-            done += count
+        position = self.start + first * self.row_bytes
+        done = self._read(position, out.data)
+        while done < out.nbytes:  # as from network file systems, or beyond 2 GB
+            done += self._read(position + done, out.data.cast("B")[done:])
+
+    def _read(self, position: int, out: memoryview) -> int:
+        """Returns how many bytes came, at least one."""
+        try:
+            count = os.preadv(self.file.fileno(), (out,), position)
+        except OSError as error:
+            raise ValueError(
+                f"{self.name} cannot be read ({error.strerror or error}): check the disk, or {COPY_AGAIN}"
+            ) from error
+        if count == 0:
+            raise ValueError(
+                f"{self.name} is truncated: it ends at byte {position} and was longer when it was opened: {COPY_AGAIN}"
+            )
+        return count
 
 
 def open_array(
@@ -104,7 +106,7 @@ def open_array(
             f"{name} is truncated: expected {needed} bytes of data for shape {shape}, found "
             f"{max(end - data_start, 0)}: {COPY_AGAIN}"
         )
-    return ArrayFile(name, file, data_start, shape, found)
+    return ArrayFile(name, file, data_start, columns * found.itemsize, shape, found)
 
 
 def map_array(path: Path, dtype: DTypeLike, columns: int) -> NDArray[Any]:

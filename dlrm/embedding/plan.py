@@ -4,11 +4,11 @@ The slowest rank sets the pace: everybody waits for its pooled vectors in the al
 the widest table of a rank, so a narrow column shard beside whole tables is slow; every rank of a plan has one width.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts
 from dlrm_bench.dlrm.topology import Topology
 
@@ -69,14 +69,20 @@ class Plan:
                 raise ValueError(f"plan: table {table} has {end} of {model.embedding_dim} columns")
 
 
-def tables_us(shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, costs: GpuCosts = DEFAULT) -> float:
-    """Returns the predicted microseconds of one rank's lookup, sort and update in an iteration, with uniform ids.
+def tables_us(
+    shards: Sequence[Shard],
+    model: ModelConfig,
+    global_batch_size: int,
+    costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
+) -> float:
+    """Returns the predicted microseconds of one rank's lookup, sort and update in an iteration.
 
     Other optimizers than exact Adagrad take less, by much the same share on every rank. A rank that holds a part of a
     table's rows picks its ids out of those of all its tables first.
     """
     picked = sum(picking_us(shard.table, model, global_batch_size, costs) for shard in shards)
-    own = sum(shard_us(shard, model, global_batch_size, costs) for shard in shards)
+    own = sum(shard_us(shard, model, global_batch_size, costs, ids) for shard in shards)
     return costs.us_per_call + own + (picked if any(shard.row_parts > 1 for shard in shards) else 0.0)
 
 
@@ -85,14 +91,14 @@ def picking_us(table: int, model: ModelConfig, global_batch_size: int, costs: Gp
     return global_batch_size * model.multi_hot_sizes[table] / 1e6 * costs.picking_us_per_million_ids
 
 
-def shard_us(shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+def shard_us(shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> float:
     """Returns the predicted microseconds that a shard adds to its rank's lookup, sort and update: of a part of the
     rows, the same part of the whole table's."""
     widths = sorted(costs.us_per_million_ids)
     width = next((width for width in widths if shard.columns <= width), widths[-1])
-    ids, rows = global_batch_size * model.multi_hot_sizes[shard.table], model.rows[shard.table]
-    distinct = -rows * math.expm1(-ids / rows)
-    million = (distinct + costs.repeated_id * (ids - distinct)) / 1e6
+    hot = model.multi_hot_sizes[shard.table]
+    distinct = ids.distinct_rows(model.rows[shard.table], hot, global_batch_size)
+    million = (distinct + costs.repeated_id * (global_batch_size * hot - distinct)) / 1e6
     return million * costs.us_per_million_ids[width] * max(1.0, shard.columns / widths[-1]) / shard.row_parts
 
 
@@ -136,14 +142,16 @@ def rank_loads(
     pooled_bytes: int,
     costs: GpuCosts = DEFAULT,
     topology: Topology | None = None,
+    ids: IdStatistics = UNIFORM,
 ) -> list[RankLoad]:
-    """Returns the load of each rank. pooled_bytes: as for `all_to_alls_us`. topology: None is one node."""
+    """Returns the load of each rank. pooled_bytes: as for `all_to_alls_us`. topology: None is one node. ids: how often
+    they name the same rows."""
     loads, topology = [], topology or Topology.one_node(plan.world_size)
     for rank in range(plan.world_size):
         shards = plan.of_rank(rank)
         table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, model, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
-        own_us = tables_us(shards, model, global_batch_size, costs)
+        own_us = tables_us(shards, model, global_batch_size, costs, ids)
         exchange_us = all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
         loads.append(
             RankLoad(
@@ -186,6 +194,7 @@ def iteration_us(
     global_batch_size: int,
     pooled_bytes: int,
     costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
 ) -> float:
     """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest
     all-to-alls.
@@ -196,5 +205,5 @@ def iteration_us(
     """
     by_rank = shards_by_rank(shards, topology.world_size)
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
-    slowest = max(tables_us(own, model, global_batch_size, costs) for own in by_rank)
+    slowest = max(tables_us(own, model, global_batch_size, costs, ids) for own in by_rank)
     return slowest + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)

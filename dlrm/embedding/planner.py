@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
+from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.embedding.plan import (
     Plan,
     Shard,
@@ -50,7 +51,8 @@ def plan_for(
     split_rows: bool = False,
     costs: GpuCosts = DEFAULT,
 ) -> Plan:
-    """Returns the balanced plan of a run. All arguments and ValueError: see `make_plan`."""
+    """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
+    `make_plan`."""
     return make_plan(
         config.model,
         topology,
@@ -61,6 +63,7 @@ def plan_for(
         replicate,
         split_rows,
         costs,
+        IdStatistics.of(config.data),
     )
 
 
@@ -68,10 +71,16 @@ class _Work:
     """What every candidate is made for, and what its shards cost; a shard's cost does not depend on where it starts."""
 
     def __init__(
-        self, model: ModelConfig, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts
+        self,
+        model: ModelConfig,
+        topology: Topology,
+        global_batch_size: int,
+        pooled_bytes: int,
+        costs: GpuCosts,
+        ids: IdStatistics,
     ) -> None:
         self.model, self.world_size, self.dim = model, topology.world_size, model.embedding_dim
-        self._sizes, self._costs = (model, global_batch_size, costs), costs
+        self._sizes, self._costs, self._ids = (model, global_batch_size, costs), costs, ids
         self._exchange = (topology, global_batch_size, pooled_bytes, costs)
         self._tables_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
@@ -81,7 +90,7 @@ class _Work:
         """Returns what a shard costs its rank without all-to-alls."""
         key = (shard.table, shard.columns, shard.row_parts)
         if key not in self._tables_us:
-            self._tables_us[key] = shard_us(shard, *self._sizes)
+            self._tables_us[key] = shard_us(shard, *self._sizes, self._ids)
         picked = self.picking_us[shard.table] if shard.row_parts > 1 else 0.0
         return self._tables_us[key] + picked
 
@@ -144,6 +153,7 @@ def make_plan(
     replicate: bool = True,
     split_rows: bool = False,
     costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
 ) -> Plan:
     """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
 
@@ -151,11 +161,11 @@ def make_plan(
     shard goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no columns, and only
     exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of
     one rank may take. replicate: whether any table may be. split_rows: whether tables may be split by rows, which they
-    are where it gains. costs: of the GPUs, the same on all ranks. ValueError if there are fewer shards than ranks at
-    every width, or no plan fits.
+    are where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows.
+    ValueError if there are fewer shards than ranks at every width, or no plan fits.
     """
     dim, world_size = model.embedding_dim, topology.world_size
-    work = _Work(model, topology, global_batch_size, pooled_bytes, costs)
+    work = _Work(model, topology, global_batch_size, pooled_bytes, costs, ids)
     tables = list(range(model.num_features))
     replicate = replicate and can_replicate(dim, world_size, optimizer)
     small = tuple(t for t in tables if replicate and model.rows[t] <= REPLICATED_ROWS)

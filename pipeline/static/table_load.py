@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
 from dlrm_bench.dlrm.embedding.plan import imbalance, rank_loads
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.gpu_costs import costs_of, note
@@ -32,7 +33,7 @@ def embedding_load(
     costs = costs_of(gpu)
     global_batch_size = config.local_batch_size * ranks.world_size
     sizes = (global_batch_size, config.pooled_bytes, costs, Topology.of(ranks.world_size, ranks.local_world_size))
-    loads = rank_loads(ebc.plan, config.model, config.optimizer, *sizes)
+    loads = rank_loads(ebc.plan, config.model, config.optimizer, *sizes, IdStatistics.of(config.data))
     times: dict[str, list[float]] = {
         "predicted_embedding_us": [round(load.embedding_us) for load in loads],
         "predicted_tables_us": [round(load.tables_us) for load in loads],

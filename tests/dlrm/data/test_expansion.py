@@ -48,6 +48,18 @@ def test_cached_tables_are_not_drawn_again(tmp_path: Path, monkeypatch: pytest.M
     open_expansion_tables(tmp_path, (10,), (2,))
 
 
+def test_drawing_large_tables_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_expansion_tables(tmp_path, (10,), (3,))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(expansion, "SHOWN_IDS", 60)
+    open_expansion_tables(tmp_path, (30,), (3,))
+    assert "draw the tables that expand 1-hot ids, 0.0 GB, once for" in capsys.readouterr().err
+    open_expansion_tables(tmp_path, (30,), (3,))
+    assert capsys.readouterr().err == ""
+
+
 def test_leftovers_of_a_killed_process_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
