@@ -151,11 +151,11 @@ class PeerBucket(Bucket):
 
     def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
         """Updates this rank's slice, and writes it to all ranks' working weights: a rank calls it when it has read its
-        own for the last time, and reads them again after it. Collective."""
+        own for the last time. Before anybody reads them again, or writes gradients, the caller puts a barrier: one
+        after the updates of all buckets. Collective."""
         self._memory.barrier(f"{self._name} gradients")
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
         sharded_adagrad(*share, learning_rate, eps, stopped)
-        self._memory.barrier(f"{self._name} weights")
 
     def all_gather(self) -> None:
         """Does nothing: `update` has done it."""

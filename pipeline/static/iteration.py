@@ -78,9 +78,12 @@ class Iteration:
         self._config, self._schedule, self._memory, self._guard = config, schedule, memory, guard
         self._dense, self._ebc, self._streams, self._fetcher = dense, ebc, streams, fetcher
         self._stream_names = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, strict=True))[: schedule.parts]
+        self._updates: list[Branch] = []
+        """The dense updates of the iteration that is being launched."""
 
     def train(self, now: Slot, ahead: Slot) -> None:
         """Trains on the batch of `now`, and brings the next one to `ahead`."""
+        self._updates.clear()
         with self._streams.iteration():
             with self._streams.beside("input_dist", priority=Priority.FILL):
                 self.input_dist(ahead)
@@ -95,6 +98,9 @@ class Iteration:
                     self._ebc.update_replicated(now.ids, self._interaction_gradient(), self._guard.stopped)
             with record_function("embedding_backward"):
                 self._embedding_backward(now, forward, guarded, [*gradients, *bottom], bottom_update)
+            if self._memory is not None:  # over nodes each update has a barrier of its own
+                with self._streams.beside("weights", *self._updates):
+                    self._memory.barrier("weights")
 
     def _embedding_forward(self, now: Slot) -> _EmbeddingForward:
         dense, streams, weights = self._dense, self._streams, []
@@ -174,8 +180,7 @@ class Iteration:
         with self._streams.beside("top gradients", *after, priority=Priority.WEIGHT_GRADIENTS):
             for layers, bucket in self._dense.top.items():
                 self._dense.top_weight_gradients(layers)
-                with self._streams.beside(f"top {layers[0]}", guarded), record_function("dense_update"):
-                    self._update(bucket)
+                self._update(f"top {layers[0]}", bucket, guarded)
 
     def _update_cross(self, layers: tuple[int, ...], guarded: Branch, *after: Branch) -> list[Branch]:
         """Computes the layers' weight gradients, beside one another where there is room, and updates their bucket.
@@ -186,8 +191,7 @@ class Iteration:
             with self._streams.beside(name, *after, priority=Priority.WEIGHT_GRADIENTS) as branch:
                 self._dense.cross_weight_gradients(layer)
             gradients.append(branch)
-        with self._streams.beside(f"cross {layers[0]}", guarded, *gradients), record_function("dense_update"):
-            self._update(self._dense.cross[layers])
+        self._update(f"cross {layers[0]}", self._dense.cross[layers], guarded, *gradients)
         return gradients
 
     def _update_bottom(self, guarded: Branch, after: Branch) -> tuple[list[Branch], Branch]:
@@ -200,12 +204,13 @@ class Iteration:
                 with self._streams.beside(name, priority=Priority.WEIGHT_GRADIENTS) as branch:
                     self._dense.bottom_weight_gradient(layer)
                 gradients.append(branch)
-        with self._streams.beside("bottom update", guarded, *gradients) as update:
-            self._update(self._dense.bottom)
-        return gradients, update
+        return gradients, self._update("bottom update", self._dense.bottom, guarded, *gradients)
 
-    def _update(self, bucket: Bucket) -> None:
-        bucket.update(self._ebc.learning_rate, self._config.optimizer.eps, self._guard.stopped)
+    def _update(self, name: str, bucket: Bucket, *after: Branch) -> Branch:
+        with self._streams.beside(name, *after) as update, record_function("dense_update"):
+            bucket.update(self._ebc.learning_rate, self._config.optimizer.eps, self._guard.stopped)
+        self._updates.append(update)
+        return update
 
     def _local_forward(self, slot: Slot) -> None:
         """Runs what needs no other rank: the replicated tables and the bottom MLP."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -115,6 +116,7 @@ def update(explicit: ExplicitDense, learning_rate: Tensor) -> None:
     for bucket in explicit.buckets:
         bucket.update(learning_rate, EPS)
         bucket.all_gather()
+    dist.barrier()  # which peer memory wants after all updates
 
 
 def check(ranks: Ranks, case: Case) -> None:

@@ -1,0 +1,49 @@
+"""Cross-cutting: every barrier of peer memory is needed, and no other one. Ordered by streams as on GPUs, what the
+ranks write into each other's memory races nowhere, and would without any one of the barriers."""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.static import batch_schedule
+from tests.pipeline.static.test_pipeline import batches_of, small
+from tests.pipelines import static_pipeline
+from tests.races import Barrier, Event, Recorder, races
+
+STEPS = 2
+"""Before an evaluation, and after it: each of the two slots is used again."""
+CONFIG = small("sharded", 2 * STEPS, presort_ids=True, peer_memory=True)
+
+
+def record(ranks: Ranks) -> dict[int, list[Event]]:
+    """What this rank launches in a training with an evaluation: of small batches, and of such as go in two halves."""
+    events = {}
+    for parts in (1, 2):
+        with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+            if parts == 2:
+                patch.setattr(batch_schedule, "_FILLING_BATCH", 1)
+            pipeline = static_pipeline(CONFIG, ranks)
+            batches = iter(batches_of(CONFIG, ranks.rank, ranks.world_size))
+            training = islice(batches, 2 * STEPS)
+            for _ in range(STEPS):
+                pipeline.train_step(training)
+            list(pipeline.evaluate(iter(batches_of(CONFIG, ranks.rank, ranks.world_size)[-2:])))
+            for _ in range(STEPS):
+                pipeline.train_step(training)
+            pipeline.close()
+        events[parts] = recorder.events
+    return events
+
+
+def test_each_barrier_orders_what_nothing_else_does(run_ranks: Callable[..., list[Any]]) -> None:
+    per_rank = run_ranks(2, record)
+    for parts in (1, 2):
+        logs = [events[parts] for events in per_rank]
+        assert races(logs) == []
+        names = {event.name for event in logs[0] if isinstance(event, Barrier)}
+        assert {f"pooled {parts - 1}", f"gradients {parts - 1}", "ids", "evaluated"} < names
+        missed = [name for name in sorted(names) if not races(logs, without=name)]
+        assert missed == []
