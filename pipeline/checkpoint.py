@@ -3,10 +3,12 @@
 Each rank writes what it holds to a file of its own, and reads what it needs from whichever files have it: the pipeline
 and the number of ranks may be others than those that wrote. No rank's host memory holds more than some pieces at a
 time.
+
+A table whose rows are dealt out to P ranks in turn is stored as P tensors, `key#p/P`, of the rows p, p + P, ...
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,7 @@ def snapshot(blocks: StateBlocks, rank: int) -> StateBlocks:
     """Returns copies of the blocks that `rank` owns, on their device; training may then go on."""
 
     def copied(block: TensorBlock) -> TensorBlock:
-        local = block.local.clone() if block.local is not None and block.owner == rank else None
-        return TensorBlock(block.owner, block.start, block.shape, local)
+        return replace(block, local=block.local.clone() if block.local is not None and block.owner == rank else None)
 
     kinds = ({key: [copied(b) for b in of_key] for key, of_key in of_kind.items()} for of_kind in blocks)
     return StateBlocks(*kinds)
@@ -88,7 +89,7 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle, which raises anything
         raise CheckpointError(f"{folder}/.metadata cannot be read ({error!r})") from error
-    saved = {key: tuple(of.size) for key, of in metadata.items() if isinstance(of, TensorStorageMetadata)}
+    saved = _full_shapes({key: tuple(of.size) for key, of in metadata.items() if isinstance(of, TensorStorageMetadata)})
     needed = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
     for key in sorted(saved.keys() | needed.keys()):
         if saved.get(key) != needed.get(key):
@@ -97,8 +98,9 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
                 f"{folder} is of another model: {key}: it has {has}, needed is {needs}; give both runs the same "
                 "--model flags and the same --optimizer.embedding"
             )
+    planner = _LoadPlanner(blocks, metadata)
     try:
-        load({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(blocks), process_group=group)
+        load({}, storage_reader=FileSystemReader(folder), planner=planner, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read: {_cause(error)}") from error
 
@@ -117,23 +119,41 @@ def _kinds(blocks: StateBlocks) -> Iterator[tuple[str, dict[str, list[TensorBloc
     return zip(StateBlocks._fields, blocks, strict=True)
 
 
-def _key(kind: str, key: str) -> str:
-    return f"{kind}/{key}"
+def _key(kind: str, key: str, part: int = 0, parts: int = 1) -> str:
+    return f"{kind}/{key}" + (f"#{part}/{parts}" if parts > 1 else "")
+
+
+def _parts_of(name: str) -> tuple[str, int, int]:
+    """Returns the key of the whole tensor, the part and the number of parts of a stored one."""
+    key, _, part = name.partition("#")
+    number, _, parts = part.partition("/")
+    return (key, int(number), int(parts)) if part else (key, 0, 1)
+
+
+def _full_shapes(stored: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    full: dict[str, tuple[int, ...]] = {}
+    for name, (rows, *others) in stored.items():
+        key = _parts_of(name)[0]
+        full[key] = (full.get(key, (0,))[0] + rows, *others)
+    return full
 
 
 def _owned(blocks: StateBlocks, rank: int) -> Iterator[_Piece]:
     """Yields what this rank writes; of what several ranks hold, one writes."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
-            shape = full_shape(of_key)
+            full = full_shape(of_key)
             for block in of_key:
+                part, parts = (block.start[0], block.row_step) if block.row_step > 1 else (0, 1)
+                name, start = _key(kind, key, part, parts), 0 if parts > 1 else block.start[0]
+                shape = (block.shape[0] if parts > 1 else full[0], *full[1:])
                 if block.owner != rank or block.local is None:
                     continue
                 row_bytes = 4 * max(1, block.local[:1].numel())
                 rows = max(1, _PIECE_BYTES // row_bytes)
                 for first in range(0, block.shape[0], rows):
-                    offset = torch.Size((block.start[0] + first, *block.start[1:]))
-                    yield _Piece(MetadataIndex(_key(kind, key), offset), shape, block.local[first : first + rows])
+                    offset = torch.Size((start + first, *block.start[1:]))
+                    yield _Piece(MetadataIndex(name, offset), shape, block.local[first : first + rows])
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -168,26 +188,45 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Plans to read what the blocks of this rank need."""
 
-    def __init__(self, blocks: StateBlocks) -> None:
+    def __init__(self, blocks: StateBlocks, stored: Mapping[str, Any]) -> None:
+        """CheckpointError where rows are stored and needed in different numbers of parts."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._blocks = blocks
+        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
         self._tensors: dict[MetadataIndex, Tensor] = {}
+        by_key = {_key(kind, key): of_key for kind, of_kind in _kinds(blocks) for key, of_key in of_kind.items()}
+        for name in stored:
+            key, part, parts = _parts_of(name)
+            for block in by_key[key]:
+                if block.local is not None:
+                    self._add(name, block, part, parts)
+
+    def _add(self, name: str, block: TensorBlock, part: int, parts: int) -> None:
+        """Adds the rows of a block that a stored part has."""
+        assert block.local is not None
+        if block.row_step == parts > 1:
+            if block.start[0] != part:
+                return
+            first, rows = 0, block.local
+        elif block.row_step == 1:
+            at = (part - block.start[0]) % parts
+            first, rows = (block.start[0] + at - part) // parts, block.local[at::parts]
+        else:
+            raise CheckpointError(
+                f"{name.partition('#')[0]}: its rows are stored in {parts} part(s) and needed in {block.row_step}: "
+                "resume with as many ranks as saved it"
+            )
+        if len(rows):
+            offset = torch.Size((first, *block.start[1:]))
+            self._chunks.setdefault(name, []).append(ChunkStorageMetadata(offsets=offset, sizes=rows.size()))
+            self._tensors[MetadataIndex(name, offset)] = rows
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         items = []
-        for kind, of_kind in _kinds(self._blocks):
-            for key, of_key in of_kind.items():
-                name = _key(kind, key)
-                stored = self.metadata.state_dict_metadata[name]
-                assert isinstance(stored, TensorStorageMetadata)
-                chunks = []
-                for block in of_key:
-                    if block.local is not None:
-                        offset = torch.Size(block.start)
-                        chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(block.shape)))
-                        self._tensors[MetadataIndex(name, offset)] = block.local
-                items += create_read_items_for_chunk_list(name, stored, chunks)
+        for name, chunks in self._chunks.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, stored, chunks)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
