@@ -29,6 +29,8 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     for block, before in _BEFORE.items():
         if block in rest:
             rest[block] = before | rest[block]
+    if "iterations" in rest:
+        rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
     return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}
 
 

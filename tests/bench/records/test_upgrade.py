@@ -37,6 +37,13 @@ def test_schema_1(old: dict[str, Any], options: dict[str, Any]) -> None:
     assert config == {"preset": "smoke", "seed": 7, "pipeline": defaults(options["name"]) | options}
 
 
+def test_no_older_run_was_timed_by_the_clock() -> None:
+    """Also where its number of iterations was not given: today's preset would end it after ten seconds."""
+    config = as_json(preset("mlperf-dcnv2"))
+    del config["min_time"]
+    assert upgraded(config, 2)["min_time"] is None
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_todays_schema_stays_as_it_is(pipeline: str) -> None:
     config = as_json(changed(preset("smoke"), pipeline))
