@@ -1,0 +1,95 @@
+"""Compares the AUC of the static pipeline in bf16, with peer memory, with that of stock TorchRec in TF32, over seeds.
+
+torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke --data.path DIR [--field value ...]
+
+All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
+the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
+runs of one seed and its 95 % interval by Student's t. On the CPU both sides are fp32, and no graph is captured.
+"""
+
+import json
+import statistics
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.run import run
+from dlrm_bench.dlrm.command_line import exit_status
+from dlrm_bench.dlrm.data.manifest import read_manifest
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.launch.dlrm import parse
+from dlrm_bench.pipeline.static.options import StaticOptions
+from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
+
+MODULE = "dlrm_bench.launch.auc_over_seeds"
+SEEDS = 5
+STUDENT_T = 2.776
+"""The 97.5 % quantile of Student's distribution with SEEDS - 1 degrees of freedom."""
+
+
+class _Joined(Ranks):
+    """Ranks of one process group for all runs."""
+
+    def init_process_group(self) -> None:
+        if not dist.is_initialized():
+            Ranks.init_process_group(self)
+
+
+def main() -> int:
+    """Command line entry; returns the exit status."""
+    return exit_status(_main)
+
+
+def _main() -> int:
+    found = Ranks.from_environment()
+    ranks = _Joined(**{field.name: getattr(found, field.name) for field in fields(Ranks)})
+    config, cuda = parse(sys.argv[1:]), ranks.device.type == "cuda"
+    manifest = read_manifest(config.data.path) if config.data.path is not None else None
+    if manifest is None or manifest.best_auc is None:
+        raise ValueError(
+            "--data.path: name planted data, `dlrm-bench data generate --preset smoke --path DIR` makes it"
+        )
+    # A target that a run without luck does not reach, so that all see the whole epoch.
+    config = replace(
+        config, target_auc=manifest.best_auc, evaluations_per_epoch=1, iterations=None, warmup_iterations=0
+    )
+    static = StaticOptions(cuda_graph="iteration" if cuda else "none", overlap=cuda, presort_ids=True, peer_memory=True)
+    sides = {
+        "stock": replace(config, precision="tf32" if cuda else "fp32", pipeline=TorchRecOptions()),
+        "static": replace(config, precision="bf16" if cuda else "fp32", pipeline=static),
+    }
+    aucs: dict[str, list[float]] = {side: [] for side in sides}
+    for seed in range(SEEDS):
+        for side, its in sides.items():
+            aucs[side].append(_auc(replace(its, seed=seed, run_id=f"{side}-{seed}"), ranks))
+            if ranks.rank == 0:
+                print(f"{side} {seed}: {aucs[side][-1]:.6f}", flush=True)
+    if ranks.rank == 0:
+        summary = json.dumps(_summary(aucs) | {"data": manifest.parameters, "best_auc": manifest.best_auc}, indent=1)
+        (config.results_dir / "auc_over_seeds.json").write_text(summary + "\n")
+        print(summary)
+    ranks.destroy_process_group()
+    return 0
+
+
+def _auc(config: RunConfig, ranks: Ranks) -> float:
+    training = run(config, ranks, ranks.command_line("-m", [MODULE, *sys.argv[1:]])).record["training"]
+    assert training is not None
+    assert training["auc"] is not None
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()  # for the next run's tables
+    return training["auc"]
+
+
+def _summary(aucs: dict[str, list[float]]) -> dict[str, Any]:
+    differences = [static - stock for stock, static in zip(aucs["stock"], aucs["static"], strict=True)]
+    mean, half = statistics.mean(differences), STUDENT_T * statistics.stdev(differences) / SEEDS**0.5
+    return {"auc": aucs, "static_minus_stock": {"mean": mean, "ci95": [mean - half, mean + half]}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+import pytest
+
+from dlrm_bench.launch import auc_over_seeds
+
+
+def test_the_interval_is_that_of_the_differences() -> None:
+    stock = [0.80, 0.81, 0.79, 0.82, 0.80]
+    summary = auc_over_seeds._summary(
+        {"stock": stock, "static": [auc + d for auc, d in zip(stock, range(5), strict=True)]}
+    )
+    difference = summary["static_minus_stock"]
+    assert difference["mean"] == pytest.approx(2)
+    # Student's t of 4 degrees of freedom times sqrt(2.5 / 5), as in any table.
+    assert difference["ci95"] == pytest.approx([2 - 1.9629, 2 + 1.9629], abs=1e-3)
+
+
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["auc_over_seeds", "--preset", "smoke"])
+    monkeypatch.delenv("RANK", raising=False)
+    assert auc_over_seeds.main() == 2
+    assert "start this program with torchrun" in capsys.readouterr().err
