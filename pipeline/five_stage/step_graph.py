@@ -1,0 +1,262 @@
+"""The step of one torch optimizer as a CUDA graph.
+
+The graph runs what the step runs, on the memory of the user's parameters, gradients and state. Step counts that are on
+the host stay there and are counted by the host: whoever reads or loads the optimizer's state sees no difference. The
+learning rate is frozen with the other numbers until it changes; from then on the graph reads it from the device.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim.adagrad import adagrad
+from torch.optim.sgd import sgd
+
+from ..cuda_graph import destroy, record
+
+WARM_UP = 3
+"""Eager steps with the same hyperparameters and memory before one is captured."""
+CHANGED = (
+    "the optimizer's hyperparameters, or the tensors that hold its parameters, gradients and state, had changed within "
+    f"{WARM_UP} steps"
+)
+
+
+def why_never(optimizer: Optimizer) -> str | None:
+    """Says what keeps all steps of this optimizer out of a graph; None if nothing does."""
+    kind = type(optimizer).__name__
+    if type(optimizer) not in (Adagrad, SGD) and not all("capturable" in group for group in optimizer.param_groups):
+        return (
+            f"it is {kind}'s, which has no option `capturable`; Adam, AdamW, SGD and Adagrad are captured as they are"
+        )
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        return f"{kind} has complex parameters"
+    return None
+
+
+class StepGraph:
+    """`step()` in the place of the optimizer's own, with the same effect."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """optimizer: one for which why_never finds nothing."""
+        self._optimizer, self._kind = optimizer, type(optimizer).__name__
+        self._frozen: list[Any] = []
+        self._rates: list[Any] = []
+        self._memory: list[Any] = []
+        self._steps = self._unchanged = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._counts: list[Tensor] = []
+        self._one = torch.tensor(1.0)
+        self._rates_on_device: list[Tensor] | None = None
+        self._failure: str | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next step is replayed, if nothing has changed."""
+        return self._graph is not None
+
+    def step(self, eagerly: Callable[[], Any]) -> str | None:
+        """Steps; says why eagerly, if so and the very first steps are over. eagerly: the optimizer's own step."""
+        self._steps += 1
+        self._look_for_changes()
+        why: str | None = None
+        if self._graph is None:
+            why = self._failure or self._obstacle() or (CHANGED if self._unchanged < WARM_UP else self._capture())
+        if self._graph is None:
+            eagerly()
+            return why if self._steps > WARM_UP else None
+        self._graph.replay()
+        if self._counts:
+            torch._foreach_add_(self._counts, self._one, alpha=1.0)
+        return None
+
+    def forget(self) -> None:
+        """Destroys the graph."""
+        if self._graph is not None:
+            destroy([self._graph])
+            self._graph = None
+
+    def _look_for_changes(self) -> None:
+        state = self._optimizer.state
+        frozen: list[Any] = []
+        rates: list[Any] = []
+        memory: list[Any] = []
+        for group in self._optimizer.param_groups:
+            for name, value in group.items():
+                if name == "lr":
+                    rates.append(_number(value))
+                elif name == "params":
+                    for parameter in value:
+                        memory += (parameter, parameter.grad)
+                        memory += state[parameter].values() if parameter in state else ()
+                elif name != "initial_lr":  # a scheduler's own
+                    frozen.append(value)
+        same = len(memory) == len(self._memory) and all(map(is_, memory, self._memory))
+        if not same or not _equal(frozen, self._frozen):
+            self.forget()
+            # Most optimizers make their state in the very first step.
+            self._unchanged = 1 if self._steps == 2 and _equal(frozen, self._frozen) else 0
+            self._frozen, self._memory, self._rates = frozen, memory, rates
+            return
+        self._unchanged += 1
+        if not _equal(rates, self._rates):
+            self._rates = rates
+            self._move_rates()
+
+    def _move_rates(self) -> None:
+        """The learning rate alone has changed: it is on the device from now on."""
+        if self._rates_on_device is None:
+            self.forget()
+            device = self._optimizer.param_groups[0]["params"][0].device
+            self._rates_on_device = [torch.zeros((), device=device) for _ in self._rates]
+        for on_device, rate in zip(self._rates_on_device, self._rates, strict=True):
+            on_device.fill_(rate)
+
+    def _obstacle(self) -> str | None:
+        """Raised where a step cannot be captured."""
+        if any(isinstance(value, Tensor) for value in self._frozen):
+            return f"a hyperparameter of {self._kind} besides lr is a tensor, whose value may change unnoticed"
+        if any(group.get("lr_decay") or group.get("differentiable") for group in self._optimizer.param_groups):
+            return f"{self._kind} has lr_decay or differentiable set"
+        if type(self._optimizer) is Adagrad and any(group["fused"] for group in self._optimizer.param_groups):
+            return "Adagrad has fused set, which is for the CPU"
+        # GradScaler leaves these to optimizers.
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return f"a gradient scaler leaves the scaling to {self._kind}"
+        used = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not used:
+            return f"no parameter of {self._kind} has a gradient"
+        for parameter in used:
+            if any(not isinstance(value, Tensor | None) for value in self._optimizer.state.get(parameter, {}).values()):
+                return f"{self._kind} keeps state that is no tensor, such as a step count that Python adds to"
+        return None
+
+    def _capture(self) -> str | None:
+        """Runs nothing on the GPU, and counts nothing. Where it fails, steps stay eager, and it says why."""
+        work = {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
+        try:
+            with torch.no_grad():
+                self._graph = record(work)
+        except Exception as error:
+            self._failure = f"its capture failed: {type(error).__name__}: {error}"
+        return self._failure
+
+    def _rate(self, index: int) -> Any:
+        return self._rates[index] if self._rates_on_device is None else self._rates_on_device[index]
+
+    def _used(self, group: dict[str, Any], *names: str) -> tuple[list[Any], ...]:
+        """Parameters that have gradients, the gradients, and their state of these names."""
+        used = [p for p in group["params"] if p.grad is not None]
+        of_names = ([self._optimizer.state.get(p, {}).get(name) for p in used] for name in names)
+        return (used, [p.grad for p in used], *of_names)
+
+    def _adagrad(self) -> Callable[[], None]:
+        names = ("weight_decay", "eps", "maximize", "foreach", "lr_decay", "differentiable", "fused")
+        groups = []
+        self._counts = []
+        for i, group in enumerate(self._optimizer.param_groups):
+            used, grads, sums, counts = self._used(group, "sum", "step")
+            groups.append((used, grads, sums, counts, {name: group[name] for name in names} | {"lr": self._rate(i)}))
+            self._counts += counts
+
+        def work() -> None:
+            for parameters, grads, sums, counts, frozen in groups:
+                adagrad(parameters, grads, sums, [count.clone() for count in counts], **frozen)
+
+        return work
+
+    def _sgd(self) -> Callable[[], None]:
+        names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+        groups = []
+        self._counts = []
+        for i, group in enumerate(self._optimizer.param_groups):
+            used, grads, buffers = self._used(group, "momentum_buffer")
+            frozen = {name: group[name] for name in names} | {"lr": self._rate(i)}
+            if self._rates_on_device is None:
+                frozen |= {"foreach": group["foreach"], "fused": group["fused"]}
+            groups.append((used, grads, buffers, frozen))
+        run = sgd if self._rates_on_device is None else _sgd_by_device_rate
+
+        def work() -> None:
+            for parameters, grads, buffers, frozen in groups:
+                run(parameters, grads, buffers, **frozen)
+
+        return work
+
+    def _capturable(self) -> Callable[[], None]:
+        """The optimizer's own step with its option `capturable`, which keeps all numbers that change on the device."""
+        optimizer, twins = self._optimizer, dict[int, Tensor]()
+        self._counts = []
+        for group in optimizer.param_groups:
+            for parameter in self._used(group)[0]:
+                count = optimizer.state.get(parameter, {}).get("step")
+                if isinstance(count, Tensor) and count.device != parameter.device:
+                    twins[id(parameter)] = count.to(parameter.device)
+                    self._counts.append(count)
+        step = type(optimizer).step
+
+        def work() -> None:
+            with self._as_capturable(twins):
+                step(optimizer)
+
+        return work
+
+    @contextmanager
+    def _as_capturable(self, twins: dict[int, Tensor]) -> Iterator[None]:
+        """Within it the optimizer has what a capture needs: the option, step counts and learning rates on the device.
+        twins: the counts, by parameter's id."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        before = [(group["capturable"], group["lr"]) for group in groups]
+        counts = [(p, state[p]["step"]) for group in groups for p in group["params"] if id(p) in twins]
+        try:
+            for i, group in enumerate(groups):
+                group["capturable"], group["lr"] = True, self._rate(i)
+            for parameter, _ in counts:
+                state[parameter]["step"] = twins[id(parameter)]
+            yield
+        finally:
+            for group, (capturable, rate) in zip(groups, before, strict=True):
+                group["capturable"], group["lr"] = capturable, rate
+            for parameter, count in counts:
+                state[parameter]["step"] = count
+
+
+def _sgd_by_device_rate(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    lr: Tensor,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """torch.optim.sgd.sgd, which reads the learning rate on the host."""
+    if maximize:
+        grads = list(torch._foreach_neg(grads))
+    if weight_decay != 0:
+        grads = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
+    if momentum != 0:
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, grads, alpha=1 - dampening)
+        grads = list(torch._foreach_add(grads, buffers, alpha=momentum)) if nesterov else buffers
+    torch._foreach_add_(parameters, torch._foreach_mul(grads, -lr))
+
+
+def _number(rate: Any) -> Any:
+    """A learning rate as a number; one that is a tensor on the device is left there."""
+    return rate.item() if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    """Tensors are equal where they are the same: their values are on the device."""
+    return len(one) == len(other) and all(
+        a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+        for a, b in zip(one, other, strict=True)
+    )
