@@ -78,7 +78,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         if self._has_mean_pooling_callback:
             raise ValueError("TrimmedEBCSharder has no mean pooling on row-wise tables: plan them table-wise, or sum")
         self._rank_group = RankGroup(
-            group=_own_group(env.process_group),
+            group=own_group(env.process_group),
             rank=env.rank,
             world_size=env.world_size,
             device=torch.device("cpu") if device is None else device,
@@ -331,7 +331,7 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         return TrimmedEBC
 
 
-def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A communicator of its own over the same ranks, so that another thread may launch the input dist. Collective.
 
     On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room.

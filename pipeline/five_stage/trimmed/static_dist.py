@@ -234,7 +234,7 @@ class StaticDist:
         kept_index = None
         if self._starts is not None:
             blocks = [(stride * self._starts[name], stride * self._sizes[name]) for name in self._kept]
-            kept_index = _index(blocks, stride * sum(self._sizes[key] for key in self._starts), device)
+            kept_index = positions(blocks, stride * sum(self._sizes[key] for key in self._starts), device)
         # Received [rank][feature][sample]; looked up [feature][rank][sample].
         own = [stride * self._sizes[name] for name in self._send[self._rank_group.rank]]
         *starts, per_rank = accumulate(own, initial=0)
@@ -247,7 +247,7 @@ class StaticDist:
             num_kept=stride * sum(self._sizes[name] for name in self._kept),
             send_splits=send_splits,
             receive_splits=[per_rank] * world_size,
-            receive_index=_index(blocks, world_size * per_rank, device),
+            receive_index=positions(blocks, world_size * per_rank, device),
             exchanged=self._kjt_layouts(self._exchanged, 0, world_size * stride, dtype),
             local=self._kjt_layouts(self._local, sum(send_splits), stride, dtype),
         )
@@ -302,13 +302,13 @@ def gather(source: Tensor, index: Tensor | None) -> Tensor:
     return source if index is None else source.index_select(0, index)
 
 
-def _index(blocks: Sequence[tuple[int, int]], total: int, device: torch.device) -> Tensor | None:
+def positions(blocks: Sequence[tuple[int, int]], total: int, device: torch.device) -> Tensor | None:
     """Positions of the blocks (first, length), one after another; None where they are 0 .. total - 1.
 
     kernels.gather_segments would read no index, but Triton launches from Python: what is dear here is host time.
     """
-    positions = [torch.arange(first, first + length, dtype=torch.int32) for first, length in blocks]
-    index = torch.cat(positions) if positions else torch.empty(0, dtype=torch.int32)
+    of_blocks = [torch.arange(first, first + length, dtype=torch.int32) for first, length in blocks]
+    index = torch.cat(of_blocks) if of_blocks else torch.empty(0, dtype=torch.int32)
     if torch.equal(index, torch.arange(total, dtype=torch.int32)):
         return None
     return index.to(device)

@@ -14,6 +14,7 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
 )
@@ -185,7 +186,9 @@ class Sequence(Loss):
         self.register_buffer("future", torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1))
 
     def logits(self, batch: AnyBatch) -> Tensor:
-        found = self.items(batch.sequences)
+        return self.of(self.items(batch.sequences))
+
+    def of(self, found: dict[str, JaggedTensor]) -> Tensor:
         history = found["history"].to_padded_dense(LONGEST) + self.positions
         context = found["context"].to_padded_dense(LONGEST).sum(dim=1)
         attended, _ = self.attention(history, history, history, attn_mask=self.future, need_weights=False)
@@ -244,7 +247,7 @@ Plan = Callable[[int, bool], str]
 PLANS: dict[str, Plan] = {
     "TW": lambda i, sequence: TW,
     "RW": lambda i, sequence: RW,
-    "mixed": lambda i, sequence: ([TW, RW, DP, CW] if sequence else [TW, CW, RW, DP])[i % 4],
+    "mixed": lambda i, sequence: ([TW, RW, CW, TW] if sequence else [TW, CW, RW, DP])[i % 4],
     "TWRW": lambda i, sequence: TW if sequence else TWRW,
 }
 
