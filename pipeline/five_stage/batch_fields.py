@@ -51,6 +51,11 @@ def find_path(batch: Any, value: Any) -> Path | None:
     return next((path for path, found in _walk(batch, (), _DEPTH) if found is value), None)
 
 
+def kjts_of(batch: Any) -> list[KeyedJaggedTensor]:
+    """Returns all KJTs in `batch`."""
+    return [found for _, found in _walk(batch, (), _DEPTH) if isinstance(found, KeyedJaggedTensor)]
+
+
 def follow(batch: Any, path: Path) -> Any:
     """The value at `path`."""
     for kind, name in path:

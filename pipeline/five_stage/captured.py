@@ -34,14 +34,14 @@ class Captured:
     def __init__(self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: Sequence[int]) -> None:
         """rows: room for each of outputs.values."""
         self.rows = list(rows)
-        self._features = [FeaturesRead() for _ in features]
-        stand_ins = {id(kjt): read for kjt, read in zip(features, self._features, strict=True)}
+        stand_ins = {id(kjt): FeaturesRead() for kjt in features}  # one KJT may be for several modules
+        self._features = [stand_ins[id(kjt)] for kjt in features]
         self._batch = map_fields(batch, _empty_like, stand_ins)
         self._values = [
             _room(values, count).requires_grad_() for values, count in zip(outputs.values, rows, strict=True)
         ]
         self._tokens = [_room(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
-        self._lengths = [torch.empty_like(lengths) for lengths in outputs.lengths]
+        self._lengths = [torch.zeros_like(lengths) for lengths in outputs.lengths]
         self._filled = [0] * len(rows)
         self._memory = [values.detach() for values in self._values]
         self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..cuda_graph import captures, destroy, record
-from .batch_fields import leaf_names, leaves, snapshot
+from .batch_fields import kjts_of, leaf_names, leaves, snapshot
 from .batch_signature import Form, difference, form_of
 from .capture_errors import told
 from .embedding_outputs import EmbeddingOutputs, Lookups
@@ -93,8 +93,9 @@ class DenseGraph:
     ) -> tuple[Any, list[Tensor | None]]:
         """The model's output, and the gradients of outputs.values, which the next call may overwrite.
 
-        features: the KJTs of the batch, which the dense part must not read while captured.
+        features: what each module that is called is given. The dense part must read no KJT of the batch while captured.
         """
+        features = [*features, *kjts_of(batch)]
         fields = list(leaves(batch, set(map(id, features))))
         self._batches += 1
         graph = None

@@ -99,8 +99,8 @@ class Lookups:
     def call(
         self, call: Callable[[Any], Any], batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs
     ) -> tuple[Tensor, Any]:
-        """call(batch), in which each module gives its output for its KJT of `features`. ValueError if it is given
-        anything else."""
+        """call(batch), in which each module gives its output for its KJT, of the first of `features`. ValueError if it
+        is given anything else."""
 
         def gives(one: Sharded, expected: Any, output: Output) -> Callable[..., LazyNoWait[Any]]:
             def forward(*args: Any, **kwargs: Any) -> LazyNoWait[Any]:
@@ -115,7 +115,7 @@ class Lookups:
 
         giving = {
             one.module: gives(one, expected, output)
-            for one, expected, output in zip(self.called, features, outputs.outputs, strict=True)
+            for one, expected, output in zip(self.called, features, outputs.outputs, strict=False)
         }
         with forwards_replaced({**self._refusing, **giving}):
             result: tuple[Tensor, Any] = call(batch)

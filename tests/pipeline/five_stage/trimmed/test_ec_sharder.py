@@ -111,9 +111,7 @@ def not_trimmed(ranks: Ranks) -> list[str]:
         torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=0, atol=0)
     model, optimizer = build(ranks, Sequence, PLANS["TW"], sharders={EmbeddingCollection: TrimmedECSharder(LENGTHS)})
     pipeline = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions())
-    with pytest.raises(
-        ValueError, match=r"the input has \d+ ids in 6 sequences, sequence_lengths declares 12 each"
-    ):
+    with pytest.raises(ValueError, match=r"the input has \d+ ids in 6 sequences, sequence_lengths declares 12 each"):
         drain(pipeline, iter(batches(ranks, 1)))
     return why
 

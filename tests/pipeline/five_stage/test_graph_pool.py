@@ -1,0 +1,166 @@
+"""Graphs for batches of several sizes and numbers of tokens: what is replayed, padded or eager trains as stock does."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.distributed import TrainPipelineSparseDist
+
+import dlrm_bench.pipeline.five_stage.graph_pool
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.graph_pool import GraphPool, _room
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from tests.cases import GPU_PLACES
+from tests.pipeline.cpu_graphs import dense_graph_on_cpu
+from tests.pipeline.five_stage.any_models import PLANS, Loss, Sequence, TwoTower, batches, build
+from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
+
+DENSE = FiveStageOptions(cuda_graph="dense")
+PLACES = [(1, False), *GPU_PLACES]
+
+
+def train(
+    ranks: Ranks,
+    model: Callable[[], Loss],
+    options: FiveStageOptions | None,
+    data: list[Any],
+    around: Callable[[Any], Any] = lambda optimizer: optimizer,
+) -> tuple[Trained, Any]:
+    """By the five-stage pipeline, or by TorchRec's without options."""
+    sharded, optimizer = build(ranks, model, PLANS["TW"], lambda p: around(torch.optim.SGD(p, lr=0.05, momentum=0.9)))
+    torch.manual_seed(5)
+    if options is None:
+        pipeline: Any = TrainPipelineSparseDist(sharded, optimizer, ranks.device)
+        trained = drain(pipeline, iter(data))
+    else:
+        with FiveStagePipeline(sharded, optimizer, ranks.device, options) as pipeline:
+            trained = drain(pipeline, iter(data))
+            trained.captured = pipeline._graph is not None and pipeline._graph.captured
+            pipeline.graphs = 0 if pipeline._graph is None else len(pipeline._graph._pool)
+    trained.state = {name: value for name, value in state(sharded, optimizer).items() if "future" not in name}
+    return trained, pipeline
+
+
+def both(ranks: Ranks, model: Callable[[], Loss], data: list[Any], **more: Any) -> Any:
+    """Trains by both; the five-stage pipeline after it."""
+    signal.alarm(600)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if ranks.device.type == "cpu":
+        dense_graph_on_cpu()
+    theirs, _ = train(ranks, model, None, data, **more)
+    ours, pipeline = train(ranks, model, DENSE, data, **more)
+    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.state, theirs.state, rtol=1e-4, atol=1e-5)
+    return pipeline
+
+
+def sizes_that_come_back(ranks: Ranks) -> None:
+    pipeline = both(ranks, TwoTower, batches(ranks, 20, sizes=(6, 5, 4, 6)))
+    # Of each size the first batch, and those of the warm-up.
+    assert pipeline._graph.eager_batches == 2
+    assert pipeline.graphs == 3
+    assert "the pooled vectors" not in pipeline.switched_off["cuda_graph"]
+    dlrm_bench.pipeline.five_stage.graph_pool.MOST_GRAPHS = 2
+    pipeline = both(ranks, TwoTower, batches(ranks, 20, sizes=(6, 5, 4, 6)))
+    assert pipeline.graphs == 2
+    assert "2 graphs are captured, the most that there may be" in pipeline.switched_off["cuda_graph"]
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_sizes_that_come_back_are_captured(run_ranks, world_size, gpu):
+    run_ranks(world_size, sizes_that_come_back, gpu=gpu)
+
+
+def jagged(ranks: Ranks) -> None:
+    pipeline = both(ranks, Sequence, batches(ranks, 24))
+    assert 1 <= pipeline.graphs <= 6
+    assert pipeline._graph.eager_batches == 0
+    pipeline = both(ranks, Sequence, batches(ranks, 12, full=True))
+    assert pipeline.graphs == 1
+    assert pipeline._graph._padding == {}
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_numbers_of_tokens_share_graphs(run_ranks, world_size, gpu):
+    run_ranks(world_size, jagged, gpu=gpu)
+
+
+class MeanOfTokens(Sequence):
+    """Divides by the number of rows."""
+
+    def logits(self, batch: Any) -> Tensor:
+        found = self.items(batch.sequences)
+        return self.of(found) + found["history"].values().mean()
+
+
+class NormOfTokens(Sequence):
+    """Its running statistics see all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.BatchNorm1d(8)
+
+    def logits(self, batch: Any) -> Tensor:
+        found = self.items(batch.sequences)
+        return self.of(found) + self.tokens(found["history"].values()).sum() * 0.01
+
+
+def padding_matters(ranks: Ranks) -> None:
+    for model in (MeanOfTokens, NormOfTokens):
+        pipeline = both(ranks, model, batches(ranks, 12))
+        assert "after the last token: pad to a fixed length first" in pipeline.switched_off["cuda_graph"]
+        assert pipeline.graphs == 0
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_a_model_that_reads_the_padding_is_not_padded(run_ranks, world_size, gpu):
+    run_ranks(world_size, padding_matters, gpu=gpu)
+
+
+class EveryOther(torch.optim.Optimizer):
+    """Accumulates the gradients of two batches."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.calls = inner, 0
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.calls % 2 == 0:
+            self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.inner.step()
+
+
+def accumulated(ranks: Ranks) -> None:
+    pipeline = both(ranks, TwoTower, batches(ranks, 20), around=EveryOther)
+    assert pipeline.graphs == 1
+    if ranks.device.type == "cuda":
+        assert pipeline._graphed_update.captured
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
+def test_gradients_are_accumulated_as_ddp_does(run_ranks, world_size, gpu):
+    run_ranks(world_size, accumulated, gpu=gpu)
+
+
+def test_room_comes_in_steps():
+    assert [_room(n, n, exact=False) for n in (1, 9, 100, 129, 1000)] == [2, 10, 112, 160, 1024]
+    assert _room(70, 100, exact=False) == _room(100, 100, exact=False)
+    assert _room(30, 100, exact=False) == _room(30, 30, exact=False)
+    assert _room(70, 100, exact=True) == 70
+
+
+def test_forms_that_never_come_back_are_forgotten():
+    pool = GraphPool()
+    for i in range(2000):
+        pool.find(((i,), ()), [1], [False], pads=False)
+    assert len(pool._forms) <= 256
+    assert isinstance(pool._forms, dict)
