@@ -24,7 +24,7 @@ class BatchEnd:
         self._group: dist.ProcessGroup | None = None
         ranks = dist.get_process_group_ranks(group)
         if mode != "ignore" and len(ranks) > 1:
-            self._group = dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
+            self._group = _on_the_host(ranks)
         self._ranks = ranks
         self._work: dist.Work | None = None
         self._of_ranks = torch.zeros(len(ranks), dtype=torch.int64)
@@ -61,3 +61,14 @@ class BatchEnd:
                 "ranks the same number of batches, or FiveStageOptions(uneven_end='stop') to end after the shortest"
             )
         return False
+
+
+def _on_the_host(ranks: list[int]) -> dist.ProcessGroup:
+    """A gloo group. ValueError where gloo finds no network."""
+    try:
+        return dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"uneven_end needs a gloo process group, which cannot be made here ({error}): set GLOO_SOCKET_IFNAME, or "
+            "FiveStageOptions(uneven_end='ignore')"
+        ) from error

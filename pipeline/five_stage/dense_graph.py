@@ -58,7 +58,8 @@ class DenseGraph:
         self._pool = GraphPool()
         self._batches = 0
         self._form: Form | None = None
-        self._why: str | None = None
+        self._why: dict[str, int] = {}
+        self._other_form: str | None = None
         self._padding: dict[Form, str | None] = {}
         self.failure: str | None = None
         """Why the dense part is not captured, if it cannot be."""
@@ -84,9 +85,8 @@ class DenseGraph:
         """Why batches have run eagerly, and how many; None while none but those before the capture have."""
         if self.failure is not None:
             return f"the dense part cannot be captured: {self.failure}"
-        if not self.eager_batches:
-            return None
-        return f"{self.eager_batches} of {self._batches} batches ran eagerly: {self._why}"
+        of_all = f"of {self._batches} batches ran eagerly: "
+        return "; ".join(f"{count} {of_all}{why}" for why, count in self._why.items()) or None
 
     def forward_backward(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
@@ -161,15 +161,16 @@ class DenseGraph:
         self, why: str | None, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs
     ) -> None:
         self.eager_batches += 1
-        if self._why is not None:
-            return
-        assert self._form is not None
-        if form != self._form:
-            names = list(leaf_names(batch, set(map(id, features))))
-            other = f"not of the form of the first one: {difference(names, outputs, self._form, form)}"
-            why = other if why is None else f"{why}; {other}"
-        self._why = why
-        logger.warning("the dense part has no CUDA graph for this batch, and runs it and others eagerly: %s", why)
+        if why is None:
+            if self._other_form is None:
+                assert self._form is not None
+                names = list(leaf_names(batch, set(map(id, features))))
+                other = difference(names, outputs, self._form, form)
+                self._other_form = f"a form had to come back before it is captured, where {other}"
+            why = self._other_form
+        if why not in self._why:
+            logger.warning("the dense part has no CUDA graph for this batch, and runs it eagerly: %s", why)
+        self._why[why] = self._why.get(why, 0) + 1
 
     # Without a graph
 

@@ -34,7 +34,7 @@ class FiveStageOptions:
     """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
     cuda_graph: Literal["none", "dense"] = "none"
     """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph. So is
-    stage 5, where it is torch.optim.Adagrad's: see DenseUpdate."""
+    stage 5, where it is Adam's, AdamW's, SGD's, Adagrad's or `capturable`: see DenseUpdate."""
     launch_threads: Literal[1, 2] = 1
     """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
 

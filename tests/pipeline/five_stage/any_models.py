@@ -262,9 +262,10 @@ def build(
     plan: Plan,
     dense: Optimizer = adam,
     sharders: Mapping[type, ModuleSharder[Any]] | None = None,
+    tables: type[torch.optim.Optimizer] = torch.optim.Adagrad,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """A sharded model and its optimizer. Collective; the same weights on every call. sharders: by module type, in place
-    of TorchRec's."""
+    of TorchRec's. tables: their optimizer."""
     torch.manual_seed(0)
     plain = model()
     by_type: dict[type, Any] = {sharder.module_type: sharder for sharder in get_default_sharders()} | dict(
@@ -275,7 +276,7 @@ def build(
     for name, module in plain.named_modules():
         if type(module) not in by_type or any(name.startswith(f"{other}.") for other in plans):
             continue
-        apply_optimizer_in_backward(torch.optim.Adagrad, _tables(module), {"lr": 0.05, "eps": 1e-8})
+        apply_optimizer_in_backward(tables, _tables(module), {"lr": 0.05, "eps": 1e-8})
         of_table = {}
         for table in by_type[type(module)].shardable_parameters(module):
             of_table[table] = _shard(plan(count, isinstance(module, EmbeddingCollection)), count, ranks.world_size)

@@ -134,8 +134,8 @@ def test_every_plan_with_all_switches_on(run_ranks, world_size):
 def test_every_plan_with_all_switches_on_gpu(run_ranks, world_size, gpu):
     cases = [Case(plan, ALL_ON, kind) for plan in PLANS for kind in ("dcn", "dot")]
     for of_rank in run_ranks(world_size, parity, cases, 1e-5, gpu=gpu):
-        # A rate that changes with every step, or data-parallel tables, leave the dense update eager.
-        assert all(off["cuda_graph"].startswith("the dense update: ") for off in of_rank)
+        # Data-parallel tables leave the dense update eager.
+        assert all(off.get("cuda_graph", "the dense update: ").startswith("the dense update: ") for off in of_rank)
         assert all(off.keys() <= {"cuda_graph", "launch_threads"} for off in of_rank)
 
 

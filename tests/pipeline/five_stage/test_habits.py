@@ -1,0 +1,176 @@
+"""Cross-cutting: what people do around a training loop works as under TrainPipelineSparseDist."""
+
+import copy
+import signal
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
+
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from tests.pipeline.cpu_graphs import dense_graph_on_cpu
+from tests.pipeline.five_stage.any_models import PLANS, AnyBatch, Loss, Sequence, TwoTower, batches, build
+from tests.pipeline.five_stage.torchrec_models import Trained, state
+
+STEPS = 8
+Around = Callable[[Any, Any, int], None]
+"""Called with the model, the optimizer and the step before each step."""
+
+
+def clipped(model: Any, optimizer: CombinedOptimizer) -> Any:
+    (fused, dense) = (part for _, part in optimizer.optimizers)
+    return CombinedOptimizer([fused, GradientClippingOptimizer(dense, GradientClipping.NORM, max_gradient=0.01)])
+
+
+def scheduled(model: Any, optimizer: CombinedOptimizer) -> Any:
+    inner = optimizer.optimizers[1][1]._optimizer
+    optimizer.scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.8)  # type: ignore[attr-defined]
+    return optimizer
+
+
+def next_rate(model: Any, optimizer: Any, step: int) -> None:
+    if step:
+        optimizer.scheduler.step()
+
+
+def averaged(model: Any, optimizer: Any, step: int) -> None:
+    """An exponential moving average of the dense weights, kept beside."""
+    for name, parameter in model.module.named_parameters():
+        if "mlp" in name:
+            kept = vars(model).setdefault("average", {})
+            kept[name] = parameter.detach().clone() if step == 0 else kept[name].lerp(parameter.detach(), 0.1)
+
+
+def checkpointed(model: Any, optimizer: Any, step: int) -> None:
+    """Saves at one step and loads what was saved later: three steps are undone."""
+    if step == 3:
+        model.saved = [copy.deepcopy(of.state_dict()) for of in (model, optimizer)]
+    if step == 6:
+        model.load_state_dict(model.saved[0])
+        optimizer.load_state_dict(model.saved[1])
+
+
+def evaluated(model: Any, optimizer: Any, step: int) -> None:
+    model.train(step % 4 != 3)
+
+
+class Autocast(TwoTower):
+    """Mixed precision, with a loss that is scaled and gradients that the optimizer unscales."""
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().logits(batch).float()
+
+
+class Compiled(TwoTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user.mlp.compile(backend="eager")
+
+
+HABITS: dict[str, tuple[Callable[[], Loss], Callable[[Any, CombinedOptimizer], Any] | None, Around | None]] = {
+    "clipping": (TwoTower, clipped, None),
+    "schedule": (TwoTower, scheduled, next_rate),
+    "average": (TwoTower, None, averaged),
+    "checkpoint": (TwoTower, None, checkpointed),
+    "evaluation": (Sequence, None, evaluated),
+    "autocast": (Autocast, None, None),
+    "compile": (Compiled, None, None),
+}
+
+
+def train(ranks: Ranks, habit: str, options: FiveStageOptions | None) -> Trained:
+    model, change, around = HABITS[habit]
+    sharded, optimizer = build(ranks, model, PLANS["TW"])
+    optimizer = change(sharded, optimizer) if change is not None else optimizer
+    pipeline: Any = (
+        TrainPipelineSparseDist(sharded, optimizer, ranks.device)
+        if options is None
+        else FiveStagePipeline(sharded, optimizer, ranks.device, options)
+    )
+    data, outputs = iter(batches(ranks, STEPS)), []
+    for step in count():
+        if around is not None:
+            around(sharded, optimizer, step)
+        try:
+            outputs.append(tuple(of.detach().clone() for of in pipeline.progress(data)))
+        except StopIteration:
+            break
+    if options is not None:
+        pipeline.close()
+    of_model = {k: v for k, v in state(sharded, optimizer).items() if "future" not in k}
+    return Trained(outputs, of_model | {f"average {k}": v for k, v in vars(sharded).get("average", {}).items()})
+
+
+def parity(ranks: Ranks) -> None:
+    """Bit by bit as stock; and beside a dense graph, whose replays are operators here, within rounding."""
+    signal.alarm(600)
+    for habit in HABITS:
+        theirs = train(ranks, habit, None)
+        ours = train(ranks, habit, FiveStageOptions())
+        torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=0, atol=0, msg=lambda m, h=habit: f"{h}: {m}")
+        torch.testing.assert_close(ours.state, theirs.state, rtol=0, atol=0, msg=lambda m, h=habit: f"{h}: {m}")
+    dense_graph_on_cpu()
+    for habit in ("clipping", "schedule", "checkpoint", "evaluation"):
+        theirs, ours = train(ranks, habit, None), train(ranks, habit, FiveStageOptions(cuda_graph="dense"))
+        torch.testing.assert_close(
+            ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5, msg=lambda m, h=habit: f"{h}: {m}"
+        )
+
+
+def test_train_as_stock(run_ranks):
+    run_ranks(2, parity)
+
+
+class Distinct(Loss):
+    """A tower over bags of another number of samples, which inverse indices spread over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TwoTower()
+        self.out = nn.Linear(1, 1)
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        return self.out(self.model.logits(batch).unsqueeze(-1)).squeeze(-1)
+
+
+def vbe(ranks: Ranks) -> str:
+    """Features of different batch sizes in one KJT."""
+    signal.alarm(600)
+    data = []
+    for batch in batches(ranks, 6):
+        size, keys = len(batch.labels), batch.bags.keys()
+        strides = [size - 2, size - 2, size, size]
+        random = torch.Generator().manual_seed(ranks.rank)
+        lengths = torch.randint(0, 4, (sum(strides),), generator=random, dtype=torch.int32)
+        inverse = torch.stack([torch.randint(0, stride, (size,), generator=random) for stride in strides])
+        batch.bags = KeyedJaggedTensor(
+            keys, torch.randint(0, 7, (int(lengths.sum()),), generator=random), lengths=lengths,
+            stride_per_key_per_rank=[[stride] for stride in strides], inverse_indices=(keys, inverse),
+        )  # fmt: skip
+        data.append(batch)
+    results = []
+    for options in (None, FiveStageOptions()):
+        model, optimizer = build(ranks, Distinct, PLANS["TW"], tables=RowWiseAdagrad)
+        pipeline: Any = (
+            TrainPipelineSparseDist(model, optimizer, ranks.device)
+            if options is None
+            else FiveStagePipeline(model, optimizer, ranks.device, options)
+        )
+        source = iter(copy.deepcopy(data))
+        results.append([pipeline.progress(source)[1].detach().clone() for _ in data])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    return str(pipeline.switched_off["pinned_d2h"])
+
+
+def test_variable_batch_sizes_train_as_stock(run_ranks):
+    assert all("pinned" in why or "batch sizes differ" in why for why in run_ranks(2, vbe))
