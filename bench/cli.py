@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.command_line import exit_status
 
 if TYPE_CHECKING:
@@ -356,6 +357,7 @@ Command = (
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Submission, tyro.conf.subcommand("submission")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Scale, tyro.conf.subcommand("scale")]
 )
 
 
@@ -376,7 +378,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
-    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand):
+    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Scale):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):

@@ -38,7 +38,7 @@ _ROWS_GAIN = 0.9
 # Many ranks with little to do are not worth a few percent: predictions err by as much, and what such ranks lack the
 # others have. Plans that split rows count as slower where the largest table work exceeds the mean by more than this.
 _MOST_IMBALANCE = 1.15
-_IMBALANCED = 1.1
+_IMBALANCED = 1.25
 # Largest works of one shard that are tried, relative to a rank's share of all work.
 _LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
 
@@ -243,29 +243,28 @@ def _by_rows(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) ->
     the ranks shared out by the work of the two kinds."""
     costliest = _costliest(work, replicated)
     whole = sum(work.shard_us(Shard(0, table, 0, work.dim)) for table in costliest)
-    for split, width, factor in product(range(len(costliest) + 1), widths, _LARGEST_SHARDS):
+    # Thousands of shards take their time, and differ less.
+    largest_shards = _LARGEST_SHARDS[:: 1 if work.world_size <= 256 else 4]
+    for split, width, factor in product(range(len(costliest) + 1), widths, largest_shards):
         if split > 0 and width == work.dim:
             continue  # one kind only, which split 0 is
         largest = factor * whole / work.world_size
         narrow = _row_parts(costliest[:split], width, largest, work)
         wide = _row_parts(costliest[split:], work.dim, largest, work)
-        if narrow is None or wide is None:
-            continue
         narrow_us, wide_us = (sum(map(work.shard_us, parts)) for parts in (narrow, wide))
         share = round(work.world_size * narrow_us / (narrow_us + wide_us))
         for narrow_ranks in range(max(0, share - 1), min(work.world_size, share + 1) + 1):
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
-def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[Shard] | None:
-    """Returns shards of this width of the tables, none of which takes longer; None where no number of parts does it."""
+def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[Shard]:
+    """Returns shards of this width of the tables, none of which takes longer; finding its ids counts where that leaves
+    time for anything else."""
     shards = []
     for table in tables:
-        whole, parts = work.tables_us(Shard(0, table, 0, width)), 1
+        whole, room, parts = work.tables_us(Shard(0, table, 0, width)), largest_us - work.picking_us[table], 1
         if whole > largest_us:
-            if work.picking_us[table] >= largest_us:
-                return None
-            parts = math.ceil(whole / (largest_us - work.picking_us[table]))
+            parts = math.ceil(whole / (room if room > 0 else largest_us))
             parts = min(parts, work.world_size, work.model.rows[table])
         shards += [
             Shard(0, table, column, width, part, parts) for column in range(0, work.dim, width) for part in range(parts)

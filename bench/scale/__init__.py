@@ -1,0 +1,1 @@
+"""What an iteration would take on many nodes: a model fitted to records, never a measurement. Imports no torch."""

@@ -1,0 +1,190 @@
+"""Prints and draws what the model says: dlrm-bench scale."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.limits import read_limits
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.records.schema import RunRecord
+from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.scale.scaling import (
+    NEAR_IDEAL,
+    Point,
+    Scaling,
+    fit,
+    kind_of,
+    median_ms,
+    model_of,
+    prediction,
+    topology_of,
+)
+from dlrm_bench.bench.scale.work import System
+from dlrm_bench.dlrm.gpu_costs import H200, GpuCosts, costs_of
+from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
+
+# What is stated of an H100 beside an H200: the memory's rate, 3.35 of 4.8 TB/s, and its size. The multiprocessors and
+# NVLink are the same.
+_H100_MEMORY = 3.35 / 4.8
+H100 = replace(
+    H200,
+    measured_on="NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
+    memory_bytes=80_000_000_000,
+    memory_bytes_per_us=H200.memory_bytes_per_us * _H100_MEMORY,
+    us_per_million_ids={columns: us / _H100_MEMORY for columns, us in H200.us_per_million_ids.items()},
+)
+# The published TorchRec work of 2024, on 16 DGX H100.
+_TORCHREC_H100 = ("128 x H100", "TorchRec, after the published work", 65536, 3.4)
+
+NOT_KNOWN = (
+    "The model knows no contention in the network's switches, no stragglers, no reading of data, and of TorchRec's "
+    "pipelines only the host time of the record: its planner's balance, and exchanges whose sizes depend on the ids, "
+    "are taken to be as good as the static pipeline's. Network figures are stated, not measured."
+)
+
+
+def scale(
+    console: Console,
+    limits_path: Path,
+    records: Sequence[Path],
+    checks: Sequence[Path],
+    nodes: Sequence[int],
+    gpus_per_node: int,
+    network_gb_s: float,
+    network_us: float,
+    global_batch_size: int | None,
+    published: bool,
+    picture: Path | None,
+) -> int:
+    """Prints a table for each record, the checks, and what is not known; draws the picture. Returns the exit status."""
+    if not records:
+        raise ValueError("name at least one record: dlrm-bench scale --limits LIMITS RECORD ...")
+    if min(nodes, default=0) < 1 or gpus_per_node < 1:
+        raise ValueError("--nodes and --gpus-per-node: whole numbers from 1 on")
+    if not (network_gb_s > 0 and network_us >= 0):
+        raise ValueError("--network-gb-s must be above 0, and --network-us 0 or above")
+    limits = read_limits(limits_path)
+    costs = costs_of(limits["machine"]["gpu"])
+    network = replace(
+        INFINIBAND_400G, name=f"{network_gb_s:g} GB/s a GPU", bytes_per_us=network_gb_s * 1e3, latency_us=network_us
+    )
+    topologies = [Topology(nodes=n, gpus_per_node=gpus_per_node, network=network) for n in nodes]
+    console.print(
+        f"a model, not a measurement: {network.name}, {network_us:g} us a collective between nodes, by the costs of "
+        f"{costs.measured_on}",
+        soft_wrap=True,
+    )
+    runs = [read_record(path).run for path in records]
+    scalings = [fit(run, limits, costs, model_of(run)) for run in runs]
+    curves: dict[str, list[Point]] = {}
+    for scaling in scalings:
+        curves[f"{scaling.kind} ({scaling.fitted_to})"] = found = [
+            scaling.point(topology, _local_batch(global_batch_size, topology)) for topology in topologies
+        ]
+        console.print(_table(scaling, found))
+    beside = _published(scalings, costs, network) if published else None
+    for table in (_checks(scalings, [read_record(path).run for path in checks]), beside):
+        if table is not None:
+            console.print(table)
+    console.print(NOT_KNOWN, soft_wrap=True)
+    if picture is not None:
+        _draw(curves, picture)
+        console.print(f"picture {picture}", soft_wrap=True)
+    return 0
+
+
+def _local_batch(global_batch_size: int | None, topology: Topology) -> int | None:
+    if global_batch_size is None:
+        return None
+    if global_batch_size % topology.world_size:
+        raise ValueError(f"--global-batch-size {global_batch_size} does not go in {topology.world_size} equal parts")
+    return global_batch_size // topology.world_size
+
+
+def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
+    fitted = scaling.fit
+    how = f"GPU work x {fitted.gpu:.2f}" if scaling.kind == "static" else f"host time {fitted.host_us / 1e3:.2f} ms"
+    table = Table(
+        title=f"{scaling.kind}, fitted to {scaling.fitted_to}: {how}",
+        caption=f"stages: their tasks' us, which overlap; needed: GB/s a GPU for {NEAR_IDEAL - 1:.0%} above no network",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("nodes", "GPUs", "global batch", "ms", "bound by", *(s.replace("_", " ") for s in STAGES), "needed"):
+        table.add_column(name, justify="left" if name == "bound by" else "right", no_wrap=name == "bound by")
+    for point in found:
+        steady = point.steady
+        needed = "latency too long" if point.needed_gb_s is None else f"{point.needed_gb_s:g}"
+        table.add_row(
+            str(point.topology.nodes),
+            str(point.topology.world_size),
+            str(point.global_batch_size),
+            f"{steady.iteration_us / 1e3:.3f}",
+            steady.bound_by,
+            *(f"{point.stages_us.get(stage, 0.0):.0f}" for stage in STAGES),
+            needed,
+        )
+    return table
+
+
+def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord]) -> Table | None:
+    """Other records, and what the model of the same pipeline and local batch says of them."""
+    rows = []
+    for run in runs:
+        for scaling in scalings:
+            if (scaling.kind, scaling.local_batch_size) == (kind_of(run), run["config"]["local_batch_size"]):
+                said, measured = prediction(scaling, run), median_ms(run)
+                rows.append((run["id"], topology_of(run).world_size, scaling.fitted_to, said, measured))
+    if not rows:
+        return None
+    table = Table(title="checked against other records", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("record", "GPUs", "fitted to", "model, ms", "measured, ms", "off by"):
+        table.add_column(name, justify="left" if name in ("record", "fitted to") else "right")
+    for name, gpus, fitted_to, said, measured in rows:
+        table.add_row(name, str(gpus), fitted_to, f"{said:.3f}", f"{measured:.3f}", f"{said / measured - 1:+.1%}")
+    return table
+
+
+def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -> Table | None:
+    """The static pipeline's model with an H100's figures beside published results of several nodes."""
+    of_static = [scaling for scaling in scalings if scaling.kind == "static"]
+    if not of_static or costs is not H200:
+        return None
+    table = Table(title="beside published results: other programs", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("system", "program", "global batch", "published, ms", "model, ms", "bound by"):
+        table.add_column(name, justify="right" if name.endswith(("ms", "batch")) else "left")
+    results = [(p.system, p.source, p.global_batch_size, p.ms_per_iteration) for p in PUBLISHED]
+    for system, program, batch, ms in [*results, _TORCHREC_H100]:
+        gpus, _, gpu = system.partition(" x ")
+        if gpu != "H100" or int(gpus) <= 8:
+            continue
+        topology = Topology.of(int(gpus), 8, network)
+        # The nearest batch: a factor on the GPU's work is of one batch size.
+        nearest = min(of_static, key=lambda s: abs(s.local_batch_size - batch / topology.world_size))
+        scaling = replace(nearest, system=System(limits=nearest.system.limits, costs=H100))
+        steady = scaling.point(topology, batch // topology.world_size).steady
+        table.add_row(system, program, str(batch), f"{ms:.2f}", f"{steady.iteration_us / 1e3:.2f}", steady.bound_by)
+    return table
+
+
+def _draw(curves: dict[str, list[Point]], path: Path) -> None:
+    """Writes milliseconds over nodes, a line for each record, in the format that the path's suffix names."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for (name, found), style in zip(curves.items(), ("-o", "--s", ":^", "-.d") * len(curves), strict=False):
+        nodes, ms = [p.topology.nodes for p in found], [p.steady.iteration_us / 1e3 for p in found]
+        axes.plot(nodes, ms, style, color="#1b3a57", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("ms an iteration (model)")
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,164 @@
+"""The model fitted to records, and what it says of other numbers of nodes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+from dlrm_bench.bench.records.limits import Limits
+from dlrm_bench.bench.records.schema import RunRecord
+from dlrm_bench.bench.scale.simulation import Steady, simulate
+from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_on, tasks_of
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.gpu_costs import GpuCosts
+from dlrm_bench.dlrm.topology import Network, Topology
+
+IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
+NEAR_IDEAL = 1.1
+"""How near to the ideal network's time is near enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What the model says of one pipeline on one number of nodes."""
+
+    topology: Topology
+    global_batch_size: int
+    steady: Steady
+    stages_us: dict[str, float]
+    """Time of each stage's tasks, on whatever resource; stages overlap."""
+    needed_gb_s: float | None
+    """GB/s a GPU at which an iteration is within NEAR_IDEAL of the ideal network's; 0 on one node, None where no rate
+    is enough, because the latencies alone take longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """The model of one pipeline, fitted to one record."""
+
+    kind: Kind
+    model: ModelConfig
+    local_batch_size: int
+    exchanged_bytes: int
+    system: System
+    fit: Fit
+    fitted_to: str
+
+    def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
+        """Returns the plan's load on these nodes, which takes the planner about a second."""
+        batch = local_batch_size or self.local_batch_size
+        return load_on(topology, self.model, batch, self.exchanged_bytes, self.system.costs)
+
+    def steady(self, load: Load, topology: Topology) -> Steady:
+        """Returns an iteration as the model has it."""
+        return simulate(tasks_of(self.kind, load, topology, self.system, self.fit))
+
+    def point(self, topology: Topology, local_batch_size: int | None = None) -> Point:
+        """Returns what the model says of these nodes."""
+        load = self.load(topology, local_batch_size)
+        stages: dict[str, float] = {}
+        for task in tasks_of(self.kind, load, topology, self.system, self.fit):
+            if task.stage is not None and task.resource != HOST:
+                stages[task.stage] = stages.get(task.stage, 0.0) + task.us
+        return Point(
+            topology=topology,
+            global_batch_size=load.local_batch_size * topology.world_size,
+            steady=self.steady(load, topology),
+            stages_us=stages,
+            needed_gb_s=self._needed(load, topology),
+        )
+
+    def _needed(self, load: Load, topology: Topology) -> float | None:
+        if topology.nodes == 1:
+            return 0.0
+
+        def us(network: Network) -> float:
+            return self.steady(load, replace(topology, network=network)).iteration_us
+
+        enough = NEAR_IDEAL * us(IDEAL)
+        if us(replace(topology.network, bytes_per_us=float("inf"))) > enough:
+            return None
+        rate = _smallest(lambda gb_s: us(replace(topology.network, bytes_per_us=gb_s * 1e3)) <= enough, 0.1, 1e4)
+        return round(rate, 1)
+
+
+def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) -> Scaling:
+    """Returns the model of a record's pipeline, fitted to the record's median.
+
+    The static pipeline's, which replays a graph, by a factor on the GPU's work; the others' by their host time, as the
+    GPU waits for the host. ValueError where that cannot be: the model then takes longer without any.
+    """
+    config = record["config"]
+    kind = kind_of(record)
+    scaling = Scaling(
+        kind=kind,
+        model=model,
+        local_batch_size=config["local_batch_size"],
+        exchanged_bytes=2 if config["precision"] == "bf16" else 4,
+        system=System(limits=limits, costs=costs),
+        fit=Fit(),
+        fitted_to=record["id"],
+    )
+    topology, target = topology_of(record), median_ms(record) * 1e3
+    load = scaling.load(topology)
+
+    def us(value: float) -> float:
+        fitted = Fit(gpu=value) if kind == "static" else Fit(host_us=value * target)
+        return replace(scaling, fit=fitted).steady(load, topology).iteration_us
+
+    if us(1e-3) > target:
+        raise ValueError(
+            f"record {record['id']}: it takes {target:.0f} us an iteration, and links alone {us(1e-3):.0f} us by these "
+            "limits: give limits of its machine"
+        )
+    value = _smallest(lambda value: us(value) >= target, 1e-3, 10.0)
+    return replace(scaling, fit=Fit(gpu=value) if kind == "static" else Fit(host_us=value * target))
+
+
+def kind_of(record: RunRecord) -> Kind:
+    """Returns the pipeline of a record, which older ones call by other names; ValueError where it is none of ours."""
+    options = record["config"]["pipeline"]
+    name, ebc = options["name"], options.get("ebc")
+    if name == "static" or ebc == "static":
+        return "static"
+    if name in ("torchrec", "stock", "sparse-dist"):
+        return "torchrec"
+    if name == "five-stage":
+        return "five-stage"
+    raise ValueError(f"record {record['id']} is of pipeline {name!r}: scale knows torchrec, five-stage and static")
+
+
+def median_ms(record: RunRecord) -> float:
+    """Returns the median of a record's iterations; ValueError where it has too few."""
+    latency = record["latency_ms"]
+    if latency is None:
+        raise ValueError(f"record {record['id']} has no latency: its run ended in the warm-up")
+    return latency["p50"]
+
+
+def topology_of(record: RunRecord) -> Topology:
+    """Returns the nodes of a record."""
+    world_size, nodes = record["config"]["world_size"], record["machine"]["nodes"]
+    return Topology.of(world_size, world_size // nodes)
+
+
+def model_of(record: RunRecord) -> ModelConfig:
+    """Returns the model of a record."""
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in record["config"]["model"].items()}
+    return ModelConfig(**cast(dict[str, object], fields))  # type: ignore[arg-type]
+
+
+def prediction(scaling: Scaling, record: RunRecord) -> float:
+    """Returns the milliseconds that the model says of another record's nodes and batch."""
+    topology = topology_of(record)
+    load = scaling.load(topology, record["config"]["local_batch_size"])
+    return scaling.steady(load, topology).iteration_us / 1e3
+
+
+def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Returns the smallest value, within a thousandth, from which on `holds` does; `high` where it never does."""
+    if holds(low):
+        return low
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,235 @@
+"""The work of one iteration on one GPU of many, from measured rates of one node and stated ones of a network.
+
+GPU work is that of the rank with most to do, by the planner's costs; it scales with one factor that makes the model
+agree with a record, `Fit.gpu`. Host work is what a record's host does, whatever the number of nodes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Limits
+from dlrm_bench.bench.scale.simulation import Task
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.plan import rank_loads
+from dlrm_bench.dlrm.embedding.planner import make_plan
+from dlrm_bench.dlrm.gpu_costs import GpuCosts
+from dlrm_bench.dlrm.topology import Topology
+
+Kind = Literal["torchrec", "five-stage", "static"]
+INPUT_DIST, FORWARD, DENSE, BACKWARD, UPDATE = STAGES
+HOST, GPU, NVLINK, NETWORK, PCIE = "host", "GPU", "NVLink", "network", "PCIe"
+
+# FBGEMM's forward of forward and backward together: 203 of 993 us at 6912 samples a GPU (8 x H200).
+_LOOKUP_SHARE = 0.2
+# The sort of ids, of sort and update: 0.24 ms beside 0.71 at 6912 samples a GPU (2 x H200).
+_SORT_SHARE = 0.25
+# Of a layer's three products one gives its weight gradients.
+_WEIGHT_GRADIENTS = 1 / 3
+# From here on the static pipeline's batches go in two halves.
+_FILLING_BATCH = 2048
+# Stages before which TorchRec's pipelines launch so much of their host time: stock's, traced on 4 x H200.
+_HOST_SHARES = {INPUT_DIST: 0.39, FORWARD: 0.19, DENSE: 0.33, BACKWARD: 0.07, UPDATE: 0.02}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """What the model knows of the machines."""
+
+    limits: Limits
+    costs: GpuCosts
+
+    def us(self, name: str) -> float:
+        """Returns the measured microseconds of the ceilings whose names begin so, at the limits' batch."""
+        return sum(c["ms"] for c in self.limits["ceilings"] if c["name"].startswith(name)) * 1e3
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of the dense gradients, in the format that they travel in."""
+        return next(c["amount"] for c in self.limits["ceilings"] if c["name"] == ALL_REDUCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What makes the model agree with a record."""
+
+    gpu: float = 1.0
+    """Factor on the GPU's work: kernels in an iteration, with all that is not in the ceilings, to ceilings alone."""
+    host_us: float = 0.0
+    """Host time of an iteration; 0 where a graph is replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the plan gives the rank with most of it; of each, most may be another rank's."""
+
+    local_batch_size: int
+    tables_us: float
+    columns: int
+    ids: int
+    """Ids a sample of the tables that the rank has shards of."""
+    exchanged_bytes: int
+    """Of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
+
+
+_loads: dict[tuple[ModelConfig, Topology, int, int, str], Load] = {}
+
+
+def load_on(
+    topology: Topology, model: ModelConfig, local_batch_size: int, exchanged_bytes: int, costs: GpuCosts
+) -> Load:
+    """Returns the load of the balanced plan; of TorchRec's pipelines, too, whose planner may find none as good."""
+    key = (model, topology, local_batch_size, exchanged_bytes, costs.measured_on)
+    if key not in _loads:
+        _loads[key] = _planned(topology, model, local_batch_size, exchanged_bytes, costs)
+    return _loads[key]
+
+
+def _planned(
+    topology: Topology, model: ModelConfig, local_batch_size: int, exchanged_bytes: int, costs: GpuCosts
+) -> Load:
+    sizes = (local_batch_size * topology.world_size, exchanged_bytes)
+    memory = int(costs.memory_bytes * 0.95)
+    plan = make_plan(model, topology, *sizes, memory_bytes=memory, split_rows=topology.nodes > 1, costs=costs)
+    loads = rank_loads(plan, model, OptimizerConfig(), *sizes, costs, topology)
+    tables = [{shard.table for shard in plan.of_rank(rank)} for rank in range(topology.world_size)]
+    return Load(
+        local_batch_size=local_batch_size,
+        tables_us=max(load.tables_us for load in loads),
+        columns=max(load.columns for load in loads),
+        ids=max(sum(model.multi_hot_sizes[table] for table in of_rank) for of_rank in tables),
+        exchanged_bytes=exchanged_bytes,
+    )
+
+
+def tasks_of(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit) -> list[Task]:
+    """Returns the tasks of an iteration of a pipeline on the GPU with most to do."""
+    halves = 2 if kind == "static" and load.local_batch_size >= _FILLING_BATCH else 1
+    tasks = [*_host(kind, fit), *_input_dist(kind, load, topology, system, fit)]
+    tasks += _chain(kind, load, topology, system, fit, halves)
+    if kind != "static":
+        # TorchRec's pipelines launch in order: what a stage needs of the host comes before it.
+        tasks = [_launched(task) for task in tasks]
+    return tasks
+
+
+def _host(kind: Kind, fit: Fit) -> list[Task]:
+    if kind == "static" or fit.host_us == 0:
+        return []
+    order = list(_HOST_SHARES)
+    return [
+        Task(
+            name=f"host {stage}",
+            resource=HOST,
+            us=share * fit.host_us,
+            after=(f"host {order[i - 1]}",) if i else (),
+        )
+        for i, (stage, share) in enumerate(_HOST_SHARES.items())
+    ]
+
+
+def _launched(task: Task) -> Task:
+    if task.stage is None or task.resource == HOST:
+        return task
+    return Task(
+        name=task.name,
+        resource=task.resource,
+        us=task.us,
+        stage=task.stage,
+        after=(*task.after, f"host {task.stage}"),
+        after_last=task.after_last,
+    )
+
+
+def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit) -> list[Task]:
+    """Brings the next batch's ids."""
+    copy = system.us(BATCH_COPY) * load.local_batch_size / system.limits["config"]["local_batch_size"]
+    # A batch comes in during the iteration before its own, not earlier.
+    tasks = [Task(name="copy", resource=PCIE, us=copy, stage=INPUT_DIST, after_last=("lookup 0",))]
+    tasks += _exchange("ids", 4.0 * load.ids, load, topology, system, kind, INPUT_DIST, ("copy",))
+    sort = load.tables_us * (1 - _LOOKUP_SHARE) * _SORT_SHARE * fit.gpu
+    return [*tasks, Task(name="sort", resource=GPU, us=sort, stage=INPUT_DIST, after=(tasks[-1].name,))]
+
+
+def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit, halves: int) -> list[Task]:
+    """Lookup to updates, in so many halves of the batch."""
+    batch, reference = load.local_batch_size, system.limits["config"]["local_batch_size"]
+    # What a GEMM of few rows takes is mostly fixed; of many, their number: see dense_us.
+    dense = dense_us(system, batch, reference) * fit.gpu
+    forward = load.tables_us * _LOOKUP_SHARE * fit.gpu
+    update = load.tables_us * (1 - _LOOKUP_SHARE) * (1 - _SORT_SHARE) * fit.gpu
+    tasks, sent = [], load.columns * load.exchanged_bytes / halves
+    last_update = ("tables", "dense update")
+    for half in range(halves):
+        lookup = Task(
+            name=f"lookup {half}", resource=GPU, us=forward / halves, stage=FORWARD, after_last=("sort", *last_update)
+        )
+        tasks.append(lookup)
+        tasks += _exchange(f"pooled {half}", sent, load, topology, system, kind, FORWARD, (lookup.name,))
+        chain = dense * (1 - _WEIGHT_GRADIENTS) / halves
+        tasks.append(Task(name=f"dense {half}", resource=GPU, us=chain, stage=DENSE, after=(tasks[-1].name,)))
+        tasks += _exchange(f"gradients {half}", sent, load, topology, system, kind, BACKWARD, (f"dense {half}",))
+    of_halves = tuple(task.name for task in tasks if task.name.startswith("gradients"))
+    chains = tuple(f"dense {half}" for half in range(halves))
+    weights = Task(name="weight gradients", resource=GPU, us=dense * _WEIGHT_GRADIENTS, stage=DENSE, after=chains)
+    tasks += [weights, *_all_reduce(topology, system, (weights.name,))]
+    adagrad = system.us(ADAGRAD) * fit.gpu / (topology.world_size if kind == "static" else 1)
+    tasks.append(Task(name="dense update", resource=GPU, us=adagrad, stage=UPDATE, after=(tasks[-1].name,)))
+    return [*tasks, Task(name="tables", resource=GPU, us=update, stage=BACKWARD, after=of_halves)]
+
+
+def dense_us(system: System, batch: int, reference: int) -> float:
+    """Returns the GEMMs of a batch, alone: at least those of the limits' batch, and above it what 587 TFLOP/s give, the
+    measured rate at 6912 samples a GPU (2 x H200, bf16)."""
+    flop = sum(c["amount"] for c in system.limits["ceilings"] if c["name"].startswith("GEMM: "))
+    return max(system.us("GEMM: "), flop * batch / reference / 587e6)
+
+
+def _exchange(
+    name: str,
+    sample_bytes: float,
+    load: Load,
+    topology: Topology,
+    system: System,
+    kind: Kind,
+    stage: str,
+    after: tuple[str, ...],
+) -> list[Task]:
+    """An all-to-all: sample_bytes of each sample of the global batch leave, or reach, the rank with most.
+
+    The static pipeline's goes over NVLink first, then between equal local ranks: a message for each node. The others'
+    sends a message to each GPU; inside and between nodes at once.
+    """
+    costs, network = system.costs, topology.network
+    to_each = sample_bytes * load.local_batch_size
+    away = topology.nodes - 1
+    inside = 0.0
+    if topology.gpus_per_node > 1:
+        aggregated = topology.nodes if kind == "static" else 1
+        moved = to_each * (topology.gpus_per_node - 1) * aggregated
+        inside = costs.all_to_all_us + moved / costs.all_to_all_bytes_per_us
+    messages = away if kind == "static" else away * topology.gpus_per_node
+    between = 0.0
+    if away:
+        between = network.latency_us + (messages - 1) * network.message_us
+        between += to_each * away * topology.gpus_per_node / network.bytes_per_us
+    first = Task(name=f"{name} inside", resource=NVLINK, us=inside, stage=stage, after=after)
+    next_after = (first.name,) if kind == "static" else after
+    second = Task(name=f"{name} between", resource=NETWORK, us=between, stage=stage, after=next_after)
+    done = Task(name=name, resource="nothing", us=0.0, stage=stage, after=(first.name, second.name))
+    return [first, second, done]
+
+
+def _all_reduce(topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
+    """Dense gradients: inside a node as measured, between nodes a slice of each GPU, once there and once back."""
+    inside = system.us(ALL_REDUCE) if topology.gpus_per_node > 1 else 0.0
+    between, away = 0.0, topology.nodes - 1
+    if away:
+        travels = 2 * system.dense_bytes / topology.gpus_per_node * away / topology.nodes
+        steps = 2 * topology.nodes.bit_length()  # a tree's
+        between = topology.network.latency_us + steps * topology.network.message_us
+        between += travels / topology.network.bytes_per_us
+    return [
+        Task(name="reduce inside", resource=NVLINK, us=inside, stage=DENSE, after=after),
+        Task(name="reduce between", resource=NETWORK, us=between, stage=DENSE, after=("reduce inside",)),
+    ]

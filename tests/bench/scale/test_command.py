@@ -1,0 +1,42 @@
+"""dlrm-bench scale: a table for each record, checks, a picture, and errors that name the flag."""
+
+import re
+
+import pytest
+
+from dlrm_bench.bench import ROOT, cli
+
+RESULTS = ROOT / "results"
+LIMITS = ["--limits", str(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")]
+LADDER = RESULTS / "05-4xh200-512-a-gpu-full-ladder"
+STATIC, STOCK = (str(LADDER / rung) for rung in ("00-peer-memory-bf16", "00-stock"))
+
+
+def test_tables_checks_and_picture(tmp_path, capsys):
+    other = str(RESULTS / "07-4xh200-512-a-gpu-first-and-last-rung" / "00-peer-memory-bf16")
+    flags = ["--nodes", "1", "2", "--gpus-per-node", "2", "--picture", str(tmp_path / "scale.svg"), "--check", other]
+    assert cli.main(["scale", STATIC, STOCK, *LIMITS, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "a model, not a measurement" in text
+    assert re.search(r"static, fitted to \S+: GPU work x \d", text)
+    assert re.search(r"torchrec, fitted to \S+: host time 15\.\d\d ms", text)
+    rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +([\d.]+) +(GPU|host|network|NVLink|dependencies)", text, re.MULTILINE)
+    assert [row[:3] for row in rows] == [("1", "2", "1024"), ("2", "4", "2048")] * 2
+    assert [row[4] for row in rows[2:]] == ["host", "host"]
+    assert re.search(r"0\.\d+ +0\.488 +[-+]\d", text), "model, measured, difference"
+    assert "no contention" in text
+    assert (tmp_path / "scale.svg").read_text().count("<path") > 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([STATIC, "--nodes", "0"], "--nodes and --gpus-per-node: whole numbers from 1 on"),
+        ([STATIC, "--network-gb-s", "0"], "--network-gb-s must be above 0"),
+        ([STATIC, "--nodes", "1", "--gpus-per-node", "2", "--global-batch-size", "5"], "does not go in 2 equal parts"),
+        ([], "name at least one record"),
+    ],
+)
+def test_what_is_wrong_is_said(flags, message, capsys):
+    assert cli.main(["scale", *flags, *LIMITS]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,90 @@
+"""The model against committed records of other numbers of GPUs, and what it must say whatever the figures."""
+
+from dataclasses import replace
+
+import pytest
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.records.limits import read_limits
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, median_ms, model_of, prediction
+from dlrm_bench.bench.scale.simulation import simulate
+from dlrm_bench.bench.scale.work import tasks_of
+from dlrm_bench.dlrm.gpu_costs import H200
+from dlrm_bench.dlrm.topology import Network, Topology
+
+RESULTS = ROOT / "results"
+LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
+SMALL = "14-2xh200-512-a-gpu-fused-cross-network/before/09-old-512"
+LARGE = "13-2xh200-6912-a-gpu-fused-cross-network/before/01-old-6912"
+
+
+def record(path: str):
+    return read_record(RESULTS / path).run
+
+
+def fitted(path: str) -> Scaling:
+    run = record(path)
+    return fit(run, LIMITS, H200, model_of(run))
+
+
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        (SMALL, "05-4xh200-512-a-gpu-full-ladder/00-peer-memory-bf16"),
+        (SMALL, "07-4xh200-512-a-gpu-first-and-last-rung/00-peer-memory-bf16"),
+        (LARGE, "08-4xh200-6912-a-gpu-first-and-last-rung/00-peer-memory-bf16"),
+        ("05-4xh200-512-a-gpu-full-ladder/00-stock", "01-8xh200-512-a-gpu-stock"),
+    ],
+)
+def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, other):
+    scaling, run = fitted(path), record(other)
+    assert prediction(scaling, record(path)) == pytest.approx(median_ms(record(path)), rel=0.01)
+    assert run["config"]["world_size"] != record(path)["config"]["world_size"]
+    assert kind_of(run) == scaling.kind
+    assert prediction(scaling, run) == pytest.approx(median_ms(run), rel=0.1)
+
+
+def test_stages_agree_with_a_trace():
+    """Those whose kernels do not wait for other ranks, by an eighth of an iteration."""
+    run = record("05-4xh200-512-a-gpu-full-ladder/host-peer-memory-bf16")
+    point = fitted("05-4xh200-512-a-gpu-full-ladder/00-peer-memory-bf16").point(Topology.one_node(4))
+    stages = run["stages_ms"]
+    assert stages is not None
+    for stage in ("embedding_backward", "embedding_forward", "input_dist"):
+        assert abs(point.stages_us[stage] / 1e3 - stages[stage]) < median_ms(run) / 8
+
+
+def test_a_faster_network_never_slows_and_what_is_needed_is_enough():
+    scaling, topology = fitted(SMALL), Topology.of(4, 2)
+    point, load = scaling.point(topology), scaling.load(topology)
+    assert point.needed_gb_s is not None
+
+    def us(network: Network) -> float:
+        return scaling.steady(load, replace(topology, network=network)).iteration_us
+
+    needed = replace(topology.network, bytes_per_us=point.needed_gb_s * 1.01e3)
+    assert us(IDEAL) <= us(needed) <= 1.1 * us(IDEAL)
+    assert us(replace(needed, bytes_per_us=needed.bytes_per_us / 2)) > 1.1 * us(IDEAL)
+    assert scaling.point(Topology.one_node(4)).needed_gb_s == 0
+    slow = replace(topology, network=replace(topology.network, latency_us=1e4))
+    assert scaling.point(slow).needed_gb_s is None
+
+
+@pytest.mark.parametrize("kind", ["torchrec", "five-stage", "static"])
+@pytest.mark.parametrize("batch", [512, 6912])
+def test_every_resource_has_its_work(kind, batch):
+    scaling, topology = fitted(SMALL), Topology.of(4, 2)
+    tasks = tasks_of(kind, scaling.load(topology, batch), topology, scaling.system, replace(scaling.fit, host_us=900))
+    steady = simulate(tasks)
+    for resource in ("GPU", "NVLink", "network", "PCIe"):
+        assert 0 < steady.busy_us[resource] <= steady.iteration_us * 1.001
+    assert ("host" in steady.busy_us) == (kind != "static")
+    assert steady.iteration_us >= steady.busy_us.get("host", 0)
+
+
+def test_a_record_that_links_alone_make_slower_is_refused():
+    run = record(SMALL)
+    slow = {**LIMITS, "ceilings": [{**c, "ms": c["ms"] * 100} for c in LIMITS["ceilings"]]}
+    with pytest.raises(ValueError, match="give limits of its machine"):
+        fit(run, slow, H200, model_of(run))  # type: ignore[arg-type]
