@@ -333,8 +333,7 @@ class Data:
 class Submission:
     """Builds, checks and scores an MLPerf submission: `dlrm-bench submission build --help`, and likewise the others.
 
-    build: ten runs, arranged as the rules say. check: what MLPerf's checkers find in it. score: its minutes.
-    """
+    build: ten runs, arranged as the rules say. check: what MLPerf's checkers find in it. score: its minutes."""
 
     what: Positional[Literal["build", "check", "score"]]
     """What to do; its own flags follow."""
@@ -381,8 +380,8 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Scale):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
-    for flag in (word.partition("=")[0].replace("_", "-") for word in forwarded):
-        if flag in own:
+    for word in forwarded:
+        if (flag := word.partition("=")[0].replace("_", "-")) in own:
             raise ValueError(f"{flag} is a flag of dlrm-bench and not of launch/dlrm.py: put it before --preset")
 
 
@@ -392,8 +391,7 @@ def _console() -> "Console":
 
     class EndingConsole(Console):
         def on_broken_pipe(self) -> None:
-            """Ends as print() would: rich alone exits with status 1, which has a meaning here."""
-            raise BrokenPipeError
+            raise BrokenPipeError  # as print() ends: rich alone exits with status 1, which has a meaning here
 
     return EndingConsole(width=max(130, Console().width))
 
