@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.analysis.compare import compare_paths
 from dlrm_bench.bench.ending import LOG_NAME
+from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.records.record import read_record
 from tests.launched import PATIENCE_S, forked_launch, wait_until
 
@@ -250,3 +252,37 @@ def test_a_lost_host_ends_the_ranks_of_the_other_and_is_named(job, two_hosts, tm
     assert "1 of 1 runs failed" in job.output
     (log,) = (tmp_path / "results").glob(f"*/{LOG_NAME}")
     assert '"status": "aborted"' in log.read_text()
+
+
+def section(name: str) -> str:
+    """A section of the README."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## {name}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        pytest.skip(f"the README has no section {name!r}")
+    return found[1].replace("\\\n", " ")
+
+
+def test_the_readme_is_followed_word_by_word(recorded, tmp_path):
+    """Its batch job by the stub of srun, whose arguments launch/dlrm.py understands; its plan; its model's files."""
+    commands = [shlex.split(line) for line in re.findall(r"^    (\S.*)", section("Several nodes"), re.MULTILINE)]
+    batch, plan, model = ([c for c in commands if c[0] == name] for name in ("sbatch", "python", "dlrm-bench"))
+    for command in batch:
+        script = command.index("launch/slurm/train.sbatch")
+        given = dict(pair.split("=") for pair in flag(command, "--export").split(",") if "=" in pair)
+        assert recorded.run(command[script + 1 :], **given) == 0, recorded.output
+        _, started = calls(recorded)[-1]
+        rest = list(started[1:])
+        chosen = [rest.pop(rest.index(name) + 1) for name in ("--preset", "--pipeline")]
+        rest = [word for word in rest if word not in ("--preset", "--pipeline")]
+        assert parse_run(*chosen, rest, None, False).pipeline.name == chosen[1]
+    for command in plan:
+        ended = forked_launch(1, tmp_path / "plan", command[2:])
+        assert ended.statuses == [0], ended.outputs
+        assert "on 16 rank(s) of 2 nodes" in ended.outputs[0]
+    for command in model:
+        assert command[1] == "scale"
+        assert all((ROOT / word).exists() for word in command if word.startswith("results/"))
+    assert batch
+    assert plan
+    assert model
