@@ -269,7 +269,8 @@ def check_gradient_dist(ranks: Ranks, world: World) -> None:
             assert torch.equal(world.gradient_dist(a_x), x)
         products = torch.stack([(a_x.double() * y.double()).sum(), (x.double() * at_y.double()).sum()])
         dist.all_reduce(products)
-        torch.testing.assert_close(*products, rtol=1e-12 if inverse else 1e-6, atol=1e-12)  # sums are rounded
+        # Sums over parts of rows are rounded to fp32, and the products' terms, of about 1, cancel.
+        torch.testing.assert_close(*products, rtol=1e-12, atol=1e-12 if inverse else 1e-5)
     # And on the matrix that every rank can draw for itself.
     whole = torch.cat([world.random(case.batch_size, y.shape[1], seed=50 + rank) for rank in range(ranks.world_size)])
     assert torch.equal(at_y, world.columns_held(whole))
