@@ -28,6 +28,10 @@ class StaticOptions:
     """The planner that places the tables: ours, or TorchRec's, limited to table-wise, column-wise and data-parallel
     sharding."""
 
+    check_ids: bool = False
+    """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
+    waits for it."""
+
     def __post_init__(self) -> None:
         require(
             not self.peer_memory or self.presort_ids,

@@ -30,6 +30,7 @@ from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import ModelState, StateBlocks, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
+from dlrm_bench.pipeline.static.check_ids import check_ids
 from dlrm_bench.pipeline.static.evaluation import EAGER_BATCHES, Evaluation
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
@@ -142,6 +143,9 @@ class StaticPipeline:
             raise StopIteration
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
+        if self._options.check_ids:
+            padded, rank = self._config.data.variable_lengths, self._ranks.rank
+            check_ids(now.batch, self._config.model, padded, rank, self._step + 1)
         self._name(next(batches, None))
         whole = self.ebc.whole_ids(now.ids)
         self.ebc.expect(ahead.ids)
