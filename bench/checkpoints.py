@@ -132,6 +132,8 @@ class Checkpoints:
         self._lock: Any = None
         self.pieces = 0
         """Pieces of the state that this rank has written."""
+        self.waited_for = False
+        """Whether the training waits for files to be written, which takes as long as the disk does."""
         self._saved: list[SavedCheckpoint] = []
         self._resumed: ResumedFrom | None = None
         if self._path is None and resumed is None:
@@ -181,7 +183,7 @@ class Checkpoints:
         self._iteration = state.iteration
         self._saving = self._thread.submit(self._write, folder, blocks)
         if not copied:
-            self._saving.exception()  # waits: training would change what is being written
+            self._wait_for(self._saving)  # training would change what is being written
         self._paused_s = time.monotonic() - begun
 
     def wait(self) -> None:
@@ -189,6 +191,7 @@ class Checkpoints:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
+        self._wait_for(saving)
         try:
             seconds = saving.result()
         except (OSError, ValueError) as error:
@@ -219,6 +222,11 @@ class Checkpoints:
             write_state(unfinished, blocks, self._ranks.rank, self._group, self._count)
         _on_rank_0(self._ranks, partial(_complete_folder, unfinished, folder), self._group)
         return time.monotonic() - begun
+
+    def _wait_for(self, saving: Future[float]) -> None:
+        self.waited_for = True
+        saving.exception()
+        self.waited_for = False
 
     def _count(self) -> None:
         self.pieces += 1

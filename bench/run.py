@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -156,7 +157,9 @@ class Run:
     def progress(self) -> tuple[int, int]:
         """A number that grows as the training goes on, and the iterations trained; any thread may ask."""
         trained = self.first + self.clock.iterations
-        return trained + self.evaluated + self.checkpoints.pieces, trained
+        # A rank may wait for another's files, and for the disk to have them: that is no stall.
+        waiting = time.monotonic_ns() if self.checkpoints.waited_for else 0
+        return trained + self.evaluated + self.checkpoints.pieces + waiting, trained
 
     @property
     def epoch_num(self) -> float:
