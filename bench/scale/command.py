@@ -17,6 +17,7 @@ from dlrm_bench.bench.scale.scaling import (
     NEAR_IDEAL,
     Point,
     Scaling,
+    exchanged_bytes_of,
     fit,
     kind_of,
     median_ms,
@@ -134,11 +135,12 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
 
 
 def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord]) -> Table | None:
-    """Other records, and what the model of the same pipeline and local batch says of them."""
+    """Other records, and what the model of the same pipeline, local batch and format says of them."""
     rows = []
     for run in runs:
         for scaling in scalings:
-            if (scaling.kind, scaling.local_batch_size) == (kind_of(run), run["config"]["local_batch_size"]):
+            same = (kind_of(run), run["config"]["local_batch_size"], exchanged_bytes_of(run))
+            if (scaling.kind, scaling.local_batch_size, scaling.exchanged_bytes) == same:
                 said, measured = prediction(scaling, run), median_ms(run)
                 rows.append((run["id"], topology_of(run).world_size, scaling.fitted_to, said, measured))
     if not rows:

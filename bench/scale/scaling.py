@@ -93,7 +93,7 @@ def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) 
         kind=kind,
         model=model,
         local_batch_size=config["local_batch_size"],
-        exchanged_bytes=2 if config["precision"] == "bf16" else 4,
+        exchanged_bytes=exchanged_bytes_of(record),
         system=System(limits=limits, costs=costs),
         fit=Fit(),
         fitted_to=record["id"],
@@ -125,6 +125,11 @@ def kind_of(record: RunRecord) -> Kind:
     if name == "five-stage":
         return "five-stage"
     raise ValueError(f"record {record['id']} is of pipeline {name!r}: scale knows torchrec, five-stage and static")
+
+
+def exchanged_bytes_of(record: RunRecord) -> int:
+    """Returns the bytes of an element of pooled vectors and gradients: the static pipeline's in bf16 are 2."""
+    return 2 if record["config"]["precision"] == "bf16" else 4
 
 
 def median_ms(record: RunRecord) -> float:
