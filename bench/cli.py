@@ -19,6 +19,8 @@ from dlrm_bench.dlrm.command_line import exit_status
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dlrm_bench.bench.records.schema import RunRecord
+
 # A command imports what it needs when it runs, so that --help and what only reads records start at once.
 
 
@@ -163,11 +165,14 @@ class Rerun:
 class LimitsCommand:
     """Measures this machine's ceilings and prints the floor of an iteration, and how far records are above it.
 
-    Flags from --preset on are those of launch/dlrm.py and give the sizes.
+    With --above alone nothing is measured: records stand beside the least time that what they compute, move and wait
+    for takes on their GPUs. Flags from --preset on are those of launch/dlrm.py and give the sizes.
     """
 
     above: tuple[Path, ...] = ()
     """Records to compare with the floor; for stages, records of `dlrm-bench host`."""
+    roofline: Path | None = None
+    """File, .png or .svg, for a roofline picture of the first of --above that is of a profiled run."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
     nproc: int | None = None
@@ -181,9 +186,17 @@ class LimitsCommand:
         from dlrm_bench.bench.records.limits import read_limits
         from dlrm_bench.bench.records.record import read_record
 
-        if (self.measured is None) == (not forwarded):
-            raise ValueError("name either --from LIMITS or --preset and its flags: dlrm-bench limits --preset smoke")
         runs = [read_record(path).run for path in self.above]
+        if self.roofline is not None:
+            from dlrm_bench.bench.report.roofline import write_roofline
+
+            write_roofline(runs, self.roofline)
+        if self.above and self.measured is None and not forwarded:
+            return self._print_bounds(console, runs)
+        if (self.measured is None) == (not forwarded):
+            raise ValueError(
+                "name --from LIMITS, or --preset and its flags, or --above RECORD: dlrm-bench limits --preset smoke"
+            )
         folder = self.measured
         if folder is None:
             from dlrm_bench.bench.started_runs import measure, processes_of_run
@@ -194,6 +207,19 @@ class LimitsCommand:
             if table is not None:
                 console.print(table)
         console.print(f"record {folder}", soft_wrap=True)
+        return 0
+
+    def _print_bounds(self, console: "Console", runs: "Sequence[RunRecord]") -> int:
+        from dlrm_bench.bench.analysis.bound import bound_table
+
+        for run in runs:
+            table = bound_table(run)
+            if table is None:
+                raise ValueError(
+                    f"{run['id']}: no bound, which needs a GPU whose rates are known (bench/analysis/bound.py) and "
+                    "bags of fixed sizes: measure with --preset instead"
+                )
+            console.print(table)
         return 0
 
 

@@ -120,6 +120,13 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
     return sorted(work, key=lambda each: -each.us)
 
 
+def work_of_kernel(kernel: Kernel) -> str:
+    """Name of the work that a kernel does; its own short name where that is none of those known."""
+    name = short_kernel_name(kernel["name"])
+    known = (work for work, pattern, stage, _ in _WORK if pattern.search(name) and stage in (None, kernel["stage"]))
+    return next(known, name)
+
+
 def work_table(limits: Limits, run: RunRecord) -> Table | None:
     """The ten longest pieces of work of a profiled run, with their ceilings; None where the record has no kernels.
 

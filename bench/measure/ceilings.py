@@ -7,7 +7,6 @@ repetitions, so that launching costs nothing; the cost of launching is measured 
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -30,6 +29,7 @@ from dlrm_bench.bench.records.limits import (
 )
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.work import dense_weights, gemm_shapes
 
 _MEASUREMENTS = 7  # of which the median counts
 _LAUNCHES = 100
@@ -83,30 +83,6 @@ def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: to
         yield timer.time(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
 
 
-def dense_weights(model: ModelConfig) -> int:
-    """Weights and biases of the dense network."""
-    width = (model.num_features + 1) * model.embedding_dim
-    mlps = sum(i * o + o for layers in _mlps(model) for i, o in pairwise(layers))
-    return mlps + model.cross_layers * (2 * width * model.cross_rank + width)
-
-
-def gemm_shapes(model: ModelConfig, batch: int) -> dict[str, tuple[int, int, int]]:
-    """(M, N, K) of every matrix product of an iteration: forward, input gradient and weight gradient of each layer."""
-    width = (model.num_features + 1) * model.embedding_dim
-    layers = []
-    for i in range(model.cross_layers):
-        layers += [(f"cross {i} V", width, model.cross_rank), (f"cross {i} W", model.cross_rank, width)]
-    for mlp, sizes in zip(("bottom", "top"), _mlps(model), strict=True):
-        layers += [(f"{mlp} {i}", *io) for i, io in enumerate(pairwise(sizes))]
-    shapes = {}
-    for name, inputs, outputs in layers:
-        shapes[f"GEMM: {name} forward"] = (batch, outputs, inputs)
-        if name != "bottom 0":  # the dense features need no gradient
-            shapes[f"GEMM: {name} input gradient"] = (batch, inputs, outputs)
-        shapes[f"GEMM: {name} weight gradient"] = (outputs, inputs, batch)
-    return shapes
-
-
 def lookup_bytes(model: ModelConfig, batch: int, pooled_size: int) -> float:
     """Memory traffic of a rank's share of the lookup: ids and fp32 rows read, pooled vectors written.
 
@@ -125,11 +101,6 @@ def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, batch: int, gra
     ids, dim = batch * model.ids_per_sample, model.embedding_dim
     gradients = batch * model.num_features * model.embedding_dim * gradient_size
     return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
-
-
-def _mlps(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    width = (model.num_features + 1) * model.embedding_dim
-    return (model.dense_in_features, *model.bottom_mlp), (width, *model.top_mlp)
 
 
 def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:

@@ -1,0 +1,58 @@
+"""A roofline picture: what kernels compute in a second beside what they compute for a byte of memory.
+
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore architectures",
+2009. A kernel under the slope waits for memory at best, one under the flat roof for the tensor cores.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dlrm_bench.bench.analysis.bound import Rates, RooflinePoint, roofline_points
+from dlrm_bench.bench.records.schema import RunRecord
+from dlrm_bench.bench.report.plots import WIDTH
+
+_FONT = 8
+_DPI = 160
+
+
+def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
+    """Draws the first profiled run of a GPU whose rates are known. ValueError if there is none."""
+    for run in runs:
+        found = roofline_points(run)
+        if found is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            roofline(run["id"], *found, run["config"]["precision"]).savefig(path, dpi=_DPI)
+            return
+    raise ValueError("--roofline needs a profiled run of a GPU whose rates are known in --above: see dlrm-bench host")
+
+
+def roofline(name: str, points: Sequence[RooflinePoint], rates: Rates, precision: str) -> Figure:
+    """The roofs of a GPU, and each piece of work as a point."""
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    most = rates.flop[precision]
+    least_x = min(0.1, *(point.intensity for point in points)) / 2
+    x = np.geomspace(least_x, 10 * most / rates.memory, 200)
+    axes.loglog(x, np.minimum(most, x * rates.memory) / 1e12, color="#1b3a57", linewidth=1.2)
+    for point in points:
+        axes.plot(point.intensity, point.flop_per_s / 1e12, "o", color="#1b3a57", markersize=4)
+        share = point.flop_per_s / min(most, point.intensity * rates.memory)
+        axes.annotate(
+            f"{point.name}, {point.us:.0f} us: {share:.0%} of the roof",
+            (point.intensity, point.flop_per_s / 1e12),
+            (4, -10),
+            textcoords="offset points",
+            fontsize=_FONT,
+            ha="left" if point.intensity < most / rates.memory / 4 else "right",
+        )
+    axes.set_xlabel("FLOP for a byte of memory", fontsize=_FONT)
+    axes.set_ylabel("TFLOP/s", fontsize=_FONT)
+    axes.tick_params(labelsize=_FONT)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"{name}\n{most / 1e12:.0f} TFLOP/s in {precision}, {rates.memory / 1e12:.1f} TB/s", fontsize=_FONT, loc="left"
+    )
+    return figure
