@@ -19,8 +19,6 @@ from dlrm_bench.dlrm.command_line import exit_status
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dlrm_bench.bench.records.schema import RunRecord
-
 # A command imports what it needs when it runs, so that --help and what only reads records start at once.
 
 
@@ -147,18 +145,9 @@ class Rerun:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs it and prints the comparison; returns the exit status."""
-        from dlrm_bench.bench.analysis.compare_command import compare_command
-        from dlrm_bench.bench.rerun import rerun
+        from dlrm_bench.bench.rerun import rerun_command
 
-        if self.rounds < 1:
-            raise ValueError(f"--rounds is {self.rounds}: at least one is needed")
-        done = rerun(self.record, self.rounds, self.nproc, self.results_dir)
-        sides = (self.record, done.folder)
-        status = compare_command(console, sides=sides, strict=False, fail_on=None, equivalent=None, json=False)
-        for note in done.notes:
-            console.print(f"warning: {note}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"records {done.folder}", soft_wrap=True)
-        return status
+        return rerun_command(console, self.record, self.rounds, self.nproc, self.results_dir)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -172,7 +161,7 @@ class LimitsCommand:
     above: tuple[Path, ...] = ()
     """Records to compare with the floor; for stages, records of `dlrm-bench host`."""
     roofline: Path | None = None
-    """File, .png or .svg, for a roofline picture of the first of --above that is of a profiled run."""
+    """With --above alone: a file, .png or .svg, for a roofline picture of the first of them that is profiled."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
     nproc: int | None = None
@@ -187,12 +176,10 @@ class LimitsCommand:
         from dlrm_bench.bench.records.record import read_record
 
         runs = [read_record(path).run for path in self.above]
-        if self.roofline is not None:
-            from dlrm_bench.bench.report.roofline import write_roofline
-
-            write_roofline(runs, self.roofline)
         if self.above and self.measured is None and not forwarded:
-            return self._print_bounds(console, runs)
+            from dlrm_bench.bench.report.roofline import print_bounds
+
+            return print_bounds(console, runs, self.roofline)
         if (self.measured is None) == (not forwarded):
             raise ValueError(
                 "name --from LIMITS, or --preset and its flags, or --above RECORD: dlrm-bench limits --preset smoke"
@@ -207,19 +194,6 @@ class LimitsCommand:
             if table is not None:
                 console.print(table)
         console.print(f"record {folder}", soft_wrap=True)
-        return 0
-
-    def _print_bounds(self, console: "Console", runs: "Sequence[RunRecord]") -> int:
-        from dlrm_bench.bench.analysis.bound import bound_table
-
-        for run in runs:
-            table = bound_table(run)
-            if table is None:
-                raise ValueError(
-                    f"{run['id']}: no bound, which needs a GPU whose rates are known (bench/analysis/bound.py) and "
-                    "bags of fixed sizes: measure with --preset instead"
-                )
-            console.print(table)
         return 0
 
 

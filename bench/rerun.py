@@ -14,7 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from rich.console import Console
+
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.analysis.compare_command import compare_command
 from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.measure.source import git, source_of_commit
 from dlrm_bench.bench.progress import StillBar, stderr_console
@@ -37,6 +40,19 @@ class Rerun(NamedTuple):
     """Holds a record for each run."""
     notes: list[str]
     """What keeps the reruns from being of the record's program, as far as its source goes."""
+
+
+def rerun_command(console: Console, path: Path, rounds: int, nproc: int | None, results_dir: Path) -> int:
+    """Reruns a record and prints the comparison; returns the exit status."""
+    if rounds < 1:
+        raise ValueError(f"--rounds is {rounds}: at least one is needed")
+    done = rerun(path, rounds, nproc, results_dir)
+    sides = (path, done.folder)
+    status = compare_command(console, sides=sides, strict=False, fail_on=None, equivalent=None, json=False)
+    for note in done.notes:
+        console.print(f"warning: {note}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"records {done.folder}", soft_wrap=True)
+    return status
 
 
 def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Rerun:

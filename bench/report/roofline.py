@@ -9,13 +9,29 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.console import Console
 
-from dlrm_bench.bench.analysis.bound import Rates, RooflinePoint, roofline_points
+from dlrm_bench.bench.analysis.bound import Rates, RooflinePoint, bound_table, roofline_points
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.report.plots import WIDTH
 
 _FONT = 8
 _DPI = 160
+
+
+def print_bounds(console: Console, runs: Sequence[RunRecord], picture: Path | None) -> int:
+    """Prints each record's bound_table, and draws the picture; returns the exit status. ValueError if there is none."""
+    if picture is not None:
+        write_roofline(runs, picture)
+    for run in runs:
+        table = bound_table(run)
+        if table is None:
+            raise ValueError(
+                f"{run['id']}: no bound, which needs a GPU whose rates are known (bench/analysis/bound.py) and bags of "
+                "fixed sizes: measure with --preset instead"
+            )
+        console.print(table)
+    return 0
 
 
 def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
