@@ -1,0 +1,53 @@
+"""What a graph would leave out of a model is found before the first batch."""
+
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
+from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
+from tests.pipeline.five_stage.any_models import MODELS, PLANS, Everything, TwoTower, build
+
+GPU = torch.device("cuda", 0)
+
+
+def obstacles(ranks: Ranks) -> list[Any]:
+    signal.alarm(600)
+
+    def why(model: Any) -> str | None:
+        sharded, _ = build(ranks, model, PLANS["mixed"])
+        return why_not_graphed(sharded, sharded_modules(sharded), GPU)
+
+    class Hooked(TwoTower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.item.mlp.register_forward_hook(lambda *_: None)
+
+    class OfGradients(TwoTower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.user.mlp[0].bias.register_hook(lambda grad: grad)
+
+    class InBackward(TwoTower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(1, 1)
+            apply_optimizer_in_backward(torch.optim.SGD, self.more.parameters(), {"lr": 0.1})
+
+    plain = [why(model) for name, model in MODELS.items() if name != "everything"]
+    return [plain, why(Everything), why(Hooked), why(OfGradients), why(InBackward)]
+
+
+def test_hooks_and_the_like_are_named(run_ranks):
+    ((plain, processors, hooked, of_gradients, in_backward),) = run_ranks(1, obstacles)
+    assert plain == [None] * (len(MODELS) - 1)
+    assert "feature processors of processed get their gradients in the embedding backward" in processors
+    assert hooked.startswith("hooks of item.mlp (Sequential) would run at captures only")
+    assert of_gradients.startswith("user.mlp.0.bias has gradient hooks")
+    assert in_backward.startswith("more.weight is updated in the backward")
