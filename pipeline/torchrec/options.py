@@ -58,7 +58,7 @@ class FiveStageSwitches(TorchRecModelOptions):
     pinned_d2h: bool = False
     """Read device values through pinned memory, and wait where a value is needed, not where its copy is issued."""
     cuda_graph: Literal["none", "dense"] = "none"
-    """dense: replay forward, backward, all-reduce and the optimizer's step of the dense network as CUDA graphs. GPU only."""
+    """dense: replay forward, backward, all-reduce and optimizer step of the dense network as CUDA graphs. GPU only."""
     launch_threads: Literal[1, 2] = 1
     """2: a second host thread launches the next batch's input dist, and the dense update."""
     trim_input_dist: bool = False
