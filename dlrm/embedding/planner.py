@@ -117,19 +117,40 @@ class _Work:
             time += sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
         return time
 
-    def least_us(self, shards: Sequence[Shard]) -> float:
+    def least_us(self, grids: Sequence["_Grid"]) -> float:
         """Returns what no placement of these shards can be faster than: all ranks with as much to do."""
-        tables, columns = sum(map(self.tables_us, shards)), sum(shard.columns for shard in shards)
+        tables = sum(grid.count(self.dim) * self.tables_us(grid.shard) for grid in grids)
+        columns = sum(grid.count(self.dim) * grid.shard.columns for grid in grids)
         mean = self._costs.us_per_call + tables / self.world_size
         return mean + self.exchange_us(columns / self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Shards of two kinds, and how many of the ranks hold the first."""
+class _Grid:
+    """A whole table, cut into shards like this one."""
 
-    narrow: list[Shard]
-    wide: list[Shard]
+    shard: Shard
+
+    def count(self, dim: int) -> int:
+        """Returns the number of shards of a table of so many columns."""
+        return dim // self.shard.columns * self.shard.row_parts
+
+    def shards(self, dim: int) -> list[Shard]:
+        """Returns the shards."""
+        one = self.shard
+        return [
+            Shard(0, one.table, column, one.columns, part, one.row_parts)
+            for column in range(0, dim, one.columns)
+            for part in range(one.row_parts)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Tables cut in two ways, and how many of the ranks hold the first."""
+
+    narrow: list[_Grid]
+    wide: list[_Grid]
     narrow_ranks: int
 
     def place(self, work: _Work) -> list[Shard]:
@@ -140,7 +161,8 @@ class _Candidate:
     def leaves_no_rank_empty(self, work: _Work) -> bool:
         """Whether there is a shard of its kind for each rank, and a rank for each kind of shards."""
         kinds = ((self.narrow, self.narrow_ranks), (self.wide, work.world_size - self.narrow_ranks))
-        return all(len(shards) >= ranks and (ranks > 0) == (len(shards) > 0) for shards, ranks in kinds)
+        counts = ((sum(grid.count(work.dim) for grid in grids), ranks) for grids, ranks in kinds)
+        return all(count >= ranks and (ranks > 0) == (count > 0) for count, ranks in counts)
 
 
 def make_plan(
@@ -232,8 +254,8 @@ def _by_columns(work: _Work, replicated: tuple[int, ...], widths: Sequence[int])
     """Yields the candidates that split no rows."""
     costliest = _costliest(work, replicated)
     for split, width in product(range(len(costliest) + 1), widths):
-        narrow = [Shard(0, table, column, width) for table in costliest[:split] for column in range(0, work.dim, width)]
-        wide = [Shard(0, table, 0, work.dim) for table in costliest[split:]]
+        narrow = [_Grid(Shard(0, table, 0, width)) for table in costliest[:split]]
+        wide = [_Grid(Shard(0, table, 0, work.dim)) for table in costliest[split:]]
         for narrow_ranks in range(work.world_size + 1):
             yield _Candidate(narrow, wide, narrow_ranks)
 
@@ -251,25 +273,25 @@ def _by_rows(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) ->
         largest = factor * whole / work.world_size
         narrow = _row_parts(costliest[:split], width, largest, work)
         wide = _row_parts(costliest[split:], work.dim, largest, work)
-        narrow_us, wide_us = (sum(map(work.shard_us, parts)) for parts in (narrow, wide))
+        narrow_us, wide_us = (
+            sum(grid.count(work.dim) * work.shard_us(grid.shard) for grid in grids) for grids in (narrow, wide)
+        )
         share = round(work.world_size * narrow_us / (narrow_us + wide_us))
         for narrow_ranks in range(max(0, share - 1), min(work.world_size, share + 1) + 1):
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
-def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[Shard]:
-    """Returns shards of this width of the tables, none of which takes longer; finding its ids counts where that leaves
+def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[_Grid]:
+    """Returns the tables in shards of this width, none of which takes longer; finding its ids counts where that leaves
     time for anything else."""
-    shards = []
+    grids = []
     for table in tables:
         whole, room, parts = work.tables_us(Shard(0, table, 0, width)), largest_us - work.picking_us[table], 1
         if whole > largest_us:
             parts = math.ceil(whole / (room if room > 0 else largest_us))
             parts = min(parts, work.world_size, work.model.rows[table])
-        shards += [
-            Shard(0, table, column, width, part, parts) for column in range(0, work.dim, width) for part in range(parts)
-        ]
-    return shards
+        grids.append(_Grid(Shard(0, table, 0, width, 0, parts)))
+    return grids
 
 
 def _costliest(work: _Work, replicated: tuple[int, ...]) -> list[int]:
@@ -279,9 +301,9 @@ def _costliest(work: _Work, replicated: tuple[int, ...]) -> list[int]:
     return sorted(whole, key=lambda table: -whole[table])
 
 
-def _place(parts: Sequence[Shard], ranks: range, work: _Work) -> list[Shard]:
-    """Longest processing time first: each part, costliest first, goes to the least loaded rank."""
-    cost = [(work.shard_us(part), part) for part in parts]
+def _place(grids: Sequence[_Grid], ranks: range, work: _Work) -> list[Shard]:
+    """Longest processing time first: each shard, costliest first, goes to the least loaded rank."""
+    cost = [(work.shard_us(grid.shard), part) for grid in grids for part in grid.shards(work.dim)]
     load = [(0.0, rank) for rank in ranks]
     shards = []
     for us, part in sorted(cost, key=lambda pair: -pair[0]):
