@@ -14,7 +14,8 @@ from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.bench.flags import parse_run
 
 ROOT = Path(__file__).resolve().parents[1]
-READMES = [ROOT / "README.md", ROOT / "results" / "README.md"]
+OPTIONS = ROOT / "pipeline" / "README.md"
+READMES = [ROOT / "README.md", ROOT / "results" / "README.md", OPTIONS, ROOT / "pipeline" / "five_stage" / "README.md"]
 EXAMPLE = ROOT / "examples" / "torchrec_script.py"
 
 
@@ -26,9 +27,7 @@ def test_links_lead_somewhere(readme: Path) -> None:
 
 
 def test_the_options_in_the_table_are_those_of_their_pipelines() -> None:
-    table = [
-        line.split("|") for line in READMES[0].read_text(encoding="utf-8").splitlines() if line.startswith("| `--")
-    ]
+    table = [line.split("|") for line in OPTIONS.read_text(encoding="utf-8").splitlines() if line.startswith("| `--")]
     assert len(table) > 10
     for _, options, pipelines, *_ in table:
         flag = re.findall(r"`--([a-z][a-z0-9-]*)", options)[0].removeprefix("no-").replace("-", "_")
@@ -39,7 +38,7 @@ def test_the_options_in_the_table_are_those_of_their_pipelines() -> None:
 
 
 def test_all_options_of_the_pipelines_are_in_the_table() -> None:
-    text = READMES[0].read_text(encoding="utf-8")
+    text = OPTIONS.read_text(encoding="utf-8")
     fields = {field.name for options in PIPELINES.values() for field in dataclasses.fields(options)}
     assert [name for name in sorted(fields) if not re.search(rf"`--(no-)?{name.replace('_', '-')}\b", text)] == []
 
