@@ -57,9 +57,9 @@ class RunState:
     samples: int
     """Samples trained on: where the data go on."""
     losses: list[float]
-    """Of each of these iterations, of a global batch of `samples` / `iteration`."""
+    """One for each of these iterations, whose global batch is `samples` / `iteration`."""
     auc: float | None
-    """Of the last evaluation."""
+    """That of the last evaluation."""
     mlperf_log: str
     """The lines of the MLPerf log so far."""
     run_id: str

@@ -66,9 +66,9 @@ class LadderCommand:
     rounds: int | Literal["auto"] = 5
     """Runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
     detect: str = "2%"
-    """With --rounds auto: the smallest difference that the rounds are to find, with a probability of 80 %."""
+    """Smallest difference that --rounds auto is to find, with a probability of 80 %."""
     max_rounds: int = 40
-    """With --rounds auto: rounds at most."""
+    """Rounds at most of --rounds auto."""
     max_minutes: float | None = None
     """Minutes after which no other round begins."""
     host: bool = False
@@ -161,7 +161,7 @@ class LimitsCommand:
     above: tuple[Path, ...] = ()
     """Records to compare with the floor; for stages, records of `dlrm-bench host`."""
     roofline: Path | None = None
-    """With --above alone: a file, .png or .svg, for a roofline picture of the first of them that is profiled."""
+    """File (.png or .svg) for a roofline picture of the first record of --above that is profiled."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
     nproc: int | None = None

@@ -63,7 +63,7 @@ class Run:
     first: int = 0
     """Iterations before this run's first: those of the checkpoint that it resumes."""
     losses_before: list[float] = field(default_factory=list)
-    """Of these iterations."""
+    """Losses of these iterations."""
     auc: float | None = None
     evaluated: int = 0
     """Batches, over all evaluations."""

@@ -29,7 +29,7 @@ class HstuConfig:
     layers: int = 3
     heads: int = 4
     head_width: int = 128
-    """Of queries, keys, values and gates; a power of two from 16 on."""
+    """Width of queries, keys, values and gates of a head; a power of two from 16 on."""
     head_hidden: int = 256
     """Width of the hidden layer between a candidate's token and its logit."""
     actions: int = 5

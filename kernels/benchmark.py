@@ -38,7 +38,7 @@ BF16 = torch.bfloat16
 
 
 def sort_ids_cases() -> Iterator[Case]:
-    """Of half of MLPerf's ids, as on one of two ranks."""
+    """Half of MLPerf's ids, as on one of two ranks."""
     for batch in (13824, 1024):
         ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
         table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))

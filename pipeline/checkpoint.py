@@ -111,7 +111,7 @@ class _Piece:
 
     index: MetadataIndex
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     tensor: Tensor
 
 

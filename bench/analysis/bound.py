@@ -37,7 +37,7 @@ class Rates:
     """The most that a GPU does in a second."""
 
     flop: Mapping[str, float]
-    """By precision of the run."""
+    """FLOP, by precision of the run."""
     memory: float
     """Bytes."""
     links: float

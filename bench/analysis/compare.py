@@ -31,7 +31,7 @@ class Result:
     b: Side
     comparison: Comparison
     p_value: float
-    """Of no difference in `estimate`, corrected for all comparisons that were asked for together (Holm)."""
+    """Probability under no difference in `estimate`, corrected for all comparisons asked for together (Holm)."""
     comparisons: int
     """How many these were."""
     differences: list[str]

@@ -34,7 +34,7 @@ class RankSummary(TypedDict):
     threads_ms: dict[str, float]
     """CPU time of the others, by name."""
     calls: dict[str, float]
-    """Of CUDA: sync, copy, allocator, launch, graph_launch, and copies by direction. Empty without a GPU."""
+    """CUDA calls: sync, copy, allocator, launch, graph_launch, and copies by direction. Empty without a GPU."""
     gil_wait_ms: float | None
     """Time in which the loop's thread, or autograd's for it, waited for Python's interpreter lock; None if the kernel
     does not say."""
@@ -75,7 +75,7 @@ class Diagnosis(TypedDict):
     overhead: Overhead
     ranks: list[RankSummary]
     parts: Parts
-    """Of the slowest rank."""
+    """Times of the slowest rank."""
     findings: list[Finding]
     """Costliest first."""
     predictions: list[Prediction]

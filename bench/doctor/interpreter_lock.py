@@ -60,7 +60,7 @@ class LockWatch:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lock-watch", daemon=True)
         self.samples: dict[str, Samples] = {}
-        """By name of the rank's file without its ending: rank0."""
+        """Waits by name of the rank's file without its ending: rank0."""
 
     def __enter__(self) -> "LockWatch":
         self._thread.start()

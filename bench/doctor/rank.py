@@ -277,7 +277,7 @@ def _synchronize() -> None:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python, and of the libraries that the script has imported."""
+    """Versions of Python, and of the libraries that the script has imported."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "torchrec", "fbgemm_gpu"):
         version = getattr(sys.modules.get(name), "__version__", None)

@@ -16,7 +16,7 @@ class Schedule:
 
     global_batch_size: int
     iterations: int
-    """Of a run by time, those before its first look at the clock."""
+    """Iterations of a run by time before its first look at the clock."""
     evaluate_every: int | None
     """None where the run has no target."""
     iterations_per_epoch: float

@@ -30,7 +30,7 @@ _OF_ELAPSED = 0.05
 KEPT_OF_WARMUP, KEPT = 10, 100
 """Samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
 CLOCK_JUMP_S = 1.0
-"""From here on the wall clock has jumped: a correction of 500 ppm, the largest that NTP makes, takes half an hour."""
+"""Difference from which on the wall clock has jumped: by 500 ppm, the most that NTP corrects, it takes half an hour."""
 
 # nvml.h, nvmlClocksEventReasons: those that slow a GPU down against its will.
 THROTTLE_REASONS = {

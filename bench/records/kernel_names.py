@@ -66,7 +66,7 @@ class _Family(NamedTuple):
 
 
 def _identifier(name: str) -> str:
-    """Of `void a::(anonymous namespace)::b<c>(d)`: b."""
+    """Returns b of `void a::(anonymous namespace)::b<c>(d)`."""
     return (
         re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""))[0].split("::")[-1] or name
     )

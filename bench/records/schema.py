@@ -86,8 +86,8 @@ class Machine(TypedDict):
     """Name of the GPUs; where they differ, all names joined by ' + '."""
     gpu_memory_gb: float | None
     gpu_uuids: NotRequired[list[str]]
-    """Of the ranks' GPUs, in the order of the ranks: machines of one description are told apart by them. Older records
-    have neither these nor the fields below that are marked so."""
+    """UUIDs of the ranks' GPUs, in the order of the ranks: machines of one description are told apart by them. Older
+    records have neither these nor the fields below that are marked so."""
     gpu_numa: NotRequired[list[int | None] | None]
     """NUMA node of each rank's GPU, as Linux gives it."""
     boots: NotRequired[list[str]]

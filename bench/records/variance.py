@@ -18,11 +18,11 @@ class Levels:
     """Standard deviation that each level adds to the logarithm of one run's metric; None where it cannot be known."""
 
     iteration: float | None
-    """By the chance of the run's iterations: what longer runs would lessen."""
+    """Variance by the chance of the run's iterations: what longer runs would lessen."""
     process: float | None
-    """By being another process, at another time: what only more runs lessen."""
+    """Variance by being another process, at another time: what only more runs lessen."""
     machine: float | None
-    """By running on another machine: what only more machines lessen."""
+    """Variance by running on another machine: what only more machines lessen."""
 
     def in_words(self) -> str:
         """Such as 'iterations 0.4 %, processes 3.1 %, machines unknown'."""

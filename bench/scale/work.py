@@ -69,7 +69,7 @@ class Load:
     ids: int
     """Ids a sample of the tables that the rank has shards of."""
     exchanged_bytes: int
-    """Of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
+    """Bytes of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
 
 
 _loads: dict[tuple[ModelConfig, Topology, int, int, str], Load] = {}

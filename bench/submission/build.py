@@ -142,7 +142,7 @@ def _copy_logs(package: Package, logs: Sequence[MLPerfRun]) -> None:
 
 
 def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:
-    """From the record of a run, and from this node if the run used it."""
+    """Describes the system from the record of a run, and from this node if the run used it."""
     machine = record["machine"] if record else None
     here = machine is not None and socket.gethostname() in machine.get("hosts", [])
     return describe_system(

@@ -151,7 +151,7 @@ def _description_findings(package: Package, runs: Sequence[MLPerfRun]) -> Iterat
 
 
 def disagreements(runs: Sequence[MLPerfRun]) -> Iterator[Finding]:
-    """In what the runs of one submission differ and should not, and in what they should differ and do not."""
+    """Says in what runs of one submission differ and should not, and in what they should differ and do not."""
     for field in ("benchmark", "org", "division", "availability", "platform", "global_batch_size", "train_samples"):
         values = {getattr(run, field) for run in runs}
         if len(values) > 1:

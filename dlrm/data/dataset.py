@@ -58,7 +58,7 @@ class FileDataset:
         self.eval_samples = self._eval_parts[0][1]
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
-        """As Dataset says; ValueError if there is not one full global batch."""
+        """Does what Dataset says; ValueError if there is not one full global batch."""
         assert self.train_samples is not None
         batches = self.train_samples // (world_size * local_batch_size)
         if batches == 0:
@@ -69,7 +69,7 @@ class FileDataset:
         return FileBatches(self._train_parts, self._model, range(batches), rank, world_size, local_batch_size, pin)
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
-        """As Dataset says."""
+        """Does what Dataset says."""
         batches = -(-self.eval_samples // (world_size * local_batch_size))
         return FileBatches(self._eval_parts, self._model, range(batches), rank, world_size, local_batch_size, pin)
 

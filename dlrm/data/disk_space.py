@@ -11,7 +11,7 @@ from dlrm_bench.dlrm.data.shuffled_rows import BUCKET_ROWS
 SCRATCH_ROW_BYTES = 185
 """What lies in preprocess.partial for each row at most: parsed or scattered words, and the shuffle's steps."""
 MARGIN = 0.95
-"""Of the estimate: days are taken to have rows like their beginnings, and those of a day differ by less."""
+"""Margin of the estimate: days are taken to have rows like their beginnings, and those of a day differ by less."""
 
 
 def require_space(out: Path, raw: Sequence[Path], model: ModelConfig, formats: str, workers: int) -> None:

@@ -26,7 +26,7 @@ REFERENCE_SEED = 0
 CHUNK_IDS = 1 << 22
 FOLDER = "expansion_tables"
 SHOWN_IDS = 100_000_000
-"""From so many ids on, drawing shows its progress: they take two seconds or more."""
+"""Number of ids from which on drawing shows its progress: they take two seconds or more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.presets import training
 
 _barrier: Any = None
-"""Of the ranks, where there are several."""
+"""Barrier of the ranks, where there are several."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

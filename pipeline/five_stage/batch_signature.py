@@ -8,7 +8,7 @@ from torch import Tensor
 from .embedding_outputs import EmbeddingOutputs
 
 Form = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Of the batch's fields; of all else."""
+"""Signature of the batch's fields; of all else."""
 
 _SHOWN = 60  # characters of a field's value in a message
 

@@ -12,7 +12,7 @@ from .batch_fields import forwards_replaced
 from .sharded_modules import Sharded, refuse_call
 
 Output: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""Of bags; of unpooled embeddings, by feature."""
+"""Outputs of bags; of unpooled embeddings, by feature."""
 
 
 class EmbeddingOutputs:

@@ -45,7 +45,7 @@ _LOCAL = ShardingType.DATA_PARALLEL.value
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """Of one sharding type and batch size: this rank's own features, and what goes where."""
+    """Input dist of one sharding type and batch size: this rank's own features, and what goes where."""
 
     keys: list[str]
     lengths: Tensor
