@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.measure.clock import IterationClock
 from dlrm_bench.bench.measure.losses import LossHistory
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
@@ -57,9 +59,11 @@ EVALUATED: list[int] = []
 def trained(terminal: Terminal, *, shown: bool = True) -> Run:
     """30 iterations, evaluated after every tenth."""
     terminal.clock = IterationClock(CPU)
+    config = replace(preset("smoke"), loss_interval=1000)
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
     run = Trained(
-        config=replace(preset("smoke"), loss_interval=1000),
-        ranks=Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU),
+        config=config,
+        ranks=ranks,
         dataset=Nothing(),  # type: ignore[arg-type]
         schedule=Schedule(global_batch_size=1, iterations=30, evaluate_every=10, iterations_per_epoch=math.inf),
         pipeline=Nothing(),  # type: ignore[arg-type]
@@ -67,6 +71,8 @@ def trained(terminal: Terminal, *, shown: bool = True) -> Run:
         clock=terminal.clock,
         losses=LossHistory(CPU, 1000),
         bar=StillBar(30, "starts", Console(file=terminal, force_terminal=True, width=100), shown),
+        folder=Path("nothing is written there"),
+        checkpoints=Checkpoints(config, ranks, Nothing(), None),  # type: ignore[arg-type]
     )
     run.losses.finish = lambda: []  # type: ignore[method-assign]  # no process group here
     EVALUATED.clear()
