@@ -127,7 +127,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
         (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
         (["host"], "name either a record or --preset"),
-        (["limits"], "name either --from LIMITS or --preset"),
+        (["limits"], "name --from LIMITS, or --preset"),
         (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),
         (["report", str(tmp_path / "absent")], "absent does not exist"),
     ):
