@@ -152,6 +152,7 @@ def broken_alone() -> int:
     ranks = Ranks.from_environment()
     ranks.init_process_group()
     with AbortWatch(ranks, lambda: None):
+        dist.barrier()  # rank 0 has the store, which the others' watches must have reached before it ends
         raise RuntimeError("out of memory")
     return 0
 
