@@ -112,7 +112,7 @@ class DataConfig:
     """Days 0 to train_days - 1 train; the first half of day train_days evaluates (MLPerf: 23)."""
     prefetch_batches: int = 16
     """Batches that the reader threads keep ready in pinned memory, ahead of the GPU."""
-    reader_threads: int = 4
+    reader_threads: int = 2
     """Threads of each rank that read day files; a thread is idle while enough batches are ready."""
     random_batches: int = 32
     """Distinct batches of source random; they are drawn before the run and used in turn."""

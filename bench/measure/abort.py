@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -26,7 +27,9 @@ from dlrm_bench.dlrm.ranks import Ranks
 RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 """A part of keys in the store: a restarted worker group must not read what the one before it wrote."""
 _KEY = f"dlrm/abort/{RESTARTS}"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# SIGBUS comes again and again to a thread that reads a mapped file which has become shorter, for as long as the process
+# lives; the expansion of 1-hot ids reads one without Python's interpreter lock, so that other threads go on.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS)
 _FOREVER = timedelta(days=3650)
 # An error that every rank runs into, as bad input is, has this long to reach each of them by itself: then every rank
 # says what is wrong and ends with the right status. A rank whose collective broke waits as long for a peer to say why:
@@ -95,8 +98,9 @@ class AbortWatch:
             return
         received = self._wakeup.recv(1)
         if received:
-            name = signal.Signals(received[0]).name
-            self._end(f"stopped by {name}", 128 + received[0], announce=True)
+            number = signal.Signals(received[0])
+            cause = f": {_unreadable_map()}" if number is signal.SIGBUS else ""
+            self._end(f"stopped by {number.name}{cause}", 128 + number, announce=True)
 
     def _watch_ranks(self) -> None:
         try:
@@ -121,6 +125,18 @@ class AbortWatch:
             if announce:
                 self._announce(reason)
             os._exit(code)
+
+
+def _unreadable_map() -> str:
+    """Says what mapped memory may have raised SIGBUS: by a file that is shorter than its map, if there is one."""
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+        addresses, _, offset, _, _, *path = line.split(maxsplit=5)
+        if path and os.path.isfile(path[0]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            size, last_page = os.stat(path[0]).st_size, int(offset, 16) + end - start - os.sysconf("SC_PAGE_SIZE")
+            if size <= last_page:
+                return f"{path[0]} is truncated, it has {size} bytes and was longer when it was mapped: make it again"
+    return "memory that a file backs cannot be read: check the disk, and that /dev/shm is not full"
 
 
 def _launcher() -> int | None:

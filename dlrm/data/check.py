@@ -22,6 +22,7 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data import criteo
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.expansion import ExpansionTables
+from dlrm_bench.dlrm.data.file_batches import FileBatches
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest
 from dlrm_bench.dlrm.data.mlperf_checksums import MLPERF_MD5
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
@@ -150,12 +151,15 @@ def _check_day(
     samples, findings = 0, list[str]()
     for kind in formats:
         try:
-            opened = kind(directory, day, model)
+            as_stored = model
+            if kind is criteo.OneHotDay:
+                as_stored = replace(model, multi_hot_sizes=(1,) * model.num_features)
+            opened = kind(directory, day, as_stored)
             samples = opened.num_samples
             if isinstance(opened, criteo.OneHotDay):
                 opened.tables = ExpansionTables(tuple(np.empty((rows, 0), dtype=np.int32) for rows in model.rows))
             if values:
-                findings += _check_values(opened, model)
+                findings += _check_values(opened, as_stored)
                 advance(_bytes_of(directory, day, found) / len(formats))
         except ValueError as error:
             findings.append(str(error))
@@ -164,18 +168,12 @@ def _check_day(
 
 def _check_values(day: criteo.Day, model: ModelConfig) -> Iterator[str]:
     """The first value that cannot be, if there is one."""
-    sizes = [1] * model.num_features if isinstance(day, criteo.OneHotDay) else model.multi_hot_sizes
-    for start in range(0, day.num_samples, READ_SAMPLES):
-        stop = min(start + READ_SAMPLES, day.num_samples)
-        dense = np.empty((stop - start, model.dense_in_features), dtype=np.float32)
-        labels = np.empty(stop - start, dtype=np.float32)
-        ids = [np.empty((stop - start, size), dtype=np.int32) for size in sizes]
-        try:
-            day.read(start, stop, dense, labels, ids)
-            day.check_values(start, dense, labels, ids)
-        except ValueError as error:
-            yield str(error)
-            return
+    batches = range(-(-day.num_samples // READ_SAMPLES))
+    try:
+        for _ in FileBatches([(day, day.num_samples)], model, batches, 0, 1, READ_SAMPLES, pin=False):
+            pass
+    except ValueError as error:
+        yield str(error)
 
 
 def _bytes_of(directory: Path, day: int, found: set[str]) -> int:

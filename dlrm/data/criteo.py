@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.expansion import FOLDER, ExpansionTables
-from dlrm_bench.dlrm.data.npy import COPY_AGAIN, ArrayFile, member_span, open_array, write_header
+from dlrm_bench.dlrm.data.npy import COPY_AGAIN, ArrayFile, RowFiles, member_span, open_array, write_header
 
 WRITE_CHUNK = 1 << 16  # Samples.
 
@@ -58,24 +58,17 @@ class Day(ABC):
         self.num_samples = len(self._dense)
         self._check_samples(self._labels)
 
-    def read(
-        self, start: int, stop: int, dense: NDArray[np.float32], labels: NDArray[np.float32], ids: Sequence[Ids]
-    ) -> None:
-        """Read samples [start, stop), n of them; any number of threads may.
+    @abstractmethod
+    def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
+        """Read samples [start, stop), n of them, as they are in the files; any number of threads may.
 
-        dense: [n, dense_in_features], labels: [n], ids: one [n, hot] for each feature; all C-ordered, all are written.
-        ValueError names a file that cannot be read any more. The values are as they are in the files: see
-        check_values.
+        memory: gets the arrays [n, columns] dense, labels and each feature's ids in turn, C-ordered, each from its byte
+        of positions [2 + features] on. ValueError names a file that cannot be read any more. The values are not
+        checked: see check_values.
         """
-        assert 0 <= start < stop <= self.num_samples
-        self._dense.read(start, dense)
-        stored = labels.view(np.int32)
-        self._labels.read(start, stored)
-        np.copyto(labels, stored, casting="same_kind")
-        self._read_ids(start, stop, ids)
 
     def check_values(
-        self, start: int, dense: NDArray[np.float32], labels: NDArray[np.float32], ids: Sequence[Ids]
+        self, start: int, dense: NDArray[np.float32], labels: NDArray[np.int32], ids: Sequence[Ids]
     ) -> None:
         """Check every value of samples that `read` gave, from sample `start` on.
 
@@ -93,13 +86,10 @@ class Day(ABC):
         if not is_label.all():
             row = int(np.argmin(is_label))
             raise ValueError(
-                f"{self._labels.name}: the label of sample {start + row} is {labels[row]:.0f}, neither 0 nor 1: "
+                f"{self._labels.name}: the label of sample {start + row} is {labels[row]}, neither 0 nor 1: "
                 f"{COPY_AGAIN}"
             )
         self._check_ids(start, ids)
-
-    @abstractmethod
-    def _read_ids(self, start: int, stop: int, out: Sequence[Ids]) -> None: ...
 
     @abstractmethod
     def _check_ids(self, start: int, ids: Sequence[Ids]) -> None: ...
@@ -120,10 +110,12 @@ class MultiHotDay(Day):
         self._members = open_members(multi_hot_file(directory, day), model.multi_hot_sizes)
         for member in self._members:
             self._check_samples(member)
+        self._rows = RowFiles([self._dense, self._labels, *self._members])
 
-    def _read_ids(self, start: int, stop: int, out: Sequence[Ids]) -> None:
-        for member, block in zip(self._members, out, strict=True):
-            member.read(start, block)
+    def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
+        """Does what Day says."""
+        assert 0 <= start < stop <= self.num_samples
+        self._rows.read(start, stop - start, memory, positions)
 
     def _check_ids(self, start: int, ids: Sequence[Ids]) -> None:
         for feature, (member, rows, block) in enumerate(zip(self._members, self._model.rows, ids, strict=True)):
@@ -152,22 +144,29 @@ class OneHotDay(Day):
         fix = f"--model.num-embeddings needs one table for each feature of the files, or {COPY_AGAIN}"
         self._ids = _open_file(one_hot_file(directory, day), np.int32, model.num_features, fix)
         self._check_samples(self._ids)
-        self._rows = np.asarray(model.rows, dtype=np.int32)
+        self._table_rows = np.asarray(model.rows, dtype=np.int32)
+        self._rows = RowFiles([self._dense, self._labels])
 
-    def _read_ids(self, start: int, stop: int, out: Sequence[Ids]) -> None:
-        """Negative ids, which are none of any table, are an error here already."""
-        ids = np.empty((stop - start, len(self._rows)), dtype=np.int32)
+    def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
+        """Does what Day says. Negative ids, which are none of any table, are an error here already."""
+        assert 0 <= start < stop <= self.num_samples
+        n = stop - start
+        self._rows.read(start, n, memory, positions[:2])
+        ids = np.empty((n, len(self._table_rows)), dtype=np.int32)
         self._ids.read(start, ids)
-        if (ids.view(np.uint32) >= self._rows.view(np.uint32)).any():  # Seen as unsigned, negative numbers are large.
+        if (
+            ids.view(np.uint32) >= self._table_rows.view(np.uint32)
+        ).any():  # Seen as unsigned, negative numbers are large.
             if ids.min() < 0:
                 row, feature = np.argwhere(ids < 0)[0]
                 raise ValueError(
                     f"{self._ids.name}: id {ids[row, feature]} of sample {start + row} (feature cat_{feature}) is "
                     f"negative: {COPY_AGAIN}"
                 )
-            ids %= self._rows
+            ids %= self._table_rows
         of_features = np.ascontiguousarray(ids.T)
-        for feature, block in enumerate(out):
+        for feature, (hot, position) in enumerate(zip(self._model.multi_hot_sizes, positions[2:], strict=True)):
+            block = memory[position : position + 4 * n * hot].view(np.int32).reshape(n, hot)
             self.tables.expand(feature, of_features[feature], block)
 
     def _check_ids(self, start: int, ids: Sequence[Ids]) -> None:

@@ -3,6 +3,7 @@
 import os
 import struct
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import DTypeLike, NDArray
+
+from dlrm_bench.dlrm.data.linux_aio import read_ranges
 
 COPY_AGAIN = "copy or generate it again"
 
@@ -30,7 +33,7 @@ class ArrayFile:
 
     Reads rather than a memory map: the kernel copies straight to where the rows are wanted, without a page fault and
     without Python's interpreter lock, and a file that is cut short under the reader is an error, where a map kills the
-    process.
+    process. RowFiles reads several in one system call, this class what that leaves.
     """
 
     name: str
@@ -66,6 +69,30 @@ class ArrayFile:
                 f"{self.name} is truncated: it ends at byte {position} and was longer when it was opened: {COPY_AGAIN}"
             )
         return count
+
+
+class RowFiles:
+    """Several ArrayFiles of which the same rows are read together, by one system call where Linux allows it."""
+
+    def __init__(self, arrays: Sequence[ArrayFile]) -> None:
+        self._arrays = arrays
+        self._files = np.array([array.file.fileno() for array in arrays], dtype=np.uint32)
+        self._starts = np.array([array.start for array in arrays], dtype=np.int64)
+        self._row_bytes = np.array([array.row_bytes for array in arrays], dtype=np.int64)
+
+    def read(self, first: int, count: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
+        """Fills `memory` with rows [first, first + count) of each array, those of array i from byte positions[i] on.
+
+        Any number of threads may. ValueError as of ArrayFile.read.
+        """
+        sizes = self._row_bytes * count
+        assert (positions + sizes).max() <= memory.nbytes
+        offsets = self._starts + self._row_bytes * first
+        done = read_ranges(self._files, offsets, memory.ctypes.data + positions, sizes)
+        if (done != sizes).any():
+            for i, array in enumerate(self._arrays):
+                if done[i] != sizes[i]:
+                    array.read(first, memory[positions[i] : positions[i] + sizes[i]])
 
 
 def open_array(

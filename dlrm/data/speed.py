@@ -46,7 +46,7 @@ class SpeedConfig:
     """Which files, as --data.source of the run."""
     local_batch_sizes: tuple[int, ...] = (512, 6912)
     """Samples of a rank's batch; each is measured in turn."""
-    reader_threads: int = 4
+    reader_threads: int = 2
     """Threads of each rank, as --data.reader-threads."""
     ranks: int = 1
     """Ranks that read at once."""

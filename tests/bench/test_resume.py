@@ -1,6 +1,9 @@
 """Runs that go on from a checkpoint; what is kept of a run that diverges, and of one whose folder is gone."""
 
+import itertools
+import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench import ending
+from dlrm_bench.bench import checkpoints, ending
 from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
@@ -112,3 +115,47 @@ class FolderGone:
             return build(**given)
 
         ending.build_record = build_record
+
+
+class KilledInASave:
+    """Ends this rank without a word in the middle of its second save."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.saves = rank, 0
+
+    def __call__(self) -> None:
+        write_state = checkpoints.write_state
+
+        def write(folder: Path, blocks: Any, rank: int, group: Any, on_piece: Any) -> None:
+            self.saves += 1
+            pieces = itertools.count(1)
+
+            def count() -> None:
+                on_piece()
+                if next(pieces) == 10:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            write_state(folder, blocks, rank, group, count if (rank, self.saves) == (self.rank, 2) else on_piece)
+
+        checkpoints.write_state = write
+
+
+@pytest.mark.multi_gpu
+def test_a_run_on_gpus_goes_on_after_a_kill_in_a_save(tmp_path):
+    flags = ["--preset", "launch-bound", "--model.table-scale", "0.01", "--precision", "bf16", "--pipeline", "static"]
+    flags += ["--cuda-graph", "iteration", "--overlap", "--presort-ids", "--peer-memory", "--stall-timeout", "20"]
+    flags += ["--results-dir", str(tmp_path), "--iterations", "90", "--warmup-iterations", "10"]
+    saved = tmp_path / "saved"
+    saves = ["--checkpoint.path", str(saved), "--checkpoint.every", "30"]
+    assert forked_launch(2, tmp_path, [*flags, "--run-id", "whole"], gpu=True).statuses == [0, 0]
+    killed = forked_launch(2, tmp_path, [*flags, *saves, "--run-id", "killed"], before=KilledInASave(1), gpu=True)
+    assert killed.statuses[1] == -signal.SIGKILL, killed
+    assert killed.statuses[0] not in (0, None, -signal.SIGKILL), killed
+    assert sorted(folder.name for folder in saved.glob("iteration-*")) == [
+        "iteration-00000030",
+        "iteration-00000060.partial",
+    ]
+    ended = forked_launch(2, tmp_path, [*flags, *saves, "--resume", str(saved), "--run-id", "resumed"], gpu=True)
+    assert ended.statuses == [0, 0], ended
+    assert np.array_equal(read_record(tmp_path / "resumed").losses, read_record(tmp_path / "whole").losses[30:])
+    assert [folder.name for folder in saved.glob("iteration-*")] == ["iteration-00000090"]

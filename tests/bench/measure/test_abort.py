@@ -7,13 +7,18 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.measure import abort
 from dlrm_bench.bench.measure.abort import AbortWatch
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.expansion import FOLDER, open_expansion_tables
+from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.ranks import Ranks
+from tests.dlrm.data.conftest import tiny_model
 from tests.launched import PATIENCE_S, fork, wait, wait_until
 
 
@@ -198,3 +203,24 @@ def test_handlers_are_restored(monkeypatch):
     assert closed == [1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def expands(folder: Path) -> int:
+    """Reads 1-hot ids, whose expansion tables somebody cuts short."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    with AbortWatch(ranks, (folder / "closed").touch):
+        tables = open_expansion_tables(folder, (100_000,), (3,))
+        (table,) = folder.glob(f"{FOLDER}/*/0.npy")
+        os.truncate(table, 5000)
+        ids, out = np.arange(100_000, dtype=np.int32), np.empty((100_000, 3), np.int32)
+        next(Prefetcher(iter([Batch.empty(1, tiny_model())]), lambda _: tables.expand(0, ids, out), 1))
+    return 0
+
+
+def test_a_mapped_file_that_is_cut_short(tmp_path):
+    ended = wait(fork(1, tmp_path, expands, tmp_path), tmp_path)
+    assert ended.statuses == [128 + signal.SIGBUS]
+    (table,) = tmp_path.glob(f"{FOLDER}/*/0.npy")
+    assert f"rank 0: stopped by SIGBUS: {table} is truncated, it has 5000 bytes and was longer" in ended.outputs[0]
+    assert (tmp_path / "closed").exists()

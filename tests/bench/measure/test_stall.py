@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.stall import StallWatch
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.ranks import Ranks
-from tests.launched import fork, wait
+from tests.launched import fork, launch_main, wait, wait_until_training
 
 TIMEOUT_S = 3.0
 
@@ -66,3 +67,22 @@ def test_a_stall_ends_every_rank_that_runs(tmp_path, world_size, trouble, found)
     if trouble == "reader":
         assert ended.statuses[-1] == 1
         assert (tmp_path / f"closed_{world_size - 1}").exists()
+
+
+@pytest.mark.multi_gpu
+def test_a_stopped_rank_ends_one_whose_gpu_spins_in_a_barrier(tmp_path):
+    """Barriers over peer memory wait without end, in kernels."""
+    flags = ["--preset", "launch-bound", "--model.table-scale", "0.001", "--precision", "bf16", "--pipeline", "static"]
+    flags += ["--cuda-graph", "iteration", "--overlap", "--presort-ids", "--peer-memory", "--iterations", "100000000"]
+    flags += ["--results-dir", str(tmp_path), "--run-id", "x", "--stall-timeout", "5"]
+    processes = fork(2, tmp_path, launch_main, flags, gpu=True)
+    wait_until_training(tmp_path / "x" / LOG_NAME, lambda: [process.pid for process in processes])
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    processes[0].join(60)
+    os.kill(processes[1].pid, signal.SIGKILL)  # torchrun does this
+    ended = wait(processes, tmp_path)
+    assert ended.statuses[0] == 1, ended
+    assert (
+        "rank 0: the training has stalled for 5 s (--stall-timeout): rank 1's process does not run" in ended.outputs[0]
+    )
+    assert '"status": "aborted"' in (tmp_path / "x" / LOG_NAME).read_text()

@@ -18,10 +18,11 @@ def arrays(tmp_path: Path, model: ModelConfig, day_writer: Writer) -> dict[str, 
 
 
 def read(day: Day, model: ModelConfig, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    n = stop - start
-    dense, labels = np.empty((n, model.dense_in_features), np.float32), np.empty(n, np.float32)
-    ids = [np.empty((n, hot), np.int32) for hot in model.multi_hot_sizes]
-    day.read(start, stop, dense, labels, ids)
+    sizes = [4 * (stop - start) * columns for columns in (model.dense_in_features, 1, *model.multi_hot_sizes)]
+    memory = np.empty(sum(sizes), np.uint8)
+    day.read(start, stop, memory, np.cumsum(sizes) - sizes)
+    parts = [part.view(np.int32).reshape(stop - start, -1) for part in np.split(memory, np.cumsum(sizes)[:-1])]
+    dense, labels, ids = parts[0].view(np.float32), parts[1][:, 0], parts[2:]
     day.check_values(start, dense, labels, ids)
     return dense, labels, ids
 

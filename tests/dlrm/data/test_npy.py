@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.data.npy import map_array, member_span, open_array, write_header
+from dlrm_bench.dlrm.data.npy import RowFiles, map_array, member_span, open_array, write_header
 
 
 def test_header_is_numpys() -> None:
@@ -93,6 +93,28 @@ def test_a_file_that_is_cut_short_under_the_reader(tmp_path: Path) -> None:
     array.read(0, out)
     with pytest.raises(ValueError, match=r"a.npy is truncated: it ends at byte 156"):
         array.read(2, out)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """By one system call, and where the system has none: the same rows, and the same error."""
+    if not at_once:
+        monkeypatch.setattr("dlrm_bench.dlrm.data.npy.read_ranges", lambda *ranges: np.zeros(len(ranges[3]), np.int64))
+    arrays = [
+        np.arange(start, start + 40 * columns, dtype=np.int32).reshape(40, columns)
+        for start, columns in enumerate((3, 1))
+    ]
+    for i, array in enumerate(arrays):
+        np.save(tmp_path / f"{i}.npy", array)
+    rows = RowFiles([open_array(tmp_path / f"{i}.npy", np.int32, array.shape[1]) for i, array in enumerate(arrays)])
+    memory = np.full(200, 255, np.uint8)
+    rows.read(11, 9, memory, np.array([8, 140]))
+    np.testing.assert_array_equal(memory[8:116].view(np.int32).reshape(9, 3), arrays[0][11:20])
+    np.testing.assert_array_equal(memory[140:176].view(np.int32)[:, None], arrays[1][11:20])
+    assert (np.delete(memory, np.r_[8:116, 140:176]) == 255).all()
+    os.truncate(tmp_path / "1.npy", 128 + 4 * 19)
+    with pytest.raises(ValueError, match=r"1.npy is truncated: it ends at byte 204 and was longer"):
+        rows.read(11, 9, memory, np.array([8, 140]))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_says_what_each_batch_size_takes(files: Path, capsys: pytest.CaptureFixt
 def test_ranks_read_at_once(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "smoke", "--local-batch-sizes", "50", "--seconds", "0.05", "--ranks", "2"]
     assert main([str(files), *arguments]) == 0
-    assert "2 ranks of 4 threads" in capsys.readouterr().out
+    assert "2 ranks of 2 threads" in capsys.readouterr().out
 
 
 def test_files_of_another_model(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,135 @@
+"""Many reads of files in one system call, by Linux's asynchronous I/O (man 2 io_submit).
+
+Reads through the page cache are done within io_submit itself: one call copies all ranges to where they are wanted, and
+holds Python's interpreter lock at no time. A call a range would give the lock up and win it back as often, against the
+thread that launches the training. io_uring could do the same, but containers usually forbid it.
+"""
+
+import ctypes
+import os
+import platform
+import threading
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+"""Numbers of io_setup, io_destroy, io_getevents, io_submit: arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h of Linux."""
+
+# struct iocb and struct io_event of include/uapi/linux/aio_abi.h, little-endian.
+_IOCB = np.dtype(
+    [
+        ("data", "<u8"),
+        ("key", "<u4"),
+        ("rw_flags", "<i4"),
+        ("opcode", "<u2"),
+        ("priority", "<i2"),
+        ("file", "<u4"),
+        ("address", "<u8"),
+        ("bytes", "<u8"),
+        ("offset", "<i8"),
+        ("reserved", "<u8"),
+        ("flags", "<u4"),
+        ("eventfd", "<u4"),
+    ]
+)
+_EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+_PREAD = 0  # IOCB_CMD_PREAD
+
+_unlocked = ctypes.CDLL(None, use_errno=True).syscall
+_locked = ctypes.PyDLL(None).syscall
+"""Keeps the interpreter lock: for what takes no time."""
+for _syscall in (_unlocked, _locked):
+    _syscall.restype = ctypes.c_long
+
+_local = threading.local()
+"""This thread's reader, or None where the system has none to give; no attribute before the first read."""
+
+
+def _forget() -> None:
+    global _local
+    _local = threading.local()
+
+
+os.register_at_fork(after_in_child=_forget)  # The kernel does not hand contexts down.
+
+
+def read_ranges(
+    files: NDArray[np.uint32], offsets: NDArray[np.int64], addresses: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Reads sizes[i] bytes of the file with descriptor files[i], from byte offsets[i] on, to memory at addresses[i].
+
+    Returns how many bytes of each range came: fewer than asked where the file ends or a signal came in between, none or
+    a negative number where it cannot be read, or where the system has no asynchronous I/O. What is missing is for the
+    caller to read by other means, which also tell why. Any number of threads may call; each has its own context.
+    """
+    try:
+        reader: _Reader | None = _local.reader
+    except AttributeError:
+        reader = _local.reader = _open_reader()
+    if reader is None:
+        return np.zeros(len(sizes), dtype=np.int64)
+    return reader.read(files, offsets, addresses, sizes)
+
+
+def _open_reader() -> "_Reader | None":
+    calls = _CALLS.get(platform.machine())
+    if calls is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    context = ctypes.c_ulong(0)
+    if _unlocked(ctypes.c_long(calls[0]), ctypes.c_long(_Reader.CAPACITY), ctypes.byref(context)) != 0:
+        return None  # A sandbox forbids it, or fs.aio-max-nr contexts are in use.
+    return _Reader(context, calls)
+
+
+class _Reader:
+    """One thread's context, with the requests of a call and their results."""
+
+    CAPACITY = 64
+
+    def __init__(self, context: ctypes.c_ulong, calls: tuple[int, int, int, int]) -> None:
+        self._context = context
+        _, destroy, self._get_events, self._submit = map(ctypes.c_long, calls)
+        weakref.finalize(self, _locked, destroy, context)
+        self._requests = np.zeros(self.CAPACITY, dtype=_IOCB)
+        self._requests["opcode"] = _PREAD
+        self._requests["data"] = np.arange(self.CAPACITY)
+        self._pointers = self._requests.ctypes.data + _IOCB.itemsize * np.arange(self.CAPACITY, dtype=np.uint64)
+        self._pointers_at = ctypes.c_void_p(self._pointers.ctypes.data)
+        self._events = np.zeros(self.CAPACITY, dtype=_EVENT)
+        self._events_at = ctypes.c_void_p(self._events.ctypes.data)
+
+    def read(
+        self,
+        files: NDArray[np.uint32],
+        offsets: NDArray[np.int64],
+        addresses: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """Does what read_ranges says."""
+        done = np.zeros(len(sizes), dtype=np.int64)
+        for start in range(0, len(sizes), self.CAPACITY):
+            some = slice(start, start + self.CAPACITY)
+            count = len(sizes[some])
+            requests = self._requests[:count]
+            requests["file"], requests["offset"] = files[some], offsets[some]
+            requests["address"], requests["bytes"] = addresses[some], sizes[some]
+            events = self._events[: self._run(count)]
+            done[some][events["data"].astype(np.intp)] = events["result"]
+        return done
+
+    def _run(self, count: int) -> int:
+        """Submits the first requests; returns how many ended. Their results are in the first events."""
+        submitted = _unlocked(self._submit, self._context, ctypes.c_long(count), self._pointers_at)
+        ended = 0
+        call = _locked
+        while ended < submitted:
+            left = ctypes.c_long(submitted - ended)
+            least = left if call is _unlocked else ctypes.c_long(0)
+            at = ctypes.c_void_p(self._events_at.value + ended * _EVENT.itemsize)  # type: ignore[operator]  # no null
+            # Without waiting first: usually all have ended. The kernel writes to memory until they have.
+            ended += max(0, call(self._get_events, self._context, least, left, at, None))
+            call = _unlocked
+        return ended
