@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.all_to_all import AllToAlls
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Plan
@@ -25,7 +25,8 @@ class IdsBuffer:
     own: Tensor
     """int32 [part][T][G, hot], flat: for this rank's tables."""
     peers: PeerTensors | None = None
-    """The buffers of all ranks, as long as the longest, in peer memory alone; `own` is the beginning of this rank's."""
+    """The buffers of the node's ranks, as long as the longest, in peer memory alone; `own` is the beginning of this
+    rank's."""
 
 
 class IdsExchange(Protocol):
@@ -44,11 +45,9 @@ class IdsExchange(Protocol):
 class CollectiveIdsExchange:
     """An exchange by an all-to-all with constant splits, between two kernels that put the ids in order."""
 
-    def __init__(
-        self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory | None = None
-    ) -> None:
-        """memory: inside the nodes, where there are several. Collective."""
-        self._device = ranks.device
+    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
+        """Makes a process group. Collective."""
+        self._device, self._group = ranks.device, ranks.new_group()
         hot, starts, at = model.multi_hot_sizes, _feature_starts(model, shape.samples), 0
         send, self._send_splits = [], []
         for rank in range(ranks.world_size):
@@ -59,8 +58,7 @@ class CollectiveIdsExchange:
                 at += length
             self._send_splits.append(at - start)
         self._send_segments = SegmentTable(send, ranks.device)
-        own, splits = self._send_splits[ranks.rank], self._send_splits
-        self._all_to_all = AllToAlls(ranks, memory).make("ids", lambda _, to: splits[to], torch.int32)
+        own = self._send_splits[ranks.rank]
         self._receive_splits = [own] * ranks.world_size
         receive, at = [], 0
         for part in range(shape.parts):
@@ -82,7 +80,7 @@ class CollectiveIdsExchange:
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self._device)
         gather_segments(ids, self._send_segments, sent)
         received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)
-        self._all_to_all.exchange(received, sent)
+        dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._group)
         gather_segments(received, self._receive_segments, out.own)
 
 
@@ -141,6 +139,71 @@ class PeerIdsExchange:
         """Writes the ids to all ranks, and waits for theirs."""
         assert out.peers is not None, "a buffer of this exchange's"
         push_segments(ids, self._segments, out.peers)
+        self._memory.barrier("ids")
+
+
+class NodeIdsExchange:
+    """An exchange over nodes that sends each node the ids of all its tables once: to the rank of equal local rank,
+    which writes them to the ranks of its node that hold the tables.
+
+    However many ranks of a node hold rows or columns of one table, its ids cross the network once.
+
+    An owner reads its buffer until the last lookup of its batch, two exchanges before the buffer's next: when the ranks
+    of a node meet at the barrier "ids free", in their streams' order, nobody there reads it any more.
+    """
+
+    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
+        """memory: of the nodes. Collective."""
+        self._memory, self._device, self._group = memory, ranks.device, ranks.new_group_across_nodes()
+        hot, starts = model.multi_hot_sizes, _feature_starts(model, shape.samples)
+        size = ranks.local_world_size
+        owners = [range(node * size, (node + 1) * size) for node in range(ranks.nodes)]
+        send, at = [], 0
+        self._send_splits: list[int] = []
+        table_starts: dict[int, int] = {}
+        """Where each table's ids start in what one node sends this one: [table][B, hot]."""
+        for node, of_node in enumerate(owners):
+            start = at
+            for table in sorted({shard.table for owner in of_node for shard in plan.of_rank(owner)}):
+                length = shape.samples * hot[table]
+                send.append(Segment(starts[table], at, length))
+                if node == ranks.node:
+                    table_starts[table] = at - start
+                at += length
+            self._send_splits.append(at - start)
+        self._send_segments = SegmentTable(send, ranks.device)
+        own = self._send_splits[ranks.node]
+        self._receive_splits = [own] * ranks.nodes
+        num_ids, push = [], []
+        for owner in owners[ranks.node]:
+            of_owner, at = [], 0
+            for part in range(shape.parts):
+                for shard in plan.of_rank(owner):
+                    length = shape.part_samples * hot[shard.table]
+                    for node in range(ranks.nodes):
+                        source = node * own + table_starts[shard.table] + part * length
+                        samples_of = node * size + ranks.local_rank
+                        of_owner.append(Segment(source, at + samples_of * length, length))
+                    at += ranks.world_size * length
+            push.append(of_owner)
+            num_ids.append(at)
+        self._push_segments = SegmentPushTable(push, ranks.device)
+        self._own, self._longest = num_ids[ranks.local_rank], max(num_ids)
+
+    def empty(self) -> IdsBuffer:
+        """Returns buffers of zeros, of all ranks of the node. Collective."""
+        peers = self._memory.zeros(self._longest, dtype=torch.int32)
+        return IdsBuffer(peers.own[: self._own], peers)
+
+    def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
+        """Sends [node][its tables][B, hot], and writes what comes to the ranks of this node. Collective."""
+        assert out.peers is not None, "a buffer of this exchange's"
+        sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self._device)
+        gather_segments(ids, self._send_segments, sent)
+        received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)
+        dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._group)
+        self._memory.barrier("ids free")
+        push_segments(received, self._push_segments, out.peers)
         self._memory.barrier("ids")
 
 

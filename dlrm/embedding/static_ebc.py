@@ -30,7 +30,13 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
-from dlrm_bench.dlrm.embedding.ids_exchange import CollectiveIdsExchange, IdsBuffer, IdsExchange, PeerIdsExchange
+from dlrm_bench.dlrm.embedding.ids_exchange import (
+    CollectiveIdsExchange,
+    IdsBuffer,
+    IdsExchange,
+    NodeIdsExchange,
+    PeerIdsExchange,
+)
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
@@ -129,9 +135,13 @@ class StaticEBC:
         )
         self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=presort, fbgemm=peers is None)
         layout = (model, plan, ranks, shape)
-        self._ids_exchange: IdsExchange = (
-            PeerIdsExchange(*layout, peers.memory) if peers else CollectiveIdsExchange(*layout, memory)
-        )
+        self._ids_exchange: IdsExchange
+        if peers is not None:
+            self._ids_exchange = PeerIdsExchange(*layout, peers.memory)
+        elif memory is not None:
+            self._ids_exchange = NodeIdsExchange(*layout, memory)
+        else:
+            self._ids_exchange = CollectiveIdsExchange(*layout)
         sizes = (model, plan, ranks, self._tbe, shape)
         self._exchange: PooledExchange = (
             PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort, memory=memory)
