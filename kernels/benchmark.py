@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels import cross, fused_cross, loss, mlp, regroup
+from dlrm_bench.kernels.benchmark_input import fetch_cases, gather_segments_cases, pick_rows_cases
 from dlrm_bench.kernels.column_sums import column_sums
-from dlrm_bench.kernels.fetch import fetch_next
 from dlrm_bench.kernels.flat_adagrad import flat_adagrad
-from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.gather_segments import Segment
 from dlrm_bench.kernels.non_finite import clear_if_stopped, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
@@ -75,25 +75,6 @@ def sorted_adagrad_cases() -> Iterator[Case]:
                         len(ids) * (8 + columns * grad.itemsize) + distinct * columns * 16,
                         partial(sorted_adagrad, weights, state, grad, *ordered, rate, 1e-8),
                     )
-
-
-def gather_segments_cases() -> Iterator[Case]:
-    for batch, name in ((6912, "G 55296"), (512, "G 4096")):
-        segments, at = [], 0
-        for hot in (100, 27, 12, 1):
-            for rank in range(8):
-                segments.append(
-                    Segment((rank * 140 + at % 140) * batch, at * 8 * batch + rank * batch * hot, batch * hot)
-                )
-            at += hot
-        table = SegmentTable(segments, torch.device("cuda"))
-        source, out = torch.zeros(2, 8 * 140 * batch, dtype=torch.int32, device="cuda")
-        yield Case(
-            "gather_segments",
-            f"{name}, 140 ids a sample",
-            8 * len(source),
-            partial(gather_segments, source, table, out),
-        )
 
 
 def push_segments_cases() -> Iterator[Case]:
@@ -293,17 +274,6 @@ def row_sums_cases() -> Iterator[Case]:
         )
 
 
-def fetch_cases() -> Iterator[Case]:
-    """Reads pinned memory of the host: PCIe's limit, not the GPU's memory's."""
-    for batch in (6912, 512):
-        out = torch.empty(batch * 228, dtype=torch.int32, device="cuda")  # a batch of MLPerf's: 912 bytes a sample
-        source = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        addresses, taken = torch.tensor([source.data_ptr()]).pin_memory(), torch.zeros((), dtype=torch.int64).cuda()
-        yield Case(
-            "fetch_next", f"B {batch}, 912 bytes a sample", out.nbytes, partial(fetch_next, addresses, taken, out)
-        )
-
-
 def flat_adagrad_cases() -> Iterator[Case]:
     count = 16_044_544
     master, state = torch.rand(2, count, device="cuda").unbind()
@@ -383,6 +353,7 @@ CASES = {
     "sorted_adagrad": sorted_adagrad_cases,
     "gather_segments": gather_segments_cases,
     "push_segments": push_segments_cases,
+    "pick_rows": pick_rows_cases,
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,

@@ -17,6 +17,7 @@ from torch import Tensor
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Shard
+from dlrm_bench.kernels.pick_rows import PickedTable, Picks, PickTable, pick_rows
 
 # Capacity over the expected number of ids. Rows of a part lie apart, so ids spread over the parts but for the hottest.
 _SLACK = 1.25
@@ -65,35 +66,21 @@ class RowParts:
         self, model: ModelConfig, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
     ) -> None:
         """ranks: of all. device: where ids are."""
-        samples = shape.part_samples * ranks
-        hot = torch.tensor([model.multi_hot_sizes[shard.table] for shard in shards])
-        self._cuda, self._device, tables = device.type == "cuda", device, len(shards)
-        sizes = hot.repeat(shape.parts) * samples
-        first_rows = [0, *torch.tensor([shard.rows(model) for shard in shards]).cumsum(0).tolist()][:-1]
-
-        def each_id(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32).repeat(shape.parts).repeat_interleave(sizes).to(device)
-
-        self._part, self._parts = each_id([s.row_part for s in shards]), each_id([s.row_parts for s in shards])
-        self._first_rows = each_id(first_rows)
-        bag_sizes = hot.repeat(shape.parts).repeat_interleave(samples)
-        # As FixedTBE numbers bags: (part * samples + sample) * tables + table.
-        part, table, sample = torch.meshgrid(
-            torch.arange(shape.parts), torch.arange(tables), torch.arange(samples), indexing="ij"
-        )
-        bags = ((part * samples + sample) * tables + table).flatten()
-        self._bags = bags.repeat_interleave(bag_sizes).to(device=device, dtype=torch.int32)
-        self._bag_ends = (bag_sizes.cumsum(0) - 1).to(device)
-        self.num_ids, self._num_bags = len(self._bags), len(bag_sizes)
-        self._positions = torch.arange(self.num_ids, dtype=torch.int32, device=device)
-        expected = sum(int(size) / shards[i % tables].row_parts for i, size in enumerate(sizes.tolist()))
+        samples, before, tables = shape.part_samples * ranks, 0, []
+        for shard in shards:
+            tables.append(PickedTable(model.multi_hot_sizes[shard.table], shard.row_part, shard.row_parts, before))
+            before += shard.rows(model)
+        self._cuda, self._device = device.type == "cuda", device
+        self._table = PickTable(tuple(tables), samples, shape.parts, device)
+        self.num_ids = self._table.num_ids
+        expected = shape.parts * sum(samples * table.hot / table.row_parts for table in tables)
         self._capacity = min(self.num_ids, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
 
     def empty(self, whole: bool = False) -> PickedIds:
         """Returns memory for one batch's ids; whole: for as many as any batch can have."""
         capacity = self.num_ids if whole else self._capacity
         rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
-        offsets = torch.zeros(self._num_bags + 1, dtype=torch.int32, device=self._device)
+        offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)
         count = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
         return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, count)
 
@@ -102,20 +89,6 @@ class RowParts:
 
         Where the ids overflow, `out` has the first of them.
         """
-        capacity = out.capacity
-        mine = (ids >= 0) & (ids.remainder(self._parts) == self._part)
-        until = mine.cumsum(0, dtype=torch.int32)
-        # Every id that is not picked goes to one place after the list.
-        place = torch.where(mine & (until <= capacity), until - 1, capacity).long()
-        picked = torch.zeros(capacity + 1, dtype=torch.int32, device=ids.device)
-        picked.scatter_(0, place, self._positions)
-        source = picked[:capacity]
-        after = self._positions[:capacity] >= until[-1]
-        torch.div(ids[source], self._parts[source], rounding_mode="floor", out=out.rows)
-        torch.add(out.rows, self._first_rows[source], out=out.sort_rows)
-        out.rows.masked_fill_(after, 0)
-        out.sort_rows.masked_fill_(after, -1)
-        torch.index_select(self._bags, 0, source, out=out.bags)
-        torch.index_select(until, 0, self._bag_ends, out=out.offsets[1:])
-        out.offsets.clamp_(max=capacity)
-        out.count.copy_(until[-1:], non_blocking=True)
+        count = ids.new_empty(1)
+        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, count))
+        out.count.copy_(count, non_blocking=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-NO_KERNELS = {"__init__", "_cuda", "_triton", "benchmark", "graph_time", "peer_tensors", "stages", "timing"}
+BENCHMARKS = ("benchmark", "benchmark_input")
+NO_KERNELS = {"__init__", "_cuda", "_triton", *BENCHMARKS, "graph_time", "peer_tensors", "stages", "timing"}
 MODULES = sorted(path.stem for path in KERNELS.glob("*.py") if path.stem not in NO_KERNELS)
 
 
@@ -23,14 +24,14 @@ def twins(module: str) -> list[str]:
 
 def benchmark_cases() -> Iterator[tuple[str, str]]:
     """The module and the function of each Case that a function of benchmark.CASES makes."""
-    tree = ast.parse((KERNELS / "benchmark.py").read_text())
+    body = [node for name in BENCHMARKS for node in ast.parse((KERNELS / f"{name}.py").read_text()).body]
     (cases,) = [
         node.value
-        for node in tree.body
+        for node in body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == "CASES"
     ]
     makers = {ast.unparse(maker): ast.literal_eval(key) for key, maker in zip(cases.keys, cases.values, strict=True)}
-    for node in tree.body:
+    for node in body:
         if isinstance(node, ast.FunctionDef) and node.name in makers:
             assert node.name == f"{makers[node.name]}_cases"
             for call in ast.walk(node):
