@@ -20,8 +20,10 @@ class GpuCosts:
     repeated_id: float
     """The cost of an id whose row another id of the batch names as well, relative to an id of a row of its own: rows
     come from the cache, one update serves both."""
+    picking_us: float
+    """The fixed part of finding the ids whose rows this rank has, where a table is split by rows."""
     picking_us_per_million_ids: float
-    """Finding those ids of a million whose rows this rank has, where a table is split by rows."""
+    """Finding those of a million ids."""
     all_to_all_us: float
     """The fixed part of an all-to-all, whatever its bytes."""
     all_to_all_bytes_per_us: float
@@ -39,8 +41,10 @@ H200 = GpuCosts(
     us_per_call=180.0,
     # Ten one-hot tables of 3 to 17295 rows in one call: 396 us at 55296 samples.
     repeated_id=0.57,
-    # Not measured yet: six passes over int32 ids at the memory rate, and their launches.
-    picking_us_per_million_ids=25.0,
+    # kernels/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for 6.55, and
+    # of six tables 25 for 1.30 and 81 for 10.4.
+    picking_us=17.0,
+    picking_us_per_million_ids=6.0,
     # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
     all_to_all_us=24.0,
     all_to_all_bytes_per_us=303e3,

@@ -9,6 +9,7 @@ from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.scale.simulation import Steady, simulate
 from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_on, tasks_of
 from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.gpu_costs import GpuCosts
 from dlrm_bench.dlrm.topology import Network, Topology
 
@@ -42,11 +43,12 @@ class Scaling:
     system: System
     fit: Fit
     fitted_to: str
+    ids: IdStatistics = UNIFORM
 
     def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
         """Returns the plan's load on these nodes, which takes the planner about a second."""
         batch = local_batch_size or self.local_batch_size
-        return load_on(topology, self.model, batch, self.exchanged_bytes, self.system.costs)
+        return load_on(topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids)
 
     def steady(self, load: Load, topology: Topology) -> Steady:
         """Returns an iteration as the model has it."""
@@ -97,6 +99,7 @@ def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) 
         system=System(limits=limits, costs=costs),
         fit=Fit(),
         fitted_to=record["id"],
+        ids=ids_of(record),
     )
     topology, target = topology_of(record), median_ms(record) * 1e3
     load = scaling.load(topology)
@@ -150,6 +153,13 @@ def model_of(record: RunRecord) -> ModelConfig:
     """Returns the model of a record."""
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in record["config"]["model"].items()}
     return ModelConfig(**cast(dict[str, object], fields))  # type: ignore[arg-type]
+
+
+def ids_of(record: RunRecord) -> IdStatistics:
+    """Returns how often a record's ids name the same rows; those of older records were drawn anew for each sample."""
+    data = record["config"]["data"]
+    expanded = data["source"] != "random" or data.get("random_ids", "uniform") == "expanded"
+    return IdStatistics(skew=data["random_skew"], expanded=expanded)
 
 
 def prediction(scaling: Scaling, record: RunRecord) -> float:

@@ -1,7 +1,8 @@
 """The work of one iteration on one GPU of many, from measured rates of one node and stated ones of a network.
 
-GPU work is that of the rank with most to do, by the planner's costs; it scales with one factor that makes the model
-agree with a record, `Fit.gpu`. Host work is what a record's host does, whatever the number of nodes.
+GPU work is that of the rank with most to do: the static pipeline's by its kernels' times, the others' by the planner's
+costs, which are FBGEMM's. One factor on it makes the model agree with a record, `Fit.gpu`. Host work is what a record's
+host does, whatever the number of nodes.
 """
 
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from typing import Literal
 
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Limits
+from dlrm_bench.bench.scale.kernel_times import TableTimes, elementwise_us, table_times
 from dlrm_bench.bench.scale.simulation import Task
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.embedding.plan import rank_loads
 from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.gpu_costs import GpuCosts
@@ -20,12 +23,12 @@ Kind = Literal["torchrec", "five-stage", "static"]
 INPUT_DIST, FORWARD, DENSE, BACKWARD, UPDATE = STAGES
 HOST, GPU, NVLINK, NETWORK, PCIE = "host", "GPU", "NVLink", "network", "PCIe"
 
-# FBGEMM's forward of forward and backward together: 203 of 993 us at 6912 samples a GPU (8 x H200).
+# FBGEMM's forward of forward and backward together: 203 of 993 us at 6912 samples a GPU (8 x H200). Its backward sorts.
 _LOOKUP_SHARE = 0.2
-# The sort of ids, of sort and update: 0.24 ms beside 0.71 at 6912 samples a GPU (2 x H200).
-_SORT_SHARE = 0.25
 # Of a layer's three products one gives its weight gradients.
 _WEIGHT_GRADIENTS = 1 / 3
+# Three cross layers, two MLPs.
+_BUCKETS = 5
 # From here on the static pipeline's batches go in two halves.
 _FILLING_BATCH = 2048
 # Stages before which TorchRec's pipelines launch so much of their host time: stock's, traced on 4 x H200.
@@ -54,7 +57,7 @@ class Fit:
     """What makes the model agree with a record."""
 
     gpu: float = 1.0
-    """Factor on the GPU's work: kernels in an iteration, with all that is not in the ceilings, to ceilings alone."""
+    """Factor on the GPU's work: kernels in an iteration, beside others and waiting, to kernels alone."""
     host_us: float = 0.0
     """Host time of an iteration; 0 where a graph is replayed."""
 
@@ -64,40 +67,64 @@ class Load:
     """What the plan gives the rank with most of it; of each, most may be another rank's."""
 
     local_batch_size: int
-    tables_us: float
+    fbgemm_us: float
+    """FBGEMM's lookup, sort and update."""
+    tables: TableTimes
+    """The static pipeline's."""
     columns: int
     ids: int
     """Ids a sample of the tables that the rank has shards of."""
+    node_ids: int
+    """Ids a sample of the tables that the ranks of one node have shards of."""
     exchanged_bytes: int
     """Bytes of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
 
 
-_loads: dict[tuple[ModelConfig, Topology, int, int, str], Load] = {}
+_loads: dict[tuple[ModelConfig, Topology, int, int, str, IdStatistics], Load] = {}
 
 
 def load_on(
-    topology: Topology, model: ModelConfig, local_batch_size: int, exchanged_bytes: int, costs: GpuCosts
+    topology: Topology,
+    model: ModelConfig,
+    local_batch_size: int,
+    exchanged_bytes: int,
+    costs: GpuCosts,
+    ids: IdStatistics = UNIFORM,
 ) -> Load:
-    """Returns the load of the balanced plan; of TorchRec's pipelines, too, whose planner may find none as good."""
-    key = (model, topology, local_batch_size, exchanged_bytes, costs.measured_on)
+    """Returns the load of the balanced plan; of TorchRec's pipelines, too, whose planner may find none as good. ids:
+    how often they name the same rows."""
+    key = (model, topology, local_batch_size, exchanged_bytes, costs.measured_on, ids)
     if key not in _loads:
-        _loads[key] = _planned(topology, model, local_batch_size, exchanged_bytes, costs)
+        _loads[key] = _planned(*key[:4], costs, ids)
     return _loads[key]
 
 
 def _planned(
-    topology: Topology, model: ModelConfig, local_batch_size: int, exchanged_bytes: int, costs: GpuCosts
+    model: ModelConfig,
+    topology: Topology,
+    local_batch_size: int,
+    exchanged_bytes: int,
+    costs: GpuCosts,
+    ids: IdStatistics,
 ) -> Load:
-    sizes = (local_batch_size * topology.world_size, exchanged_bytes)
+    batch, ranks, size = local_batch_size * topology.world_size, range(topology.world_size), topology.gpus_per_node
     memory = int(costs.memory_bytes * 0.95)
-    plan = make_plan(model, topology, *sizes, memory_bytes=memory, split_rows=topology.nodes > 1, costs=costs)
-    loads = rank_loads(plan, model, OptimizerConfig(), *sizes, costs, topology)
-    tables = [{shard.table for shard in plan.of_rank(rank)} for rank in range(topology.world_size)]
+    split = topology.nodes > 1
+    plan = make_plan(
+        model, topology, batch, exchanged_bytes, memory_bytes=memory, split_rows=split, costs=costs, ids=ids
+    )
+    loads = rank_loads(plan, model, OptimizerConfig(), batch, exchanged_bytes, costs, topology, ids)
+    shards = [plan.of_rank(rank) for rank in ranks]
+    tables = [{shard.table for shard in own} for own in shards]
+    of_nodes = [set().union(*tables[first : first + size]) for first in range(0, topology.world_size, size)]
+    own_ids, node_ids = ([sum(model.multi_hot_sizes[t] for t in of) for of in each] for each in (tables, of_nodes))
     return Load(
         local_batch_size=local_batch_size,
-        tables_us=max(load.tables_us for load in loads),
+        fbgemm_us=max(load.tables_us for load in loads),
+        tables=max((table_times(own, model, batch, ids, costs) for own in shards), key=lambda times: times.all),
         columns=max(load.columns for load in loads),
-        ids=max(sum(model.multi_hot_sizes[table] for table in of_rank) for of_rank in tables),
+        ids=max(own_ids),
+        node_ids=max(node_ids),
         exchanged_bytes=exchanged_bytes,
     )
 
@@ -146,9 +173,18 @@ def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit:
     copy = system.us(BATCH_COPY) * load.local_batch_size / system.limits["config"]["local_batch_size"]
     # A batch comes in during the iteration before its own, not earlier.
     tasks = [Task(name="copy", resource=PCIE, us=copy, stage=INPUT_DIST, after_last=("lookup 0",))]
-    tasks += _exchange("ids", 4.0 * load.ids, load, topology, system, kind, INPUT_DIST, ("copy",))
-    sort = load.tables_us * (1 - _LOOKUP_SHARE) * _SORT_SHARE * fit.gpu
-    return [*tasks, Task(name="sort", resource=GPU, us=sort, stage=INPUT_DIST, after=(tasks[-1].name,))]
+    if kind != "static":
+        return [*tasks, *_exchange("ids", 4.0 * load.ids, load, topology, system, kind, INPUT_DIST, ("copy",))]
+    # Each node gets the ids of its tables once, and hands them on.
+    to_node, away = 4.0 * load.node_ids * load.local_batch_size, topology.nodes - 1
+    between = topology.network.latency_us + (away - 1) * topology.network.message_us if away else 0.0
+    between += to_node * away / topology.network.bytes_per_us
+    received = 4.0 * load.ids * load.local_batch_size * topology.nodes
+    inside = _inside_us(received, topology, system)
+    sort = (load.tables.picking + load.tables.sort) * fit.gpu
+    tasks.append(Task(name="ids between", resource=NETWORK, us=between, stage=INPUT_DIST, after=("copy",)))
+    tasks.append(Task(name="ids", resource=NVLINK, us=inside, stage=INPUT_DIST, after=("ids between",)))
+    return [*tasks, Task(name="sort", resource=GPU, us=sort, stage=INPUT_DIST, after=("ids",))]
 
 
 def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit, halves: int) -> list[Task]:
@@ -156,14 +192,16 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
     batch, reference = load.local_batch_size, system.limits["config"]["local_batch_size"]
     # What a GEMM of few rows takes is mostly fixed; of many, their number: see dense_us.
     dense = dense_us(system, batch, reference) * fit.gpu
-    forward = load.tables_us * _LOOKUP_SHARE * fit.gpu
-    update = load.tables_us * (1 - _LOOKUP_SHARE) * (1 - _SORT_SHARE) * fit.gpu
+    if kind == "static":
+        dense += elementwise_us(batch) * fit.gpu
+        forward, update = load.tables.lookup * fit.gpu, load.tables.update * fit.gpu
+    else:
+        forward, update = load.fbgemm_us * _LOOKUP_SHARE * fit.gpu, load.fbgemm_us * (1 - _LOOKUP_SHARE) * fit.gpu
     tasks, sent = [], load.columns * load.exchanged_bytes / halves
-    last_update = ("tables", "dense update")
+    updates = [f"dense update {bucket}" for bucket in range(_BUCKETS)]
+    last_updates = ("ids" if kind != "static" else "sort", "tables", *updates)
     for half in range(halves):
-        lookup = Task(
-            name=f"lookup {half}", resource=GPU, us=forward / halves, stage=FORWARD, after_last=("sort", *last_update)
-        )
+        lookup = Task(name=f"lookup {half}", resource=GPU, us=forward / halves, stage=FORWARD, after_last=last_updates)
         tasks.append(lookup)
         tasks += _exchange(f"pooled {half}", sent, load, topology, system, kind, FORWARD, (lookup.name,))
         chain = dense * (1 - _WEIGHT_GRADIENTS) / halves
@@ -171,10 +209,16 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
         tasks += _exchange(f"gradients {half}", sent, load, topology, system, kind, BACKWARD, (f"dense {half}",))
     of_halves = tuple(task.name for task in tasks if task.name.startswith("gradients"))
     chains = tuple(f"dense {half}" for half in range(halves))
-    weights = Task(name="weight gradients", resource=GPU, us=dense * _WEIGHT_GRADIENTS, stage=DENSE, after=chains)
-    tasks += [weights, *_all_reduce(topology, system, (weights.name,))]
-    adagrad = system.us(ADAGRAD) * fit.gpu / (topology.world_size if kind == "static" else 1)
-    tasks.append(Task(name="dense update", resource=GPU, us=adagrad, stage=UPDATE, after=(tasks[-1].name,)))
+    # Each layer's gradients are exchanged as soon as they are there, and its weights updated.
+    weights = dense * _WEIGHT_GRADIENTS / _BUCKETS
+    adagrad = system.us(ADAGRAD) * fit.gpu / (topology.world_size if kind == "static" else 1) / _BUCKETS
+    for bucket in range(_BUCKETS):
+        name = f"weight gradients {bucket}"
+        tasks += [
+            Task(name=name, resource=GPU, us=weights, stage=DENSE, after=chains),
+            *_all_reduce(bucket, topology, system, (name,)),
+            Task(name=updates[bucket], resource=GPU, us=adagrad, stage=UPDATE, after=(f"reduce {bucket} between",)),
+        ]
     return [*tasks, Task(name="tables", resource=GPU, us=update, stage=BACKWARD, after=of_halves)]
 
 
@@ -200,14 +244,10 @@ def _exchange(
     The static pipeline's goes over NVLink first, then between equal local ranks: a message for each node. The others'
     sends a message to each GPU; inside and between nodes at once.
     """
-    costs, network = system.costs, topology.network
+    network = topology.network
     to_each = sample_bytes * load.local_batch_size
     away = topology.nodes - 1
-    inside = 0.0
-    if topology.gpus_per_node > 1:
-        aggregated = topology.nodes if kind == "static" else 1
-        moved = to_each * (topology.gpus_per_node - 1) * aggregated
-        inside = costs.all_to_all_us + moved / costs.all_to_all_bytes_per_us
+    inside = _inside_us(to_each * (topology.nodes if kind == "static" else 1), topology, system)
     messages = away if kind == "static" else away * topology.gpus_per_node
     between = 0.0
     if away:
@@ -220,16 +260,25 @@ def _exchange(
     return [first, second, done]
 
 
-def _all_reduce(topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
-    """Dense gradients: inside a node as measured, between nodes a slice of each GPU, once there and once back."""
-    inside = system.us(ALL_REDUCE) if topology.gpus_per_node > 1 else 0.0
+def _inside_us(to_each: float, topology: Topology, system: System) -> float:
+    """An all-to-all inside a node, of so many bytes between the busiest rank and each other one."""
+    if topology.gpus_per_node == 1:
+        return 0.0
+    return system.costs.all_to_all_us + to_each * (topology.gpus_per_node - 1) / system.costs.all_to_all_bytes_per_us
+
+
+def _all_reduce(bucket: int, topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
+    """One bucket of dense gradients: inside a node as measured, between nodes a slice of each GPU, once there and once
+    back."""
+    inside = system.us(ALL_REDUCE) / _BUCKETS if topology.gpus_per_node > 1 else 0.0
     between, away = 0.0, topology.nodes - 1
     if away:
-        travels = 2 * system.dense_bytes / topology.gpus_per_node * away / topology.nodes
+        travels = 2 * system.dense_bytes / _BUCKETS / topology.gpus_per_node * away / topology.nodes
         steps = 2 * topology.nodes.bit_length()  # a tree's
         between = topology.network.latency_us + steps * topology.network.message_us
         between += travels / topology.network.bytes_per_us
+    name = f"reduce {bucket}"
     return [
-        Task(name="reduce inside", resource=NVLINK, us=inside, stage=DENSE, after=after),
-        Task(name="reduce between", resource=NETWORK, us=between, stage=DENSE, after=("reduce inside",)),
+        Task(name=f"{name} inside", resource=NVLINK, us=inside, stage=DENSE, after=after),
+        Task(name=f"{name} between", resource=NETWORK, us=between, stage=DENSE, after=(f"{name} inside",)),
     ]

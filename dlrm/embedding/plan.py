@@ -81,13 +81,14 @@ def tables_us(
     Other optimizers than exact Adagrad take less, by much the same share on every rank. A rank that holds a part of a
     table's rows picks its ids out of those of all its tables first.
     """
-    picked = sum(picking_us(shard.table, model, global_batch_size, costs) for shard in shards)
+    picked = costs.picking_us + sum(picking_us(shard.table, model, global_batch_size, costs) for shard in shards)
     own = sum(shard_us(shard, model, global_batch_size, costs, ids) for shard in shards)
     return costs.us_per_call + own + (picked if any(shard.row_parts > 1 for shard in shards) else 0.0)
 
 
 def picking_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
-    """Returns the predicted microseconds in which a rank picks those ids of a table out whose rows it has."""
+    """Returns the predicted microseconds in which a rank picks out the ids of a table whose rows it has, without the
+    fixed part."""
     return global_batch_size * model.multi_hot_sizes[table] / 1e6 * costs.picking_us_per_million_ids
 
 

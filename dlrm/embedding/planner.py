@@ -82,7 +82,10 @@ class _Work:
         self.model, self.world_size, self.dim = model, topology.world_size, model.embedding_dim
         self._sizes, self._costs, self._ids = (model, global_batch_size, costs), costs, ids
         self._exchange = (topology, global_batch_size, pooled_bytes, costs)
+        # Thousands of candidates ask for the same few.
         self._tables_us: dict[tuple[int, int, int], float] = {}
+        self._exchange_us: dict[float, float] = {}
+        self._shard_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
         """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
 
@@ -96,11 +99,16 @@ class _Work:
 
     def exchange_us(self, columns: float) -> float:
         """Returns the all-to-alls of a rank that holds so many columns."""
-        return all_to_alls_us(columns, *self._exchange)
+        if columns not in self._exchange_us:
+            self._exchange_us[columns] = all_to_alls_us(columns, *self._exchange)
+        return self._exchange_us[columns]
 
     def shard_us(self, shard: Shard) -> float:
         """Returns what a shard costs its rank, of tables and all-to-alls."""
-        return self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
+        key = (shard.table, shard.columns, shard.row_parts)
+        if key not in self._shard_us:
+            self._shard_us[key] = self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
+        return self._shard_us[key]
 
     def iteration_us(self, shards: Sequence[Shard]) -> float:
         """Returns plan.py's `iteration_us` of such shards, or more where parts of rows leave the tables imbalanced."""
@@ -114,7 +122,8 @@ class _Work:
     def _rank_us(self, own: Sequence[Shard]) -> float:
         time = sum(self.tables_us(shard) for shard in own)
         if any(shard.row_parts > 1 for shard in own):
-            time += sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
+            picked = sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
+            time += self._costs.picking_us + picked
         return time
 
     def least_us(self, grids: Sequence["_Grid"]) -> float:

@@ -80,7 +80,7 @@ def test_every_resource_has_its_work(kind, batch):
     for resource in ("GPU", "NVLink", "network", "PCIe"):
         assert 0 < steady.busy_us[resource] <= steady.iteration_us * 1.001
     assert ("host" in steady.busy_us) == (kind != "static")
-    assert steady.iteration_us >= steady.busy_us.get("host", 0)
+    assert steady.iteration_us >= 0.999 * steady.busy_us.get("host", 0)
 
 
 def test_a_record_that_links_alone_make_slower_is_refused():

@@ -3,7 +3,8 @@
 import pytest
 
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard, all_to_alls_us, tables_us
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard, all_to_alls_us, picking_us, tables_us
+from dlrm_bench.dlrm.gpu_costs import DEFAULT
 from dlrm_bench.dlrm.topology import Topology
 
 
@@ -55,11 +56,11 @@ def test_a_part_of_the_rows_costs_a_part_and_a_look_at_all_ids():
     whole, half = [Shard(0, 0, 0, 128)], [Shard(0, 0, 0, 128, 1, 2)]
     fixed = tables_us([], model, 10000)
     picking = tables_us(half, model, 10000) - fixed - (tables_us(whole, model, 10000) - fixed) / 2
-    assert 0 < picking < (tables_us(whole, model, 10000) - fixed) / 4
+    assert picking == pytest.approx(DEFAULT.picking_us + picking_us(0, model, 10000, DEFAULT))
     # The ids of a whole table go the same way, where they lie among those of a split one.
     both = tables_us([*half, Shard(0, 1, 0, 128)], model, 10000)
     apart = tables_us(half, model, 10000) + tables_us([Shard(0, 1, 0, 128)], model, 10000) - fixed
-    assert both == pytest.approx(apart + picking)
+    assert both == pytest.approx(apart + picking_us(1, model, 10000, DEFAULT))
 
 
 def test_cost_counts_ids_columns_and_rows():
