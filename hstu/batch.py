@@ -1,5 +1,6 @@
 """Batches of an HSTU model: jagged histories, candidates, actions and labels; drawn at random, by seed."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class HstuBatch(Pipelineable):
     features: int64 ids of all tables, keys "history <table>" (a history's events), "candidate <table>"
     (config.candidates a sample) and "user <table>" (one a sample). actions: int64 [E], the kind of each event. labels:
     fp32 [B * candidates], 1 where the user liked the candidate.
+
+    A padded batch has one more sequence, of events that belong to no sample, so that E is the same for all batches.
     """
 
     features: KeyedJaggedTensor
@@ -43,36 +46,66 @@ class HstuBatch(Pipelineable):
         return HstuBatch(self.features.pin_memory(), self.actions.pin_memory(), self.labels.pin_memory())
 
 
-def random_batches(config: HstuConfig, batch_size: int, seed: int, rank: int = 0) -> Iterator[HstuBatch]:
-    """Yields batches of this rank without end; equal arguments give equal batches.
+def capacity(config: HstuConfig, batch_size: int) -> int:
+    """Returns the events of a padded batch: four standard deviations more than the mean of all batches, or as many as
+    the longest histories have, if that is less."""
+    deviation = 2 * _spread(config) / math.sqrt(12) * math.sqrt(batch_size)
+    return min(batch_size * config.max_history, math.ceil(batch_size * config.mean_history + 4 * deviation))
 
-    Lengths are drawn uniformly from an interval about config.mean_history that ends at max_history at most, ids as
-    rows ** u of a uniform u, so that few rows are named often. A label depends on the candidate's first id, so that
-    losses fall.
+
+def batch_ids(config: HstuConfig, batch_size: int) -> dict[str, int]:
+    """Returns the number of ids of each feature in a padded batch, as TrimmedECSharder takes it."""
+    per_kind = {HISTORY: capacity(config, batch_size), CANDIDATE: batch_size * config.candidates, USER: batch_size}
+    tables = {HISTORY: config.of_event(), CANDIDATE: config.of_event(), USER: config.of_user()}
+    return {f"{kind} {table.name}": per_kind[kind] for kind in tables for table in tables[kind]}
+
+
+def random_batches(
+    config: HstuConfig, batch_size: int, seed: int, rank: int = 0, padded: bool = False
+) -> Iterator[HstuBatch]:
+    """Yields batches of this rank without end; equal arguments give equal batches, padded or not.
+
+    Lengths are drawn uniformly from an interval about config.mean_history that ends at max_history at most, again
+    where a batch has more events than its capacity; ids as rows ** u of a uniform u, so that few rows are named often.
+    A label depends on the candidate's first id, so that losses fall.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-    spread = min(config.max_history - config.mean_history, config.mean_history - 1)
-
-    def ids(rows: int, count: int) -> Tensor:
-        drawn = float(rows) ** torch.rand(count, generator=generator, dtype=torch.float64)
-        return (drawn.long() - 1).clamp_(0, rows - 1)
-
+    low, high, room = config.mean_history - _spread(config), config.mean_history + _spread(config), 0
     while True:
-        low, high = config.mean_history - spread, config.mean_history + spread
         lengths = torch.randint(low, high + 1, (batch_size,), generator=generator, dtype=torch.int32)
-        events, candidates = int(lengths.sum()), batch_size * config.candidates
-        of_candidates = torch.full_like(lengths, config.candidates)
+        events = int(lengths.sum())
+        if events > capacity(config, batch_size):
+            continue
+        if padded:
+            room = capacity(config, batch_size) - events
+        candidates = batch_size * config.candidates
         keys, values, sizes = [], [], []
-        for kind, tables, count, of_kind in (
-            (HISTORY, config.of_event(), events, lengths),
-            (CANDIDATE, config.of_event(), candidates, of_candidates),
-            (USER, config.of_user(), batch_size, torch.ones_like(lengths)),
+        for kind, tables, count, of_kind, more in (
+            (HISTORY, config.of_event(), events, lengths, room),
+            (CANDIDATE, config.of_event(), candidates, torch.full_like(lengths, config.candidates), 0),
+            (USER, config.of_user(), batch_size, torch.ones_like(lengths), 0),
         ):
             keys += [f"{kind} {table.name}" for table in tables]
-            values += [ids(table.rows, count) for table in tables]
-            sizes += [of_kind] * len(tables)
-        actions = torch.randint(config.actions, (events,), generator=generator)
+            values += [_ids(generator, table.rows, count, more) for table in tables]
+            sizes += [_padded(of_kind, more) if padded else of_kind] * len(tables)
+        actions = _padded(torch.randint(config.actions, (events,), generator=generator), *[0] * room)
         item = values[keys.index(f"{CANDIDATE} {config.of_event()[0].name}")]
         labels = (item % 2 == torch.rand(candidates, generator=generator).lt(0.1)).float()
         features = KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(sizes))
         yield HstuBatch(features, actions, labels)
+
+
+def _spread(config: HstuConfig) -> int:
+    """Returns how far lengths lie from their mean at most."""
+    return min(config.max_history - config.mean_history, config.mean_history - 1)
+
+
+def _ids(generator: torch.Generator, rows: int, count: int, more: int) -> Tensor:
+    """Returns `count` ids and `more` for events of no sample, which name as many rows as there are, for no row to be
+    named by all."""
+    drawn = float(rows) ** torch.rand(count, generator=generator, dtype=torch.float64)
+    return torch.cat([(drawn.long() - 1).clamp_(0, rows - 1), torch.arange(more) % rows])
+
+
+def _padded(tensor: Tensor, *more: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_tensor(more)])

@@ -32,6 +32,8 @@ class HstuConfig:
     """Width of queries, keys, values and gates of a head; a power of two from 16 on."""
     head_hidden: int = 256
     """Width of the hidden layer between a candidate's token and its logit."""
+    bf16: bool = False
+    """Whether the layers compute in bf16, with fp32 weights and residuals, as DLRMv4 is trained."""
     actions: int = 5
     """Kinds of events: listen, like, dislike and so on."""
     max_history: int = 4086
@@ -98,6 +100,6 @@ PRESETS = {
         mean_history=14,
         candidates=2,
     ),
-    "hstu-small": HstuConfig(tables=yambda_tables(30_000_000)),
+    "hstu-small": HstuConfig(tables=yambda_tables(30_000_000), bf16=True),
 }
 """hstu-tiny: seconds on a CPU. hstu-small: DLRMv4's shapes, with a tenth of its rows, so that one GPU holds them."""

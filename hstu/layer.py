@@ -57,6 +57,7 @@ class HstuLayer(nn.Module):
         super().__init__()
         inner = config.heads * config.head_width
         self._inner, self._heads, self._max_length = inner, config.heads, config.max_length
+        self._bf16 = config.bf16
         self.norm = nn.LayerNorm(config.width, device=device)
         self.project = nn.Linear(config.width, 4 * inner, device=device)
         self.attention_norm = nn.LayerNorm(inner, device=device)
@@ -64,6 +65,13 @@ class HstuLayer(nn.Module):
 
     def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
         """offsets: [B + 1], where a sequence's tokens start; targets: [B], how many of its last ones are candidates."""
-        projected = functional.silu(self.project(self.norm(tokens)))
+        projected = functional.silu(self._linear(self.project, self.norm(tokens)))
         attended = silu_attention(projected, offsets, targets, self._max_length, self._heads)
-        return tokens + self.output(self.attention_norm(attended) * projected[:, : self._inner])
+        gated = self.attention_norm(attended.to(tokens.dtype)) * projected[:, : self._inner]
+        return tokens + self._linear(self.output, gated)
+
+    def _linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """Applies `linear`, in bf16 where the layer is to; autocast would be lost on TorchRec's trace of a model."""
+        if not self._bf16:
+            return linear(x)
+        return functional.linear(*(of.to(torch.bfloat16) for of in (x, linear.weight, linear.bias)))

@@ -51,10 +51,10 @@ class HstuRanker(nn.Module):
         per = self._config.candidates
         embedded = self.tables(batch.features)
         history, candidates, users = (self._sum(embedded, kind) for kind in (HISTORY, CANDIDATE, USER))
-        lengths = embedded[f"{HISTORY} {self._config.of_event()[0].name}"].lengths()
+        lengths = of_samples(embedded[f"{HISTORY} {self._config.of_event()[0].name}"].lengths(), batch.labels, per)
         offsets, targets = sequence_offsets(lengths, per), torch.full_like(lengths, per)
-        tokens = join(history + self.actions(batch.actions), candidates, lengths, offsets, per)
-        sample, place = sample_and_place(tokens, offsets)
+        tokens = join(history + self.actions(batch.actions), candidates, lengths, per)
+        sample, place = sample_and_place(tokens, offsets, self._config.max_length)
         tokens = tokens + self.places(place)
         if users is not None:
             tokens = tokens + users[sample]
@@ -89,23 +89,29 @@ def candidate_tokens(offsets: Tensor, candidates: int) -> Tensor:
 
 
 @torch.fx.wrap
-def sample_and_place(tokens: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sample of each token and the token's place in it, int64 [T]."""
-    samples = torch.arange(len(offsets) - 1, device=offsets.device)
-    # How many tokens there are, the host knows from their shape; without it, it would have to ask the device.
-    sample = torch.repeat_interleave(samples, offsets.diff(), output_size=len(tokens))
-    return sample, torch.arange(len(tokens), device=offsets.device) - offsets[sample]
+def of_samples(lengths: Tensor, labels: Tensor, candidates: int) -> Tensor:
+    """Returns the lengths of the samples' sequences, without that of a padded batch's last one."""
+    return lengths[: len(labels) // candidates]
 
 
 @torch.fx.wrap
-def join(history: Tensor, candidates: Tensor, lengths: Tensor, offsets: Tensor, per: int) -> Tensor:
-    """Returns each sample's history followed by its `per` candidates: [T, width]."""
-    samples = torch.arange(len(lengths), device=lengths.device)
-    sample = torch.repeat_interleave(samples, lengths, output_size=len(history))
-    place = torch.arange(len(history), device=lengths.device) + per * sample  # after the candidates of those before
+def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
+    """Returns the sample of each token and the token's place in it, int64 [T]; of tokens after the last sample's, whose
+    results nobody reads, any that there are."""
+    token = torch.arange(len(tokens), device=offsets.device)
+    sample = torch.searchsorted(offsets[1:], token, right=True).clamp(max=len(offsets) - 2)
+    return sample, (token - offsets[sample]).clamp(max=max_length - 1)
+
+
+@torch.fx.wrap
+def join(history: Tensor, candidates: Tensor, lengths: Tensor, per: int) -> Tensor:
+    """Returns each sample's history followed by its `per` candidates, then the events of no sample: [T, width]."""
+    event = torch.arange(len(history), device=lengths.device)
+    ends = lengths.cumsum(0)
+    sample = torch.searchsorted(ends, event, right=True)
     tokens = history.new_zeros(len(history) + len(candidates), history.shape[1])
-    tokens = tokens.index_copy(0, place, history)
-    return tokens.index_copy(0, candidate_tokens(offsets, per), candidates.to(tokens.dtype))
+    tokens = tokens.index_copy(0, event + per * sample, history)  # after the candidates of the samples before
+    return tokens.index_copy(0, candidate_tokens(sequence_offsets(lengths, per), per), candidates.to(tokens.dtype))
 
 
 class HstuTrain(nn.Module):

@@ -60,4 +60,4 @@ def test_trains_bit_by_bit_as_torchrec(run_ranks: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
 def test_trains_as_torchrec_gpu(run_ranks: Any, world_size: int, gpu: bool) -> None:
-    run_ranks(world_size, parity, 1e-5, 20, gpu=gpu)
+    run_ranks(world_size, parity, 0, 20, gpu=gpu)

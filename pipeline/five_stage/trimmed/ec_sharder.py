@@ -1,11 +1,17 @@
-"""TorchRec's EmbeddingCollection with an input dist that asks nothing, for sequences of fixed lengths.
+"""TorchRec's EmbeddingCollection with an input dist that asks nothing, for sequences of declared lengths.
 
     DistributedModelParallel(model, sharders=[TrimmedECSharder(sequence_lengths={"history": 200}), ...], ...)
 
-is all that a user changes. Sequences of other lengths are padded to a capacity, with an id that the model masks. Where
-all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a batch
-takes one all-to-all of values, of all sharding types together, and no host read. Otherwise the input dist is TorchRec's
-own, whose splits FiveStagePipeline exchanges for all modules together, with one read through pinned memory.
+is all that a user changes where every sequence has as many ids. Sequences of other lengths are padded: each to a
+capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by one more
+sequence after those of the samples, which the model leaves out. That takes far fewer ids where lengths vary.
+
+Where all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a
+batch takes one all-to-all of values, of all sharding types together, and no host read. Otherwise the input dist is
+TorchRec's own, whose splits FiveStagePipeline exchanges for all modules together, with one read through pinned memory.
+
+Lookups are of bags of at most 16 ids, whatever the sequences are: FBGEMM's kernel has one warp look up a bag, id after
+id, and nothing after it asks what the bags were.
 
 The vectors' way back is TorchRec's: their splits are known on the host.
 """
@@ -14,7 +20,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,7 +40,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from ...cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
 from .sharder import own_group
-from .static_dist import FirstWait, Group, RankGroup, StaticDist, gather, positions
+from .static_dist import FirstWait, Group, RankGroup, Sizes, StaticDist, blocks_of, gather, positions
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,8 @@ class _Before:
     """Input dist of one sharding type and batch size: this rank's own features, and what goes where."""
 
     keys: list[str]
-    lengths: Tensor
+    rows: Tensor | None
+    """Their places among the input's keys; None where all are, in order."""
     length_per_key: list[int]
     values_index: Tensor | None
     """Their ids among the input's; None where nobody asks for them."""
@@ -59,10 +65,10 @@ class _Before:
 class TrimmedEC(ShardedEmbeddingCollection):
     """See the module. Made by TrimmedECSharder. Streams are those of TrimmedEBC."""
 
-    def __init__(self, *args: Any, sequence_lengths: Mapping[str, int], cuda_graph: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sizes: Sizes, cuda_graph: bool, **kwargs: Any) -> None:
         """args, kwargs: those of ShardedEmbeddingCollection. Collective: makes a process group of its own."""
         super().__init__(*args, **kwargs)
-        self._sequence_lengths, self._cuda_graph = sequence_lengths, cuda_graph
+        self._sizes, self._cuda_graph = sizes, cuda_graph
         self._static: StaticDist | None = None
         self._input_keys: list[str] = []
         self._before = BatchSizeCache[list[_Before]]()
@@ -101,19 +107,24 @@ class TrimmedEC(ShardedEmbeddingCollection):
             if self._static is None:
                 self._input_keys = features.keys()
                 self._static = StaticDist(
-                    self._groups(), self._input_keys, self._sequence_lengths, self._rank_group, self._cuda_graph
+                    self._groups(), self._input_keys, self._sizes, self._rank_group, self._cuda_graph, pooled=False
                 )
                 self._has_uninitialized_input_dist = False
             batch = self._static.start(features)
-            stride, lengths = features.stride(), features.lengths_or_none()
-            size = stride, features.offsets().dtype if lengths is None else lengths.dtype
-            before = self._before.get(size, self._rank_group.device, partial(self._lay_out, *size), None)
+            stride, lengths = features.stride(), features.lengths()
+            size = stride, lengths.dtype
+            before = self._before.get(size, self._rank_group.device, partial(self._lay_out, stride), None)
+            per_key = lengths.view(len(self._input_keys), stride)
             awaitables: list[Awaitable[Awaitable[KeyedJaggedTensor]]] = []
             for index, of in enumerate(before):
                 ids = features.values() if of.values_index is None else gather(features.values(), of.values_index)
                 context = SequenceShardingContext(
                     features_before_input_dist=KeyedJaggedTensor(
-                        keys=of.keys, values=ids, lengths=of.lengths, stride=stride, length_per_key=of.length_per_key
+                        keys=of.keys,
+                        values=ids,
+                        lengths=gather(per_key, of.rows).view(-1),
+                        stride=stride,
+                        length_per_key=of.length_per_key,
                     ),
                     input_splits=of.input_splits,
                     output_splits=of.output_splits,
@@ -128,9 +139,9 @@ class TrimmedEC(ShardedEmbeddingCollection):
         if others:
             return f"{', '.join(others)} tables depend on the ids"
         names = {name for config in self._embedding_configs for name in config.feature_names}
-        undeclared = sorted(names - set(self._sequence_lengths))
+        undeclared = sorted(name for name in names if name not in self._sizes)
         if undeclared:
-            return f"sequence_lengths has no {', '.join(undeclared)}"
+            return f"neither sequence_lengths nor batch_ids has {', '.join(undeclared)}"
         if self._use_index_dedup:
             return "use_index_dedup asks for the distinct ids"
         if any(config.use_virtual_table for config in self._embedding_configs):
@@ -151,24 +162,19 @@ class TrimmedEC(ShardedEmbeddingCollection):
             )
         return groups
 
-    def _lay_out(self, stride: int, dtype: torch.dtype) -> list[_Before]:
-        sizes, rank_group, before = self._sequence_lengths, self._rank_group, []
-        keys = self._input_keys
-        known = self._need_indices and all(key in sizes for key in keys)
-        starts = dict(zip(keys, accumulate((sizes.get(key, 0) for key in keys), initial=0), strict=False))
+    def _lay_out(self, stride: int) -> list[_Before]:
+        rank_group, before, keys = self._rank_group, [], self._input_keys
+        ids = partial(self._sizes.ids, stride=stride)
+        known = self._need_indices and all(key in self._sizes for key in keys)
         for group, sharding in zip(self._groups(), self._sharding_type_to_sharding.values(), strict=True):
             names = sharding.feature_names()
-            of_names = torch.tensor([sizes[name] for name in names], dtype=torch.int64)
-            blocks = [(stride * starts[name], stride * sizes[name]) for name in names]
-            sent = [stride * sum(sizes[name] for name in of_rank) for of_rank in group.features]
+            sent = [sum(map(ids, of_rank)) for of_rank in group.features]
             before.append(
                 _Before(
                     keys=names,
-                    lengths=of_names.repeat_interleave(stride).to(rank_group.device, dtype),
-                    length_per_key=(of_names * stride).tolist(),
-                    values_index=positions(blocks, stride * sum(sizes[key] for key in keys), rank_group.device)
-                    if known
-                    else None,
+                    rows=positions([(keys.index(name), 1) for name in names], len(keys), rank_group.device),
+                    length_per_key=list(map(ids, names)),
+                    values_index=positions(*blocks_of(names, keys, ids), rank_group.device) if known else None,
                     input_splits=sent,
                     output_splits=[sent[rank_group.rank]] * rank_group.world_size,
                 )
@@ -176,7 +182,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
         return before
 
     def _misfit(self, features: KeyedJaggedTensor) -> str | None:
-        sizes, keys, stride = self._sequence_lengths, features.keys(), features.stride()
+        sizes, keys, stride = self._sizes, features.keys(), features.stride()
         if features.variable_stride_per_key():
             return "TrimmedECSharder has no variable batch per feature: use EmbeddingCollectionSharder"
         if self._input_keys and keys != self._input_keys:
@@ -185,14 +191,15 @@ class TrimmedEC(ShardedEmbeddingCollection):
             names = {name for config in self._embedding_configs for name in config.feature_names}
             if missing := names - set(keys):
                 return f"the input has no feature {', '.join(sorted(missing))}: the tables look them up"
-            if self._need_indices and (undeclared := sorted(set(keys) - set(sizes))):
+            if self._need_indices and (undeclared := sorted(key for key in keys if key not in sizes)):
                 return f"need_indices asks for the ids of fixed places: declare {', '.join(undeclared)} too"
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
-            if key in sizes and length != stride * sizes[key]:
-                return _wrong(f"feature {key}", length, stride, sizes[key])
-        total, found = sum(sizes.get(key, 0) for key in keys), features.values().numel()
-        if all(key in sizes for key in keys) and found != stride * total:
-            return _wrong("the input", found, stride, total)
+            if key in sizes and length != sizes.ids(key, stride):
+                return _wrong(f"feature {key}", length, stride, sizes.ids(key, stride))
+        if all(key in sizes for key in keys):
+            declared, found = sum(sizes.ids(key, stride) for key in keys), features.values().numel()
+            if found != declared:
+                return _wrong("the input", found, stride, declared)
         return None
 
 
@@ -201,19 +208,24 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
 
     def __init__(
         self,
-        sequence_lengths: Mapping[str, int],
+        sequence_lengths: Mapping[str, int] | None = None,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, Any] | None = None,
         use_index_dedup: bool = False,
         cuda_graph: bool = False,
+        batch_ids: Mapping[str, int] | None = None,
     ) -> None:
-        """sequence_lengths: ids of every sequence of a feature, padding included. cuda_graph: as TrimmedEBCSharder's.
-        ValueError where a length is not a positive integer."""
+        """sequence_lengths: ids of every sequence of a feature, padding included. batch_ids: ids of a feature in every
+        batch of every rank, padding included. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is not a
+        positive integer, or a feature has both."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
-        wrong = {name: length for name, length in sequence_lengths.items() if type(length) is not int or length < 1}
-        if wrong:
-            raise ValueError(f"sequence_lengths must be positive integers, not {wrong}")
-        self._sequence_lengths, self._cuda_graph = dict(sequence_lengths), cuda_graph
+        self._sizes, self._cuda_graph = Sizes(dict(sequence_lengths or {}), dict(batch_ids or {})), cuda_graph
+        for name, sizes in (("sequence_lengths", self._sizes.per_bag), ("batch_ids", self._sizes.per_batch)):
+            wrong = {feature: size for feature, size in sizes.items() if type(size) is not int or size < 1}
+            if wrong:
+                raise ValueError(f"{name} must be positive integers, not {wrong}")
+        if both := sorted(self._sizes.per_bag.keys() & self._sizes.per_batch.keys()):
+            raise ValueError(f"{', '.join(both)} is in sequence_lengths and in batch_ids: declare it in one of them")
 
     def shard(
         self,
@@ -235,7 +247,7 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             use_index_dedup=self._use_index_dedup,
             module_fqn=module_fqn,
-            sequence_lengths=self._sequence_lengths,
+            sizes=self._sizes,
             cuda_graph=self._cuda_graph,
         )
 
@@ -247,6 +259,6 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
 
 def _wrong(what: str, found: int, stride: int, declared: int) -> str:
     return (
-        f"{what} has {found} ids in {stride} sequences, sequence_lengths declares {declared} each: pad to it, or leave "
-        "a feature of variable lengths out"
+        f"{what} has {found} ids in {stride} sequences, TrimmedECSharder was told {declared} in all: pad to that, or "
+        "leave a feature out of sequence_lengths and batch_ids"
     )

@@ -51,7 +51,7 @@ from ...cuda_graph import GraphedFunction
 from ..groups import group_timeout
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist
-from .static_dist import FirstWait, Group, InFlight, RankGroup, StaticDist
+from .static_dist import FirstWait, Group, InFlight, RankGroup, Sizes, StaticDist
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         static, dynamic, others = self._groups()
         self._input_keys = keys
         self._ids_per_sample = self._declared(keys)
-        self._static = StaticDist(static, keys, sizes, self._rank_group, self._cuda_graph) if static else None
+        self._static = StaticDist(static, keys, Sizes(sizes), self._rank_group, self._cuda_graph) if static else None
         self._dynamic = DynamicDist(dynamic, keys, self._rank_group) if dynamic else None
         self._stock = {}
         for index in others:

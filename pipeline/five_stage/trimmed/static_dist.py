@@ -9,8 +9,8 @@ it starts belong on one stream, which orders the reuse of all memory; a reader o
 recorded after the second wait, and keeps the KJTs until an event of its own.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -23,6 +23,9 @@ from torchrec.distributed.types import Awaitable
 
 from ...cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
+
+_LOOKED_UP_AT_ONCE = 16
+"""Ids of a bag in lookups without pooling: a warp of FBGEMM's kernel looks up one bag, id after id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,24 @@ class AllToAll:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ids features have that were declared."""
+
+    per_bag: Mapping[str, int]
+    """Of those with as many in every bag."""
+    per_batch: Mapping[str, int] = field(default_factory=dict)
+    """Of unpooled features with as many in every batch, whatever the lengths of its sequences."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.per_bag or name in self.per_batch
+
+    def ids(self, name: str, stride: int) -> int:
+        """Returns a feature's ids in a batch of `stride` bags."""
+        of_batch = self.per_batch.get(name)
+        return stride * self.per_bag[name] if of_batch is None else of_batch
+
+
+@dataclass(frozen=True, slots=True)
 class KJTLayout:
     """Everything of a group's KJT but its values, which are values[start:end] of the batch."""
 
@@ -164,11 +185,13 @@ class StaticDist:
         self,
         groups: Sequence[Group],
         keys: Sequence[str],
-        sizes: Mapping[str, int],
+        sizes: Sizes,
         rank_group: RankGroup,
         cuda_graph: bool = False,
+        pooled: bool = True,
     ) -> None:
-        """keys: of the input, in its order. sizes: ids in each bag, of the groups' features and maybe of other keys.
+        """keys: of the input, in its order. sizes: of the groups' features and maybe of other keys. pooled: False where
+        what is made is looked up id by id, so that its bags may be any.
 
         cuda_graph: replay the gathers and the all-to-all, where something is exchanged and all keys are declared, for
         batches like the first one.
@@ -177,24 +200,21 @@ class StaticDist:
         self._cuda_graph = cuda_graph and rank_group.world_size > 1 and any(group.exchanged for group in groups)
         self._exchanged = [group for group in groups if group.exchanged]
         self._local = [group for group in groups if not group.exchanged]
-        self._sizes, self._rank_group, self._num_keys = sizes, rank_group, len(keys)
+        self._sizes, self._rank_group, self._keys, self._pooled = sizes, rank_group, list(keys), pooled
         ranks = range(rank_group.world_size)
         self._send = [[name for group in self._exchanged for name in group.features[rank]] for rank in ranks]
         self._kept = [name for names in self._send for name in names]
         self._kept += [name for group in self._local for name in group.features[rank_group.rank]]
         rows = [keys.index(name) for name in self._kept]
         self._kept_rows = torch.tensor(rows, dtype=torch.int32, device=rank_group.device)
-        # Where each key's values start in an input of one sample.
-        self._starts: dict[str, int] | None = None
-        if all(key in sizes for key in keys):
-            self._starts = dict(zip(keys, accumulate((sizes[key] for key in keys), initial=0), strict=False))
+        self._all_declared = all(key in sizes for key in keys)
         self._layouts = BatchSizeCache[_Layout]()
 
     def start(self, features: KeyedJaggedTensor) -> InFlight:
         """One batch, whose lengths are trusted. A stride seen for the first time puts its indices on the device."""
         lengths = features.lengths_or_none()
         size = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
-        replay = self._replay if self._cuda_graph and self._starts is not None else None
+        replay = self._replay if self._cuda_graph and self._all_declared else None
         layout = self._layouts.get(size, self._rank_group.device, partial(self._lay_out, *size), replay)
         return _StaticInFlight(self, layout, features)
 
@@ -214,9 +234,9 @@ class StaticDist:
     def kept(self, features: KeyedJaggedTensor, layout: _Layout) -> Tensor:
         """Values to send, by rank, then those looked up here."""
         values = features.values()
-        if self._starts is not None:
+        if self._all_declared:
             return gather(values, layout.kept_index)
-        lengths = features.lengths().view(self._num_keys, -1)
+        lengths = features.lengths().view(len(self._keys), -1)
         return torch.ops.fbgemm.permute_2D_sparse_data(self._kept_rows, lengths, values, None, layout.num_kept)[1]
 
     def all_to_all(self, kept: Tensor, layout: _Layout) -> AllToAll | None:
@@ -231,41 +251,60 @@ class StaticDist:
 
     def _lay_out(self, stride: int, dtype: torch.dtype) -> _Layout:
         world_size, device = self._rank_group.world_size, self._rank_group.device
-        kept_index = None
-        if self._starts is not None:
-            blocks = [(stride * self._starts[name], stride * self._sizes[name]) for name in self._kept]
-            kept_index = positions(blocks, stride * sum(self._sizes[key] for key in self._starts), device)
+        ids, kept_index = partial(self._sizes.ids, stride=stride), None
+        if self._all_declared:
+            kept_index = positions(*blocks_of(self._kept, self._keys, ids), device)
         # Received [rank][feature][sample]; looked up [feature][rank][sample].
-        own = [stride * self._sizes[name] for name in self._send[self._rank_group.rank]]
+        own = [ids(name) for name in self._send[self._rank_group.rank]]
         *starts, per_rank = accumulate(own, initial=0)
         blocks = [
             (rank * per_rank + start, n) for start, n in zip(starts, own, strict=True) for rank in range(world_size)
         ]
-        send_splits = [stride * sum(self._sizes[name] for name in names) for names in self._send]
+        send_splits = [sum(map(ids, names)) for names in self._send]
         return _Layout(
             kept_index=kept_index,
-            num_kept=stride * sum(self._sizes[name] for name in self._kept),
+            num_kept=sum(map(ids, self._kept)),
             send_splits=send_splits,
             receive_splits=[per_rank] * world_size,
             receive_index=positions(blocks, world_size * per_rank, device),
-            exchanged=self._kjt_layouts(self._exchanged, 0, world_size * stride, dtype),
-            local=self._kjt_layouts(self._local, sum(send_splits), stride, dtype),
+            exchanged=self._kjt_layouts(self._exchanged, 0, world_size, stride, dtype),
+            local=self._kjt_layouts(self._local, sum(send_splits), 1, stride, dtype),
         )
 
-    def _kjt_layouts(self, groups: Sequence[Group], start: int, stride: int, dtype: torch.dtype) -> list[KJTLayout]:
+    def _kjt_layouts(
+        self, groups: Sequence[Group], start: int, batches: int, stride: int, dtype: torch.dtype
+    ) -> list[KJTLayout]:
+        """batches: of how many ranks, each of `stride` bags."""
         layouts, device = [], self._rank_group.device
         for group in groups:
             keys = group.features[self._rank_group.rank]
-            sizes = torch.tensor([self._sizes[key] for key in keys], dtype=torch.int64)
-            lengths = sizes.repeat_interleave(stride)
+            ids = [self._sizes.ids(key, stride) for key in keys]
+            bags = stride if self._pooled else -(-max(ids, default=1) // _LOOKED_UP_AT_ONCE)
+            lengths = torch.cat([torch.empty(0, dtype=torch.int64), *(_even(n, bags).repeat(batches) for n in ids)])
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-            length_per_key = (sizes * stride).tolist()
+            length_per_key = [batches * n for n in ids]
             offset_per_key = list(accumulate(length_per_key, initial=0))
             on_device = lengths.to(device, dtype), offsets.to(device, group.offset_type)
             end = start + offset_per_key[-1]
-            layouts.append(KJTLayout(group, start, end, keys, *on_device, stride, length_per_key, offset_per_key))
+            layout = KJTLayout(group, start, end, keys, *on_device, batches * bags, length_per_key, offset_per_key)
+            layouts.append(layout)
             start = end
         return layouts
+
+
+def _even(count: int, bags: int) -> Tensor:
+    """Returns lengths of `bags` bags with `count` ids in all."""
+    lengths = torch.full((bags,), count // bags)
+    lengths[: count % bags] += 1
+    return lengths
+
+
+def blocks_of(
+    names: Sequence[str], keys: Sequence[str], ids: Callable[[str], int]
+) -> tuple[list[tuple[int, int]], int]:
+    """Returns the blocks of values of `names`, and how many values there are, in an input of `keys` all declared."""
+    starts = dict(zip(keys, accumulate(map(ids, keys), initial=0), strict=False))
+    return [(starts[name], ids(name)) for name in names], sum(map(ids, keys))
 
 
 class _StaticInFlight:

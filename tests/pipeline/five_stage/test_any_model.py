@@ -56,13 +56,17 @@ def parity(ranks: Ranks, cases: list[Case], rtol: float, steps: int) -> dict[str
     """What was off with all switches on, by model."""
     signal.alarm(TIMEOUT)
     torch.backends.cuda.matmul.allow_tf32 = False
-    off = {}
+    off, wrong = {}, []
     for case in cases:
         theirs, _ = train(ranks, case, None, steps)
         for name, options in OPTIONS.items():
             ours, pipeline = train(ranks, case, options, steps)
-            assert_equal(ours, theirs, rtol, f"{case}, {name}")
+            try:
+                assert_equal(ours, theirs, rtol, f"{case}, {name}")
+            except AssertionError as error:
+                wrong.append(str(error))
         off[case.model] = dict(pipeline.switched_off)
+    assert not wrong, "\n".join(wrong)
     return off
 
 
@@ -86,4 +90,4 @@ ON_GPU = [
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
 def test_trains_as_torchrec_gpu(run_ranks, world_size, gpu):
-    run_ranks(world_size, parity, ON_GPU, 1e-5, 30, gpu=gpu)
+    run_ranks(world_size, parity, ON_GPU, 0, 30, gpu=gpu)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
@@ -17,6 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 from tests.pipeline.five_stage.any_models import PLANS, AnyBatch, Loss, Sequence, TwoTower, batches, build
 from tests.pipeline.five_stage.torchrec_models import Trained, state
@@ -67,7 +69,7 @@ class Autocast(TwoTower):
     """Mixed precision, with a loss that is scaled and gradients that the optimizer unscales."""
 
     def logits(self, batch: AnyBatch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(batch.labels.device.type, torch.bfloat16):
             return super().logits(batch).float()
 
 
@@ -119,16 +121,21 @@ def parity(ranks: Ranks) -> None:
         ours = train(ranks, habit, FiveStageOptions())
         torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=0, atol=0, msg=lambda m, h=habit: f"{h}: {m}")
         torch.testing.assert_close(ours.state, theirs.state, rtol=0, atol=0, msg=lambda m, h=habit: f"{h}: {m}")
-    dense_graph_on_cpu()
-    for habit in ("clipping", "schedule", "checkpoint", "evaluation"):
+    wrong = []
+    if ranks.device.type == "cpu":
+        dense_graph_on_cpu()
+    for habit in ("clipping", "schedule", "checkpoint", "evaluation", *(HABITS if ranks.device.type == "cuda" else ())):
         theirs, ours = train(ranks, habit, None), train(ranks, habit, FiveStageOptions(cuda_graph="dense"))
-        torch.testing.assert_close(
-            ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5, msg=lambda m, h=habit: f"{h}: {m}"
-        )
+        try:
+            torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5)
+        except AssertionError as error:
+            wrong.append(f"{habit}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
-def test_train_as_stock(run_ranks):
-    run_ranks(2, parity)
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
+def test_train_as_stock(run_ranks, world_size, gpu):
+    run_ranks(world_size, parity, gpu=gpu)
 
 
 class Distinct(Loss):
