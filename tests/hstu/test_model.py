@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from dlrm_bench.hstu.batch import HstuBatch, random_batches
+from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
 from dlrm_bench.hstu.config import PRESETS, HstuConfig
 from dlrm_bench.hstu.model import HstuRanker, HstuTrain
 
@@ -86,6 +86,22 @@ def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
     assert lengths.min() > 0
     assert lengths.max() <= TINY.max_history
     assert abs(lengths.float().mean() - TINY.mean_history) < 2
+
+
+def test_padding_changes_nothing() -> None:
+    ranker, sizes = model(), batch_ids(TINY, 4)
+    plain, padded = (next(random_batches(TINY, 4, seed=6, padded=padded)) for padded in (False, True))
+    assert plain.actions.numel() < padded.actions.numel() == sizes["history item"]
+    found = dict(zip(padded.features.keys(), padded.features.length_per_key(), strict=True))
+    assert found == sizes
+    torch.testing.assert_close(ranker(padded), ranker(plain))
+    losses = []
+    for batch in (plain, padded):
+        ranker.zero_grad()
+        loss, _ = HstuTrain(ranker)(batch)
+        loss.backward()
+        losses.append([loss, *(weight.grad.clone() for weight in ranker.parameters())])
+    torch.testing.assert_close(*losses)
 
 
 def test_it_learns() -> None:

@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec import EmbeddingCollection
 from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.optim import RowWiseAdagrad
 
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.hstu.batch import HstuBatch, random_batches
+from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
 from dlrm_bench.hstu.config import PRESETS
 from dlrm_bench.hstu.model import HstuRanker, HstuTrain
-from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
+from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline, TrimmedECSharder
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.any_models import PLANS, build
+from tests.pipeline.five_stage.test_any_model import assert_equal
 from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
 TINY = PRESETS["hstu-tiny"]
@@ -27,30 +30,40 @@ def plain() -> HstuTrain:
     return HstuTrain(HstuRanker(TINY, torch.device("cpu"), torch.device("cpu")))
 
 
-def train(ranks: Ranks, plan: str, options: FiveStageOptions | None, batches: list[HstuBatch]) -> Trained:
-    model, optimizer = build(ranks, plain, PLANS[plan])
+def train(
+    ranks: Ranks, plan: str, options: FiveStageOptions | None, batches: list[HstuBatch], padded: bool = False
+) -> Trained:
+    """padded: batches are, and the input dist is trimmed."""
+    sharders = {EmbeddingCollection: TrimmedECSharder(batch_ids=batch_ids(TINY, 5))} if padded else None
+    model, optimizer = build(ranks, plain, PLANS[plan], sharders=sharders, tables=RowWiseAdagrad)
     if options is None:
         pipeline: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
         trained = drain(pipeline, iter(batches))
     else:
         with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
             trained = drain(pipeline, iter(batches))
+            trained.captured = pipeline._graph is not None and pipeline._graph.captured
+        assert not padded or model.module.model.tables.why_not_trimmed is None
     trained.state = state(model, optimizer)
     return trained
 
 
 def parity(ranks: Ranks, rtol: float, steps: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    batches = list(islice(random_batches(TINY, 5, seed=7, rank=ranks.rank), steps))
+    batches, padded = (
+        list(islice(random_batches(TINY, 5, seed=7, rank=ranks.rank, padded=padded), steps)) for padded in (False, True)
+    )
     if ranks.device.type == "cuda":
-        batches = [batch.pin_memory() for batch in batches]
-    for plan in ("TW", "RW"):
+        batches, padded = ([batch.pin_memory() for batch in of] for of in (batches, padded))
+    for plan in ("RW", "TW"):
         theirs = train(ranks, plan, None, batches)
         assert len(theirs.outputs) == steps
         for name, options in OPTIONS.items():
             ours = train(ranks, plan, options, batches)
-            torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=rtol, atol=rtol, msg=lambda m: f"{name}: {m}")  # noqa: B023
-            torch.testing.assert_close(ours.state, theirs.state, rtol=10 * rtol, atol=rtol)
+            assert_equal(ours, theirs, rtol, f"{plan}, {name}")
+    ours = train(ranks, "TW", OPTIONS["all"], padded, padded=True)
+    assert ours.captured == (ranks.device.type == "cuda")
+    assert_equal(ours, theirs, 1e-5, "padded")  # sums over more rows are made in another order
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

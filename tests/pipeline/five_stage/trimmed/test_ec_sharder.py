@@ -125,3 +125,8 @@ def test_what_is_not_fixed_is_torchrecs_and_said(run_ranks):
 def test_lengths_are_positive_integers(length):
     with pytest.raises(ValueError, match=r"positive integers, not \{'b'"):
         TrimmedECSharder({"a": 1, "b": length})
+
+
+def test_a_feature_is_declared_once():
+    with pytest.raises(ValueError, match="a is in sequence_lengths and in batch_ids"):
+        TrimmedECSharder({"a": 1}, batch_ids={"a": 3, "b": 2})
