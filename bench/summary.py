@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.records.efficiency import efficiency_in_words
 from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.dlrm.ranks import Ranks
@@ -67,7 +68,7 @@ def _print(outcome: Outcome) -> int:
 
 
 def conditions_in_words(record: RunRecord) -> list[str]:
-    """What happened to the GPUs, where a figure is read: throttling, and energy for a sample."""
+    """What happened to the GPUs, where a figure is read: throttling, and what they made of time and power."""
     conditions = record.get("conditions")
     if not conditions:
         return []
@@ -80,9 +81,9 @@ def conditions_in_words(record: RunRecord) -> list[str]:
             f"throttled    {len(ranks)} GPU(s): {', '.join(reasons)}"
             + (f"; SM clock {clock[0]:.0f} to {clock[2]:.0f} MHz" if clock else "")
         )
-    joules = conditions.get("joules_per_iteration")
-    if joules is not None:
-        lines.append(f"energy       {1e3 * joules / record['config']['global_batch_size']:.4f} mJ a sample, GPUs alone")
+    said = efficiency_in_words(record)
+    if said is not None:
+        lines.append(f"efficiency   {said}")
     return lines
 
 

@@ -14,17 +14,18 @@ one lookup to the next. The chain holds for batches that are not cut into parts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from dlrm_bench.bench.analysis.floor import work_of_kernel
+from dlrm_bench.bench.records.efficiency import efficiency_in_words, restored
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig
-from dlrm_bench.dlrm.work import dense_weights, flop_per_sample, gemm_shapes, mlp_widths, rows_named
+from dlrm_bench.dlrm.work import dense_weights, gemm_shapes, mlp_widths, rows_named
 
 RESOURCES = ("tensor cores", "memory", "links", "PCIe")
 _COPIED_TO_ALL = 10e6  # bytes of a table that every rank could have whole
@@ -46,8 +47,6 @@ class Rates:
     """Bytes from the host."""
     cache: float
     """Bytes that the L2 cache holds."""
-    data_sheet: Mapping[str, float]
-    """FLOP by precision as the maker has it, dense: what an MFU is a share of."""
 
 
 # tensor cores, bf16: 798e12, the most that an 8192-cubed product of random numbers reached; tf32 and fp32: data sheet
@@ -59,7 +58,6 @@ _H200 = Rates(
     links=478.8e9,
     pcie=64e9,
     cache=60e6,
-    data_sheet={"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12},
 )
 _KNOWN = {"NVIDIA H200": _H200}
 
@@ -117,7 +115,7 @@ def bound_of(run: RunRecord) -> Bound | None:
 
 def pieces_of(config: Mapping[str, Any], rates: Rates) -> list[Piece]:
     """The pieces of an iteration of a record's configuration, on one rank that has its share of everything."""
-    model, data = _dataclass(ModelConfig, config["model"]), _dataclass(DataConfig, {**config["data"], "path": None})
+    model, data = restored(ModelConfig, config["model"]), restored(DataConfig, {**config["data"], "path": None})
     batch, ranks = config["local_batch_size"], config["world_size"]
     size, dim = 2 if config["precision"] == "bf16" else 4, model.embedding_dim
     input_dist, lookup, dense, backward, update = STAGES
@@ -173,20 +171,9 @@ def bound_table(run: RunRecord) -> Table | None:
     took = run["latency_ms"]["p50"] if run["latency_ms"] and timed else None
     table.add_row("iteration", *[""] * 4, f"{bound.iteration:.4f}", "", *_took(took, bound.iteration), style="bold")
     if timed:
-        table.caption = Text(efficiency_in_words(run, bound.rates))
+        table.caption = Text(efficiency_in_words(run) or "")
         table.caption_justify, table.caption_style = "left", "none"
     return table
-
-
-def efficiency_in_words(run: RunRecord, rates: Rates) -> str:
-    """Samples a second and share of the data sheet's FLOP/s that a GPU reached (MFU), and energy for a sample."""
-    config = run["config"]
-    a_gpu, most = (run["samples_per_second"] or 0.0) / config["world_size"], rates.data_sheet[config["precision"]]
-    mfu = a_gpu * flop_per_sample(_dataclass(ModelConfig, config["model"])) / most
-    said = f"{a_gpu:,.0f} samples/s a GPU; MFU {mfu:.1%} of {most / 1e12:.0f} TFLOP/s ({config['precision']})"
-    conditions = run.get("conditions")
-    joules = conditions.get("joules_per_iteration") if conditions else None
-    return said + ("" if joules is None else f"; {1e3 * joules / config['global_batch_size']:.4f} mJ a sample")
 
 
 class RooflinePoint(NamedTuple):
@@ -209,7 +196,7 @@ def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], Rates] | None:
     if bound is None or not run.get("kernels"):
         return None
     config = run["config"]
-    model, batch = _dataclass(ModelConfig, config["model"]), config["local_batch_size"]
+    model, batch = restored(ModelConfig, config["model"]), config["local_batch_size"]
     size = 2 if config["precision"] == "bf16" else 4
     shapes = gemm_shapes(model, batch).values()
     operands = float(sum(size * (m * k + k * n + m * n) for m, n, k in shapes))
@@ -253,10 +240,3 @@ def _saved(model: ModelConfig) -> int:
     width = (model.num_features + 1) * model.embedding_dim
     bottom, top = mlp_widths(model)
     return model.cross_layers * (width + model.cross_rank) + sum(bottom[1:]) + sum(top[1:-1])
-
-
-def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass from a record's values; what it does not know is left out, lists become tuples."""
-    known = get_type_hints(kind)
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-    return kind(**{name: v for name, v in given.items() if not (name == "path" and v is None)})

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.records.efficiency import efficiency_of
 from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
@@ -158,7 +159,7 @@ def build_record(
     global_batch_size = config.local_batch_size * world_size
     warmup = config.warmup_iterations
     latency = summarize_latency(iterations_ms, warmup) if iterations_ms.shape[1] > warmup else None
-    return RunRecord(
+    record = RunRecord(
         schema=RECORD_SCHEMA,
         id=run_id,
         created=created.astimezone(UTC).isoformat(timespec="seconds"),
@@ -171,12 +172,15 @@ def build_record(
         warmup_iterations=warmup,
         latency_ms=latency,
         samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
+        efficiency=None,
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
         **(profile or dict.fromkeys(Profile.__annotations__)),  # type: ignore[typeddict-item]
         conditions=telemetry,
         checkpoints=checkpoints,
         training=_training(training, losses) if training else None,
     )
+    record["efficiency"] = efficiency_of(record)
+    return record
 
 
 def write_record(

@@ -27,6 +27,8 @@ class RunRecord(TypedDict):
     """None where the run ended within the warm-up."""
     samples_per_second: float | None
     """Global batch size over mean latency; evaluations do not count."""
+    efficiency: NotRequired["Efficiency | None"]
+    """None of profiled runs and without GPUs; older records have none."""
     memory_gb: "Memory | None"
     host: dict[str, float] | None
     """This field and the following ones down to kernels are those of Profile; None in the record of a timed run."""
@@ -214,6 +216,17 @@ class Telemetry(TypedDict):
     """Samples of each rank; older records have none."""
     joules_per_iteration: NotRequired[float | None]
     """Energy of all GPUs for an iteration after the warm-up, evaluations included; None where NVML counts none."""
+
+
+class Efficiency(TypedDict):
+    """What a timed run's GPUs made of their time and power."""
+
+    samples_per_second_per_gpu: float
+    mfu: float | None
+    """FLOP of the model's GEMMs a second, as a share of what the maker states for the run's precision; None where that
+    is not known."""
+    joules_per_sample: float | None
+    """None where NVML counts no energy."""
 
 
 class SampleSeries(TypedDict):

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 from dlrm_bench.bench.analysis.comparability import caveats
 from dlrm_bench.bench.analysis.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
 from dlrm_bench.bench.analysis.sides import Side, side_of_records
+from dlrm_bench.bench.records.efficiency import efficiency_of_runs
 from dlrm_bench.bench.records.kernel_names import short_kernel_name
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
-from dlrm_bench.bench.records.schema import Machine
+from dlrm_bench.bench.records.schema import Efficiency, Machine
 from dlrm_bench.bench.report.sources import Sources
 
 NO_LADDER = "runs in no ladder"
@@ -37,6 +38,11 @@ class Family:
     def first(self) -> Record:
         """Returns one of its runs: those of a ladder share machine and preset."""
         return next(self.records())
+
+    def efficiency(self) -> dict[str, Efficiency]:
+        """Returns what is known of GPUs' time and power, by configuration, medians of its runs; others have none."""
+        found = {name: efficiency_of_runs([record.run for record in records]) for name, records in self.timed.items()}
+        return {name: each for name, each in found.items() if each is not None}
 
     def title(self) -> str:
         """Says machine and preset in words, and of a ladder its size."""

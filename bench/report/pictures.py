@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from dlrm_bench.bench.analysis.bound import roofline_points
 from dlrm_bench.bench.analysis.floor import WORK_SHOWN, Work, caveats_of_floor
 from dlrm_bench.bench.analysis.mlperf_logs import read_mlperf_log
 from dlrm_bench.bench.analysis.sides import Side
@@ -19,6 +20,7 @@ from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
 from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.report.roofline import roofline
 from dlrm_bench.bench.report.sources import Sources
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
@@ -47,7 +49,7 @@ def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: 
     drawn = [*_ladder(family, place), *_distributions(family, place), *_timelines(family, place)]
     complete = headline or family.ladder is None
     if complete or any(beside is not None for beside, _ in works.values()):
-        drawn += _kernels(family, place, works)
+        drawn += [*_kernels(family, place, works), *_roofline(family, place)]
     if complete:
         drawn += [*_stages(family, place), *_floors(family, place, limits), *_series(family, place)]
     return drawn
@@ -100,6 +102,23 @@ def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
             caption=f"{family.name}, {label}: the longest kernels of an iteration{ceilings}.",
             draw=partial(plots.work, rows),
         )
+
+
+def _roofline(family: Family, place: str) -> Iterator[Picture]:
+    """Shows the last profiled run of a GPU whose rates are known, and of work whose FLOP and bytes are."""
+    for label, profiled in reversed(family.profiled.items()):
+        found = roofline_points(profiled.run)
+        if found is not None and found[0]:
+            precision = profiled.run["config"]["precision"]
+            yield Picture(
+                kind="roofline",
+                name=f"{place}-roofline",
+                alt=f"Kernels of {label} under the roofline of its GPU",
+                caption=f"{family.name}, {label}: what kernels compute in a second beside what they compute for a byte "
+                "of memory, under the GPU's best measured rates (TF32 and fp32: data sheet).",
+                draw=partial(roofline, label, *found, precision),
+            )
+            return
 
 
 def _stages(family: Family, place: str) -> Iterator[Picture]:

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from dlrm_bench.bench.report import page as page_module
@@ -16,7 +17,16 @@ from tests.bench.made_records import H200, configured, edit, profile, recorded_r
 from tests.bench.report.made_results import make_limits, make_results
 
 RUNS = recorded_runs()
+DRAWN = page_module._png
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, and a single dot stands for each: to draw them takes most of a report's time."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(buffer, format="png")
+    monkeypatch.setattr(page_module, "_png", lambda figure: buffer.getvalue())
 
 
 @pytest.fixture
@@ -30,7 +40,10 @@ def write_report(paths: list[Path], out: Path) -> Path:
     return page_module.write_report(paths, out, Console(file=io.StringIO())).page
 
 
-def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: Path) -> None:
+def test_the_page_is_one_small_file_that_loads_nothing(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "_png", DRAWN)
     page = write_report([results], tmp_path / "out")
     text = page.read_text()
     assert page.stat().st_size < 2e6
@@ -39,7 +52,7 @@ def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: 
     assert re.findall(r"<h2 id=\"(\w+)\"", text) == ["others", "floor", "published", "machines"]
     drawn = {picture.stem for picture in (tmp_path / "out").glob("*.png")}
     assert len(drawn) == text.count("<img ") >= 10
-    for kind in ("ladder", "distributions", "kernels", "stages_gpu", "stages_host", "timelines"):
+    for kind in ("ladder", "distributions", "kernels", "roofline", "stages_gpu", "stages_host", "timelines"):
         assert f"headline-{kind}" in drawn
     for kind in ("distributions", "stages_gpu", "stages_host", "timelines"):
         assert f"runs-in-no-ladder-{kind}" in drawn
@@ -50,6 +63,9 @@ def test_the_page_is_one_small_file_that_loads_nothing(results: Path, tmp_path: 
     assert "<b>" not in text
     assert "throttled (power cap): timed-1" in text
     assert "0.00000" not in text
+    assert re.search(
+        r"<td>fast</td><td>3</td>[^r]*<td>[\d,]+</td><td>\d+\.\d %</td><td>unknown</td></tr>", text
+    )  # MFU, energy
     assert "<strong>fast</strong>: Half of the work." in text
     assert "<td>missing</td>" not in text  # of rungs without profiled runs nothing is said
     assert re.search(r"<td>fast</td><td>12.000</td>(<td>12</td>){4}<td>88%</td>", text)
