@@ -70,9 +70,14 @@ def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
             did = {cuda.SYNC: SYNC, cuda.ALLOCATOR: ALLOCATOR}.get(call.kind, D2H)
             place = Place(did, Line("", 0, call.within or "outside of torch", ""), ())
             _add(seen[place], call.us, [call])
+    makers = {call["iteration"]: call for call in rank["calls"] if call["name"].endswith(".new_group")}
     for number, marked in enumerate(rank["calls"]):
         kind = judge.kind(marked, below[number])
-        if kind is not None:
+        maker = makers.get(marked["iteration"])
+        if maker is not None and judge.connects(marked, below[number]):
+            place = judge.place(PROCESS_GROUP, maker)  # the cost of making a group in this iteration
+            seen[place].us = (seen[place].us or 0.0) + marked["us"] / slower
+        elif kind is not None:
             us = sum(c.us for c in below[number] if c.kind not in (cuda.LAUNCH, cuda.GRAPH_LAUNCH))
             whole = not below[number] or kind in (METRIC, PRINT, PROCESS_GROUP)
             _add(seen[judge.place(kind, marked)], marked["us"] / slower if whole else us, below[number], marked)

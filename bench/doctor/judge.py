@@ -55,6 +55,7 @@ _READS = re.compile(
     r"|masked_select|unique|unique_consecutive|_unique2|equal|allclose|cpu)$|^torch\.distributed\..*(barrier|_object(_list)?)$"
 )
 _PRINTS = re.compile(r"^torch\.Tensor\.(__repr__|__format__|__str__)$")
+_COLLECTIVES = re.compile(r"(^|\.)(all_reduce|broadcast|reduce|barrier|(all_gather|reduce_scatter|all_to_all)\w*)$")
 _LAUNCHES_NOTHING = re.compile(
     r"\.(view|view_as|reshape|detach|unbind|split|chunk|narrow|select|permute|transpose|t|expand|expand_as|squeeze"
     r"|unsqueeze|flatten|size|dim|numel|stride|data_ptr|is_\w+|element_size|requires_grad_|__len__|__hash__|__iter__"
@@ -134,6 +135,11 @@ class Judge:
         about = call["about"]
         moves = call["name"] in ("torch.Tensor.to", "torch.Tensor.cuda") and about.get("names_device", False)
         return moves and about.get("pinned") is False
+
+    def connects(self, call: Call, below: Sequence[CudaCall]) -> bool:
+        """Whether a call is a collective that waits or allocates: NCCL connects a new group in its first one."""
+        slow = any(c.kind in (cuda.SYNC, cuda.ALLOCATOR) for c in below)
+        return self._gpu and slow and _COLLECTIVES.search(call["name"]) is not None
 
     def place(self, kind: str, call: Call) -> Place:
         """The lines of a call; of what a library does in many lines, its function alone."""

@@ -41,6 +41,12 @@ _TORCHREC_SUGGESTIONS = {
 }
 
 
+_SPLITS = "five_stage/splits_exchange.py"
+"""Where the five-stage pipeline reads the sizes of an input dist that is TorchRec's."""
+_SPLITS_SUGGESTION = (
+    "sizes that the host needs to exchange ids: with bags of fixed sizes a trimmed input dist does without "
+    "(pipeline/five_stage: TrimmedEBCSharder)"
+)
 Part = Literal["dense_ms", "input_dist_ms", "record_streams_ms"]
 
 
@@ -78,7 +84,7 @@ def suggestion(place: Place) -> str:
     library = place.library[0].file if place.library else ""
     if "/torchrec/" in library and place.kind in _TORCHREC_SUGGESTIONS:
         return _TORCHREC_SUGGESTIONS[place.kind]
-    return _SUGGESTIONS[place.kind]
+    return _SPLITS_SUGGESTION if library.endswith(_SPLITS) else _SUGGESTIONS[place.kind]
 
 
 def _of_torchrec(finding: Finding) -> bool:
@@ -86,8 +92,9 @@ def _of_torchrec(finding: Finding) -> bool:
 
 
 def in_input_dist(finding: Finding) -> bool:
-    """Whether TorchRec's input dist makes it: a read of sizes, or a list that becomes a tensor."""
-    return _of_torchrec(finding) and finding["kind"] in (judge.SYNC, judge.FROM_LIST)
+    """Whether an input dist makes it that is not trimmed: a read of sizes, or a list that becomes a tensor."""
+    exchanged = finding["library"] is not None and finding["library"]["file"].endswith(_SPLITS)
+    return exchanged or (_of_torchrec(finding) and finding["kind"] in (judge.SYNC, judge.FROM_LIST))
 
 
 def _own(finding: Finding) -> bool:

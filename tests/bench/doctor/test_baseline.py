@@ -120,6 +120,9 @@ def test_an_input_dist_without_its_reads_is_gone_as_a_whole():
     assert (result.gone_parts, result.gone_ms) == (["host time of the input dist"], 0.8)
     left = compare(diagnosis(2.5, read, other, parts=parts), diagnosis(2.4, other))
     assert (left.gone_parts, left.gone_ms) == ([], pytest.approx(0.1))
+    pinned = finding(judge.SYNCHRONIZE, ms=0.1, library="pipeline/five_stage/splits_exchange.py")
+    exchanged = compare(diagnosis(2.5, read, other, parts=parts), diagnosis(2.4, pinned))
+    assert (exchanged.gone_parts, exchanged.gone_ms) == ([], pytest.approx(0.3))
 
 
 def test_a_baseline_of_another_device_is_refused():
@@ -168,6 +171,9 @@ def test_what_a_script_has_already_is_not_predicted():
     parts = Parts(dense_ms=0.5, input_dist_ms=0.2, record_streams_ms=0.0, gpu_ms=0.0)
     (left,) = predict([], 2.0, parts, graphs=True)
     assert "launch_threads=2" in left["remedy"]
+    reads = finding(judge.SYNCHRONIZE, ms=0.1, library="pipeline/five_stage/splits_exchange.py")
+    trimmed, _ = predict([reads], 2.0, parts, graphs=True)
+    assert ("trimmed" in trimmed["remedy"], trimmed["removes_ms"]) == (True, 0.2)
 
 
 def test_a_trimmed_input_dist_is_doubted_where_shapes_change():

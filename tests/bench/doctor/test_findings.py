@@ -135,6 +135,24 @@ def copied(memory: str, waits: bool) -> list[Finding]:
     return [finding for _, finding in findings_of([(rank, seen)], suggestion)]
 
 
+def test_a_group_made_anew_costs_what_it_takes_to_connect_it():
+    """NCCL connects it in its first collective, on another line than the one that makes it."""
+    events, calls = [], []
+    for i in range(2):
+        t, first = 1000.0 * i, 10 * i
+        events += [event("user_annotation", MARKED_ITERATION, t, 1000)]
+        for j, name in enumerate(("torch.distributed.distributed_c10d.new_group", "all_reduce", "all_reduce")):
+            events += [event("cpu_op", f"{MARK}{3 * i + j}", t + 10 + 200 * j, 150)]
+            calls += [made_call(name, i, min(j, 1), t + 10 + 200 * j, 150.0)]
+        events += [call("cudaMalloc", t + 220, 20, first + 1), call("cudaLaunchKernel", t + 420, 5, first + 2)]
+    stacks = [[frame("/home/me/train.py", 7)], [frame("/home/me/train.py", 8)]]
+    rank = rank_file(stacks, calls)
+    seen = seen_by(rank, cuda_calls(events, MARKED_ITERATION))
+    ((_, finding),) = findings_of([(rank, seen)], suggestion)
+    assert (finding["kind"], finding["line"], finding["count"]) == (judge.PROCESS_GROUP, 7, 1)
+    assert finding["ms"] == pytest.approx(0.3)
+
+
 def test_counters_of_an_optimizer_are_on_the_host():
     assert cpu("torch.Tensor.item", [frame(f"{PACKAGES}/torch/optim/optimizer.py", 9), USER]) == []
 
