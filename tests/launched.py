@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -113,6 +114,13 @@ def launch_main(arguments: Sequence[str], before: Callable[[], None] | None = No
     if before is not None:
         before()
     return dlrm_bench.launch.dlrm.guarded(dlrm_bench.launch.dlrm.main)
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> int:
+    """A script as __main__, in a forked rank."""
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
 
 
 def forked_launch(

@@ -1,17 +1,15 @@
 """What the READMEs promise: links that lead somewhere, flags that exist, an example that runs."""
 
 import dataclasses
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.bench.flags import parse_run
+from tests.launched import fork, run_script, wait
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ROOT / "pipeline" / "README.md"
@@ -64,23 +62,18 @@ def test_the_flags_of_the_commands_are_understood() -> None:
         assert (config.preset, config.pipeline.name) == (preset, pipeline)
 
 
-def losses(*arguments: str) -> list[str]:
+def losses(folder: Path, *arguments: str) -> list[str]:
     """What the two ranks of the example print."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(EXAMPLE)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for _ in range(3):
-        output = subprocess.run([*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=300)
-        # Threads of torch's abort the end of a plain script now and then, stock TorchRec's too.
-        if "terminate called without an active exception" not in output.stderr:
-            break
-    assert output.returncode == 0, output.stderr
-    return sorted(re.findall(r"rank \d: \d\.\d{6}", output.stdout))  # two ranks may write into one line
+    folder.mkdir()
+    ended = wait(fork(2, folder, run_script, EXAMPLE, arguments), folder)
+    assert ended.statuses == [0, 0], ended.outputs
+    return sorted(re.findall(r"rank \d: \d\.\d{6}", "".join(ended.outputs)))
 
 
-def test_the_example_prints_what_stock_torchrec_prints() -> None:
-    ours = losses()
+def test_the_example_prints_what_stock_torchrec_prints(tmp_path: Path) -> None:
+    ours = losses(tmp_path / "ours")
     assert len(ours) == 2
-    assert losses("--stock") == ours
+    assert losses(tmp_path / "stock", "--stock") == ours
 
 
 def test_the_lines_in_the_readme_are_those_of_the_example() -> None:
