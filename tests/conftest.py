@@ -25,6 +25,10 @@ if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Of two cores that two workers share, each test has one; OpenMP's threads would only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
 # As in launch/dlrm.py, before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

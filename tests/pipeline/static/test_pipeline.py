@@ -28,9 +28,7 @@ from tests.cases import CPU_PLACES, GPU_PLACES, PLACES, WAYS
 from tests.pipelines import changed, run_config, static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
-STEPS = 100
-FEW_STEPS = 40
-"""On four ranks: what they alone have, a table in four parts, other plans and exchanges, is in every step."""
+STEPS = 40
 LARGE_BATCH, LARGE_STEPS = 2048, 8
 LEARNING_RATE = 0.004
 EVALUATE_EVERY = 7
@@ -155,14 +153,9 @@ def train_several(ranks: Ranks, jobs: dict[str, Job]) -> dict[str, Trained]:
     return {name: train(ranks, *job) for name, job in jobs.items()}
 
 
-def steps_on(world_size: int) -> int:
-    return FEW_STEPS if world_size == 4 else STEPS
-
-
 def jobs_of(world_size: int, gpu: bool) -> dict[str, Job]:
-    steps = steps_on(world_size)
     parity: dict[str, Job] = {
-        f"{model} {way}": (small(model, steps, **WAYS[way]), steps, False) for model in MODELS for way in WAYS
+        f"{model} {way}": (small(model, **WAYS[way]), STEPS, False) for model in MODELS for way in WAYS
     }
     if world_size == 4:
         return {name: parity[name] for name in ("tiny tables presorted", "sharded fbgemm", "tiny tables peer memory")}
@@ -230,7 +223,7 @@ def mean_losses(per_rank: list[dict[str, Trained]], job: str) -> Tensor:
 @pytest.mark.parametrize(("world_size", "gpu", "model", "way"), PARITY)
 def test_losses_equal_plain_dlrm(trained: Run, world_size: int, gpu: bool, model: str, way: str) -> None:
     per_rank, job = trained(world_size, gpu), f"{model} {way}"
-    expected = torch.tensor(plain(small(model, steps_on(world_size)), world_size).losses, dtype=torch.float64)
+    expected = torch.tensor(plain(small(model), world_size).losses, dtype=torch.float64)
     assert expected.min() > 0.3, "a loss near zero would hide differences"
     torch.testing.assert_close(mean_losses(per_rank, job), expected, rtol=1e-5, atol=0)
     replicated = 4 if model == "tiny tables" and world_size > 1 and way != "peer memory" else 0
@@ -249,7 +242,7 @@ def test_losses_of_large_batches_equal_plain_dlrm(trained: Run, world_size: int,
 def test_tables_weights_and_states_equal_plain_dlrm(
     trained: Run, world_size: int, gpu: bool, model: str, way: str
 ) -> None:
-    reference = plain(small(model, steps_on(world_size)), world_size).model
+    reference = plain(small(model), world_size).model
     sums = {parameter: state["sum"] for parameter, state in reference.optimizer.state.items()}
     for jobs in trained(world_size, gpu):
         result = jobs[f"{model} {way}"]
@@ -264,7 +257,7 @@ def test_tables_weights_and_states_equal_plain_dlrm(
         for weights, state, expected_weights, expected_state in pairs:
             torch.testing.assert_close(state, expected_state, rtol=1e-3, atol=1e-10)
             # Adagrad divides by the gradients' size, so the rounding error of a tiny gradient moves its weight by a
-            # part of the learning rate. A missing or doubled step would move it by lr / sqrt(STEPS), a tenth, or more.
+            # part of the learning rate. A missing or doubled step would move it by lr / sqrt(STEPS), a sixth, or more.
             error = (weights - expected_weights).abs()
             assert error.max() < LEARNING_RATE / 20
             assert error.mean() < LEARNING_RATE / 1e4
