@@ -222,8 +222,8 @@ def only_record(folder: Path) -> Record:
 
 
 def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
-    one = started(tmp_path / "one", *smoke)
-    assert one.wait(PATIENCE_S) == 0, (tmp_path / "one" / "output").read_text()
+    one = forked_launch(2, tmp_path / "one", [*smoke, "--results-dir", str(tmp_path / "one" / "results")])
+    assert one.statuses == [0, 0], one.outputs
     port = str(free_port())
     node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     both = [
@@ -241,7 +241,7 @@ def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
         assert check_compliance(log).passed
         assert log.read_text().count('"key": "run_start"') == 1
     assert two_nodes.run["command"].startswith("torchrun --nnodes=2 --nproc_per_node=1 launch/dlrm.py --results-dir")
-    assert one_node.run["command"].startswith("torchrun --nproc_per_node=2 launch/dlrm.py --results-dir")
+    assert one_node.run["command"].startswith("torchrun --nproc_per_node=2 launch/dlrm.py --data.path")
     assert "record " in outputs[0].read_text()
     assert "record " not in outputs[1].read_text()
 

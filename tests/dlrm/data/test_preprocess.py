@@ -1,3 +1,6 @@
+"""Raw days to MLPerf's files: equal to the reference's byte by byte, in small pieces, killed and started again."""
+
+import os
 import shutil
 import signal
 import subprocess
@@ -17,10 +20,12 @@ from dlrm_bench.dlrm.data.manifest import MARKER, read_manifest
 from dlrm_bench.dlrm.data.preprocess import PreprocessConfig, main, preprocess
 from dlrm_bench.dlrm.data.preprocess_job import SCRATCH
 from tests.dlrm.data.raw_days import reference_multi_hot, run_reference, write_raw_days
+from tests.launched import fork, wait
 
 ROWS = (700, 310, 1, 529, 401)
 LAST = len(ROWS) - 1
 MODEL = preset("smoke").model
+FLAGS = ("--preset", "smoke", "--frequency-threshold", "2")
 
 
 @pytest.fixture
@@ -31,6 +36,10 @@ def raw(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small(monkeypatch)
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks, buckets and pieces a day."""
     monkeypatch.setattr(raw_tsv, "BLOCK_BYTES", 40_000)
     monkeypatch.setattr(permutation, "BLOCK_ROWS", 130)
@@ -146,25 +155,30 @@ def test_training_reads_both_formats(tmp_path: Path, raw: Path) -> None:
         np.testing.assert_array_equal(a.ids, b.ids)
 
 
-KILLED_AT = """
-import os, signal, sys
-from dlrm_bench.dlrm.data import permutation, preprocess_job, raw_tsv, shuffled_rows
-from dlrm_bench.dlrm.data.preprocess import main
-raw_tsv.BLOCK_BYTES, permutation.BLOCK_ROWS = 40_000, 130
-shuffled_rows.BUCKET_ROWS = preprocess_job.BUCKET_ROWS = 170
-preprocess_job.ROWS_AT_ONCE = 113
-place, left = sys.argv[1], int(sys.argv[2])
-owner = preprocess_job if place != "replace" else os
-wrapped = getattr(owner, place)
-def until(*args, **kwargs):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return wrapped(*args, **kwargs)
-setattr(owner, place, until)
-sys.exit(main(sys.argv[3:]))
-"""
+def main_until(place: str, calls: int, arguments: list[str]) -> int:
+    """main() in small pieces, in a forked process that is killed at a call of `place` after so many."""
+    patch = pytest.MonkeyPatch()
+    cut_small(patch)
+    owner = os if place == "replace" else preprocess_job
+    wrapped = getattr(owner, place)
+    left = iter(range(calls))
+
+    def until(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return wrapped(*args, **kwargs)
+
+    patch.setattr(owner, place, until)
+    return main(arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_raw_days(folder / "raw", ROWS)
+    assert main([str(folder / "raw"), str(folder / "out"), *FLAGS]) == 0
+    return folder / "out"
 
 
 @pytest.mark.parametrize(
@@ -185,20 +199,16 @@ sys.exit(main(sys.argv[3:]))
     ],
 )
 def test_killed_anywhere_the_next_start_completes_the_same_files(
-    tmp_path: Path, raw: Path, place: str, calls: int
+    tmp_path: Path, raw: Path, whole: Path, place: str, calls: int
 ) -> None:
-    whole = tmp_path / "whole"
-    flags = ("--preset", "smoke", "--frequency-threshold", "2")
-    assert main([str(raw), str(whole), *flags]) == 0
     out = tmp_path / "out"
-    command = [sys.executable, "-c", KILLED_AT, place, str(calls), str(raw), str(out), *flags]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    arguments = [str(raw), str(out), *FLAGS]
+    killed = wait(fork(1, tmp_path, main_until, place, calls, arguments), tmp_path)
+    assert killed.statuses == [-signal.SIGKILL], killed.outputs
     assert (out / MARKER).exists()
     assert read_manifest(out) is None
-    command[4] = str(10**9)
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = wait(fork(1, tmp_path, main_until, place, 10**9, arguments), tmp_path)
+    assert resumed.statuses == [0], resumed.outputs
     assert contents(out) == contents(whole)
     assert read_manifest(out) == read_manifest(whole)
     assert not (out / SCRATCH).exists()
