@@ -62,9 +62,9 @@ def test_plain_equals_embedding_bags(dtype: torch.dtype) -> None:
 
 SHAPES = [
     (HOTS, 32, 5, 3, 33),
-    (HOTS, 16, 33, 4, 0),
-    (HOTS, 64, 33, 2, 5),
-    (HOTS, 128, 5, 4, 0),
+    (HOTS, 16, 33, 1, 0),
+    ([2, 12, 1, 7, 3], 64, 33, 2, 5),
+    (HOTS, 128, 5, 2, 0),
     (HOTS, 128, 1, 1, 1),
     ([1], 64, 33, 3, 2),
     ([100], 64, 1, 4, 0),

@@ -23,7 +23,7 @@ from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.five_stage.torchrec_models import DP, PLANS, Kind, Trained, batches, build, drain, state
 
 STEPS = 100  # on GPUs, where sums may differ by a little more each step
-EQUAL_STEPS = 50  # on CPUs, where each step is equal to the bit or the test fails there
+EQUAL_STEPS = 20  # on CPUs, where each step is equal to the bit or the test fails there
 TIMEOUT = 600  # seconds, after which a rank that hangs is killed
 ALL_ON = FiveStageOptions(cuda_graph="dense", launch_threads=2)
 

@@ -21,7 +21,7 @@ from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import PLACES, SMALL_MODEL
 from tests.pipelines import run_config
 
-STEPS = 20
+STEPS = 13
 EVALUATED_EVERY = 6
 ALL_ON: dict[str, Any] = {
     "pipeline": "five-stage",
