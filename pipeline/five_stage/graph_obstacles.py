@@ -1,6 +1,7 @@
 """What keeps the dense part of a model out of CUDA graphs, as far as it is known before the first batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +11,8 @@ from torchrec.distributed.model_parallel import get_module
 
 from .sharded_modules import Sharded
 
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+_IN_GRAPHS = "runs_in_graphs"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -33,12 +36,26 @@ def why_not_graphed(model: DistributedModelParallel, modules: Sequence[Sharded],
     return _hooked(model.module, [one.module for one in modules])
 
 
+def runs_in_graphs(hook: _Hook) -> _Hook:
+    """Marks a hook of a module as one that a CUDA graph may hold.
+
+    It only launches kernels, or collectives, and on memory that stays: they are captured with the module's own and run
+    at every replay, without the hook.
+    """
+    setattr(hook, _IN_GRAPHS, True)
+    return hook
+
+
+def _calls_for_python(module: nn.Module, hooks: str) -> bool:
+    return any(not getattr(hook, _IN_GRAPHS, False) for hook in (getattr(module, hooks, None) or {}).values())
+
+
 def _hooked(model: nn.Module, sharded: Iterable[nn.Module]) -> str | None:
     """The first module or parameter outside `sharded` whose hooks a graph would not call."""
     inside = {id(module) for one in sharded for module in one.modules()}
     tables = {id(parameter) for one in sharded for parameter in one.parameters()}
     for name, module in model.named_modules():
-        if id(module) not in inside and any(getattr(module, hooks, None) for hooks in _HOOKS):
+        if id(module) not in inside and any(_calls_for_python(module, hooks) for hooks in _HOOKS):
             return f"hooks of {name or 'the model'} ({type(module).__name__}) would run at captures only: remove them"
     for name, parameter in model.named_parameters():
         if id(parameter) in tables:

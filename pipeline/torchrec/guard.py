@@ -15,6 +15,7 @@ from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 
 
 class TorchRecLossGuard:
@@ -33,6 +34,7 @@ class TorchRecLossGuard:
         """Returns an optimizer to step before the one that updates `parameters`, whose gradients it gates."""
         return _GradientGate(self._stopped, list(parameters))
 
+    @runs_in_graphs
     def _look(self, model: nn.Module, arguments: Any, output: Any) -> None:
         """Collective in training. TorchRec's pipelines also trace the model, with stand-ins for tensors."""
         loss = output[0] if isinstance(output, tuple) else None
@@ -44,6 +46,7 @@ class TorchRecLossGuard:
                 dist.all_reduce(self._worst, group=self._group)
             torch.ne(self._worst, self._worst, out=self._stopped)  # true of NaN alone
 
+    @runs_in_graphs
     def _gate_tables(self, sparse_arch: nn.Module, arguments: Any, pooled: Any) -> None:
         """Through the gradient of the pooled vectors, by which the backward updates tables."""
         if isinstance(pooled, Tensor) and pooled.requires_grad:

@@ -10,7 +10,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 )
 
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
+from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs, why_not_graphed
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from tests.pipeline.five_stage.any_models import MODELS, PLANS, Everything, TwoTower, build
 
@@ -27,6 +27,7 @@ def obstacles(ranks: Ranks) -> list[Any]:
     class Hooked(TwoTower):
         def __init__(self) -> None:
             super().__init__()
+            self.user.mlp.register_forward_hook(runs_in_graphs(lambda *_: None))
             self.item.mlp.register_forward_hook(lambda *_: None)
 
     class OfGradients(TwoTower):

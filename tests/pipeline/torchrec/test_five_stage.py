@@ -15,6 +15,8 @@ from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, Precision
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
+from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
+from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline, merged_reasons
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
@@ -97,6 +99,8 @@ class Trained:
     """Losses with which the other kind of pipeline goes on from the state."""
     bf16: list[float]
     described: dict[str, Any]
+    obstacle: str | None
+    """What would keep the model's dense part out of a graph on a GPU."""
 
 
 def train_all(ranks: Ranks) -> dict[str, Trained]:
@@ -104,6 +108,8 @@ def train_all(ranks: Ranks) -> dict[str, Trained]:
     for name, changes in VARIANTS.items():
         with Training(ranks, config(**changes)) as training:
             losses, state, described = training.train(), training.pipeline.state_dict(), training.pipeline.describe()
+            model = training.pipeline._model
+            obstacle = why_not_graphed(model, sharded_modules(model), torch.device("cuda", 0))
         with Training(ranks, config(**changes)) as training:
             evaluated, logits = training.train_and_evaluate()
         with Training(ranks, config() if changes else config(**ALL_ON), state) as training:
@@ -118,6 +124,7 @@ def train_all(ranks: Ranks) -> dict[str, Trained]:
             resumed=resumed,
             bf16=bf16,
             described=described,
+            obstacle=obstacle,
         )
     return results
 
@@ -173,6 +180,11 @@ def test_what_was_off_and_what_was_trimmed_is_described(trained, world_size, gpu
     assert described["input_dist"]["static"]
     assert (described["graphed_dists"] == []) == (not gpu or world_size == 1)
     assert ("no CUDA graphs on cpu" in described["switched_off"].get("graph_dists", "")) == (not gpu)
+
+
+def test_nothing_keeps_the_model_out_of_a_graph(trained):
+    """The hooks by which a loss that is not finite stops its weights are captured with it."""
+    assert [variant.obstacle for variant in trained(2, False)[0].values()] == [None] * len(VARIANTS)
 
 
 def test_reasons_of_all_ranks_in_one():
