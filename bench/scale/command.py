@@ -135,21 +135,25 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
 
 
 def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord]) -> Table | None:
-    """Other records, and what the model of the same pipeline, local batch and format says of them."""
+    """Other records, and what the models of the same pipeline and format say of them."""
     rows = []
     for run in runs:
         for scaling in scalings:
-            same = (kind_of(run), run["config"]["local_batch_size"], exchanged_bytes_of(run))
-            if (scaling.kind, scaling.local_batch_size, scaling.exchanged_bytes) == same:
+            batch = run["config"]["local_batch_size"]
+            # TorchRec's pipelines are fitted by their host time, which is of one batch size.
+            same_batch = scaling.kind == "static" or scaling.local_batch_size == batch
+            if (scaling.kind, scaling.exchanged_bytes) == (kind_of(run), exchanged_bytes_of(run)) and same_batch:
                 said, measured = prediction(scaling, run), median_ms(run)
-                rows.append((run["id"], topology_of(run).world_size, scaling.fitted_to, said, measured))
+                rows.append((run["id"], topology_of(run).world_size, batch, scaling.fitted_to, said, measured))
     if not rows:
         return None
     table = Table(title="checked against other records", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("record", "GPUs", "fitted to", "model, ms", "measured, ms", "off by"):
+    for name in ("record", "GPUs", "local batch", "fitted to", "model, ms", "measured, ms", "off by"):
         table.add_column(name, justify="left" if name in ("record", "fitted to") else "right")
-    for name, gpus, fitted_to, said, measured in rows:
-        table.add_row(name, str(gpus), fitted_to, f"{said:.3f}", f"{measured:.3f}", f"{said / measured - 1:+.1%}")
+    for name, gpus, batch, fitted_to, said, measured in rows:
+        table.add_row(
+            name, str(gpus), str(batch), fitted_to, f"{said:.3f}", f"{measured:.3f}", f"{said / measured - 1:+.1%}"
+        )
     return table
 
 

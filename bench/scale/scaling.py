@@ -163,10 +163,10 @@ def ids_of(record: RunRecord) -> IdStatistics:
 
 
 def prediction(scaling: Scaling, record: RunRecord) -> float:
-    """Returns the milliseconds that the model says of another record's nodes and batch."""
-    topology = topology_of(record)
-    load = scaling.load(topology, record["config"]["local_batch_size"])
-    return scaling.steady(load, topology).iteration_us / 1e3
+    """Returns the milliseconds that the model says of another record's nodes, batch, tables and ids."""
+    topology, of_record = topology_of(record), replace(scaling, model=model_of(record), ids=ids_of(record))
+    load = of_record.load(topology, record["config"]["local_batch_size"])
+    return of_record.steady(load, topology).iteration_us / 1e3
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -10,7 +10,13 @@ from typing import Literal
 
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Limits
-from dlrm_bench.bench.scale.kernel_times import TableTimes, elementwise_us, table_times
+from dlrm_bench.bench.scale.kernel_times import (
+    SORT_FIXED_US,
+    UPDATE_FIXED_US,
+    TableTimes,
+    elementwise_us,
+    table_times,
+)
 from dlrm_bench.bench.scale.simulation import Task
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
@@ -181,10 +187,14 @@ def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit:
     between += to_node * away / topology.network.bytes_per_us
     received = 4.0 * load.ids * load.local_batch_size * topology.nodes
     inside = _inside_us(received, topology, system)
-    sort = (load.tables.picking + load.tables.sort) * fit.gpu
-    tasks.append(Task(name="ids between", resource=NETWORK, us=between, stage=INPUT_DIST, after=("copy",)))
-    tasks.append(Task(name="ids", resource=NVLINK, us=inside, stage=INPUT_DIST, after=("ids between",)))
-    return [*tasks, Task(name="sort", resource=GPU, us=sort, stage=INPUT_DIST, after=("ids",))]
+    sort = load.tables.picking + load.tables.sort - SORT_FIXED_US
+    return [
+        *tasks,
+        Task(name="ids between", resource=NETWORK, us=between, stage=INPUT_DIST, after=("copy",)),
+        Task(name="ids", resource=NVLINK, us=inside, stage=INPUT_DIST, after=("ids between",)),
+        Task(name="sort's launches", resource="sort", us=SORT_FIXED_US * fit.gpu, stage=INPUT_DIST, after=("ids",)),
+        Task(name="sort", resource=GPU, us=sort * fit.gpu, stage=INPUT_DIST, after=("sort's launches",)),
+    ]
 
 
 def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit, halves: int) -> list[Task]:
@@ -194,14 +204,16 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
     dense = dense_us(system, batch, reference) * fit.gpu
     if kind == "static":
         dense += elementwise_us(batch) * fit.gpu
-        forward, update = load.tables.lookup * fit.gpu, load.tables.update * fit.gpu
+        forward, update, fixed = load.tables.lookup, load.tables.update - UPDATE_FIXED_US, UPDATE_FIXED_US
     else:
-        forward, update = load.fbgemm_us * _LOOKUP_SHARE * fit.gpu, load.fbgemm_us * (1 - _LOOKUP_SHARE) * fit.gpu
+        forward, update, fixed = load.fbgemm_us * _LOOKUP_SHARE, load.fbgemm_us * (1 - _LOOKUP_SHARE), 0.0
     tasks, sent = [], load.columns * load.exchanged_bytes / halves
     updates = [f"dense update {bucket}" for bucket in range(_BUCKETS)]
     last_updates = ("ids" if kind != "static" else "sort", "tables", *updates)
     for half in range(halves):
-        lookup = Task(name=f"lookup {half}", resource=GPU, us=forward / halves, stage=FORWARD, after_last=last_updates)
+        lookup = Task(
+            name=f"lookup {half}", resource=GPU, us=forward * fit.gpu / halves, stage=FORWARD, after_last=last_updates
+        )
         tasks.append(lookup)
         tasks += _exchange(f"pooled {half}", sent, load, topology, system, kind, FORWARD, (lookup.name,))
         chain = dense * (1 - _WEIGHT_GRADIENTS) / halves
@@ -219,7 +231,9 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
             *_all_reduce(bucket, topology, system, (name,)),
             Task(name=updates[bucket], resource=GPU, us=adagrad, stage=UPDATE, after=(f"reduce {bucket} between",)),
         ]
-    return [*tasks, Task(name="tables", resource=GPU, us=update, stage=BACKWARD, after=of_halves)]
+    launches = Task(name="update's launches", resource="update", us=fixed * fit.gpu, stage=BACKWARD, after=of_halves)
+    tables = Task(name="tables", resource=GPU, us=update * fit.gpu, stage=BACKWARD, after=(launches.name,))
+    return [*tasks, launches, tables]
 
 
 def dense_us(system: System, batch: int, reference: int) -> float:

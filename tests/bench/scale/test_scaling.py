@@ -17,6 +17,7 @@ RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
 SMALL = "14-2xh200-512-a-gpu-fused-cross-network/before/09-old-512"
 LARGE = "13-2xh200-6912-a-gpu-fused-cross-network/before/01-old-6912"
+TENTH = "18-2xh200-as-two-nodes"
 
 
 def record(path: str):
@@ -43,6 +44,14 @@ def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, o
     assert run["config"]["world_size"] != record(path)["config"]["world_size"]
     assert kind_of(run) == scaling.kind
     assert prediction(scaling, run) == pytest.approx(median_ms(run), rel=0.1)
+
+
+@pytest.mark.parametrize("fitted_to", ["512", "6912"])
+@pytest.mark.parametrize("path", ["512-one-gpu", "512-peer", "6912-one-gpu", "6912-peer"])
+def test_fitted_to_one_gpu_it_predicts_two_and_other_batches_within_a_tenth(fitted_to, path):
+    """Of one job on one machine, tables of a tenth."""
+    run = record(f"{TENTH}/{path}")
+    assert prediction(fitted(f"{TENTH}/{fitted_to}-one-gpu"), run) == pytest.approx(median_ms(run), rel=0.1)
 
 
 def test_stages_agree_with_a_trace():
