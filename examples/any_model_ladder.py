@@ -1,16 +1,21 @@
 """TorchRec models of several kinds, under TrainPipelineSparseDist and under FiveStagePipeline with each switch.
 
-    python -m torch.distributed.run --nproc_per_node 2 examples/any_model_ladder.py --out ladder.json
+    PYTHONPATH=. torchrun --nproc_per_node 2 examples/any_model_ladder.py --out ladder.json
+    PYTHONPATH=. torchrun --nproc_per_node 2 examples/any_model_ladder.py --out hstu.json --models hstu-small
 
 Each row is one model and batch size under one schedule: milliseconds of an iteration (the slowest rank; the median of
-some rounds), milliseconds of CPU time, and, from a profiled run of the same, kernel and graph launches, stream syncs
-and the share of time in which the GPU had nothing to do. Losses are compared with stock's, from the same weights.
+some rounds), milliseconds of CPU time, and, from a profiled run of the same, kernel and graph launches, stream syncs,
+copies to the host and the share of time in which the GPU had nothing to do. Losses are compared with stock's, from the
+same weights; where a graph has room for more tokens than a batch has, or layers compute in bf16, they are alike and not
+equal. hstu-small needs 45 GB on each of two GPUs, hstu-tiny trains on CPUs too.
 """
 
 import argparse
 import json
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -23,8 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed import TrainPipelineSparseDist
 from workloads import WORKLOADS, build, stream
 
+from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
-from dlrm_bench.hstu.config import PRESETS
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
 WARM_UP, ROUNDS, PROFILED, COMPARED = 12, 5, 5, 10
@@ -42,8 +47,8 @@ RUNGS: dict[str, tuple[FiveStageOptions | None, bool]] = {
     "+ launch_threads": (replace(GRAPH, launch_threads=2), True),
 }
 """Options, and whether collections are sharded by the trimming sharders; each with what the one before has."""
-SHORT = ("stock", "+ pinned_d2h", "+ trimmed")
-IN_FULL = ("two towers", "sequence, lengths vary", *PRESETS)
+SHORT = ("stock", "+ pinned_d2h", "+ cuda_graph", "+ trimmed")
+IN_FULL = ("two towers", "sequence, lengths vary")
 
 
 def slowest(value: float, device: torch.device) -> float:
@@ -109,11 +114,37 @@ def measure(
     return row, [float(loss[0] if isinstance(loss, tuple) else loss) for loss in losses[:COMPARED]]
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the rows in Markdown."""
+    lines = [
+        "| model | samples a rank | schedule | ms | stock's over it | CPU, ms | launches + graphs, syncs, D2H "
+        "| GPU busy, ms | GPU idle | loss against stock's |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    of_stock = {(row["model"], row["batch"]): row["ms"] for row in rows if row["schedule"] == "stock"}
+    for row in rows:
+        ratio = of_stock.get((row["model"], row["batch"]), float("nan")) / row["ms"]
+        calls = (
+            f"{row['kernel_launches']:g} + {row['graph_launches']:g}, {row['stream_syncs']:g}, {row['d2h_copies']:g}"
+        )
+        gpu = ("", "") if row["gpu_busy_ms"] is None else (f"{row['gpu_busy_ms']:.2f}", f"{row['gpu_idle']:.0%}")
+        loss = "equal" if row["loss_difference"] == 0 else f"{row['loss_difference']:.0e}"
+        times = f"{row['ms']:.2f}", f"{ratio:.2f}", f"{row['cpu_ms']:.2f}"
+        cells = row["model"], row["batch"], row["schedule"], *times, calls, *gpu, loss
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 4096], help="samples of a rank")
-    parser.add_argument("--iterations", type=int, default=20, help="of each of the rounds")
+    parser.add_argument("--out", type=Path, required=True, help="a file for the rows; OUT.md has them as a table")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", help="samples of a rank, in the place of each model's own sizes"
+    )
+    parser.add_argument(
+        "--schedules", nargs="+", choices=list(RUNGS), help="in the place of some, or for two models all"
+    )
+    parser.add_argument("--iterations", type=int, default=20, help=f"of each of {ROUNDS} rounds")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after so many")
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     arguments = parser.parse_args()
@@ -123,11 +154,13 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     torch.backends.cuda.matmul.allow_tf32 = False
-    begin, rows = time.perf_counter(), []
+    begin, rows = time.perf_counter(), list[dict[str, Any]]()
+    record = {"command": shlex.join(sys.argv), "commit": os.environ.get("SOURCE_COMMIT"), "rows": rows}
+    record["machine"] = describe_machine()
     for name in arguments.models:
-        for size in arguments.batch:
+        for size in arguments.batch or WORKLOADS[name].sizes:
             stock: list[float] = []
-            for rung in RUNGS if name in IN_FULL else SHORT:
+            for rung in arguments.schedules or (RUNGS if name in IN_FULL else SHORT):
                 if slowest(time.perf_counter() - begin, device) > arguments.seconds:
                     continue
                 row, losses = measure(name, rung, size, device, arguments.iterations)
@@ -136,7 +169,10 @@ def main() -> None:
                 rows.append(row)
                 if dist.get_rank() == 0:
                     print({k: v for k, v in row.items() if v not in ({}, None)}, flush=True)
-                    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+                    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+                    arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
+    if dist.get_rank() == 0:
+        print(table(rows))
     dist.destroy_process_group()
 
 

@@ -52,6 +52,8 @@ class Workload:
     """DISTINCT batches of (samples, rank); and whether they have the form that graphs and trimmed input dists need."""
     trimming: Callable[[int], list[Any]]
     """Sharders for batches of so many samples."""
+    sizes: tuple[int, ...] = (64, 4096)
+    """Samples of a rank: of small batches and large ones."""
     tables: Tables = field(default=(torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-8}))
     """The tables' optimizer; all else has Adam."""
     again: Callable[[Any], Any] = lambda batch: batch
@@ -200,6 +202,7 @@ def _of_hstu(preset: str) -> Workload:
         model=lambda: HstuTrain(HstuRanker(config, tables_device=meta)),
         batches=batches,
         trimming=lambda size: [TrimmedECSharder(batch_ids=batch_ids(config, size))],
+        sizes=(4, 32, 256),
         tables=(RowWiseAdagrad, {"lr": 0.02, "eps": 1e-8}),
         again=lambda batch: replace(batch, features=plain(batch.features)),
     )
