@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
-WARM_UP, ROUNDS, PROFILED, COMPARED = 12, 5, 5, 10
+WARM_UP, PROFILED, COMPARED = 12, 3, 10
 
 OFF = FiveStageOptions(avoid_record_streams=False, pinned_d2h=False)
 PINNED = FiveStageOptions()
@@ -63,7 +64,7 @@ def wait(device: torch.device) -> None:
 
 
 def measure(
-    name: str, rung: str, size: int, device: torch.device, iterations: int
+    name: str, rung: str, size: int, device: torch.device, iterations: int, rounds: int
 ) -> tuple[dict[str, Any], list[float]]:
     options, trimmed = RUNGS[rung]
     workload = WORKLOADS[name]
@@ -76,16 +77,16 @@ def measure(
         else FiveStagePipeline(model, optimizer, device, options)
     )
     losses = [pipeline.progress(data) for _ in range(max(COMPARED, WARM_UP))]
-    rounds, cpu = [], time.process_time()
-    for _ in range(ROUNDS):
+    of_rounds, cpu = [], time.process_time()
+    for _ in range(rounds):
         wait(device)
         dist.barrier()
         start = time.perf_counter()
         for _ in range(iterations):
             pipeline.progress(data)
         wait(device)
-        rounds.append(1000 * (time.perf_counter() - start) / iterations)
-    cpu = 1000 * (time.process_time() - cpu) / (ROUNDS * iterations)
+        of_rounds.append(1000 * (time.perf_counter() - start) / iterations)
+    cpu = 1000 * (time.process_time() - cpu) / (rounds * iterations)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as profiled:
         for _ in range(PROFILED):
@@ -100,7 +101,7 @@ def measure(
         "model": name,
         "batch": size,
         "schedule": rung,
-        "ms": round(slowest(statistics.median(rounds), device), 4),
+        "ms": round(slowest(statistics.median(of_rounds), device), 4),
         "cpu_ms": round(slowest(cpu, device), 4),
         **{call: round(summary.calls[call], 1) for call in ("kernel_launches", "graph_launches", "stream_syncs")},
         "d2h_copies": round(summary.calls["d2h_copies"], 1),
@@ -122,7 +123,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     of_stock = {(row["model"], row["batch"]): row["ms"] for row in rows if row["schedule"] == "stock"}
-    for row in rows:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for row in sorted(rows, key=lambda row: models.index(row["model"])):
         ratio = of_stock.get((row["model"], row["batch"]), float("nan")) / row["ms"]
         calls = (
             f"{row['kernel_launches']:g} + {row['graph_launches']:g}, {row['stream_syncs']:g}, {row['d2h_copies']:g}"
@@ -144,7 +146,8 @@ def main() -> None:
     parser.add_argument(
         "--schedules", nargs="+", choices=list(RUNGS), help="in the place of some, or for two models all"
     )
-    parser.add_argument("--iterations", type=int, default=20, help=f"of each of {ROUNDS} rounds")
+    parser.add_argument("--iterations", type=int, default=20, help="of each round")
+    parser.add_argument("--rounds", type=int, default=5, help="whose median is given")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after so many")
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     arguments = parser.parse_args()
@@ -157,20 +160,20 @@ def main() -> None:
     begin, rows = time.perf_counter(), list[dict[str, Any]]()
     record = {"command": shlex.join(sys.argv), "commit": os.environ.get("SOURCE_COMMIT"), "rows": rows}
     record["machine"] = describe_machine()
-    for name in arguments.models:
-        for size in arguments.batch or WORKLOADS[name].sizes:
-            stock: list[float] = []
-            for rung in arguments.schedules or (RUNGS if name in IN_FULL else SHORT):
-                if slowest(time.perf_counter() - begin, device) > arguments.seconds:
-                    continue
-                row, losses = measure(name, rung, size, device, arguments.iterations)
-                stock = stock or losses
-                row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, stock, strict=True))
-                rows.append(row)
-                if dist.get_rank() == 0:
-                    print({k: v for k, v in row.items() if v not in ({}, None)}, flush=True)
-                    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-                    arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
+    of_models = [[(name, size) for size in arguments.batch or WORKLOADS[name].sizes] for name in arguments.models]
+    for name, size in filter(None, chain.from_iterable(zip_longest(*of_models))):  # small batches of all models first
+        stock: list[float] = []
+        for rung in arguments.schedules or (RUNGS if name in IN_FULL else SHORT):
+            if slowest(time.perf_counter() - begin, device) > arguments.seconds:
+                continue
+            row, losses = measure(name, rung, size, device, arguments.iterations, arguments.rounds)
+            stock = stock or losses
+            row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, stock, strict=True))
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print({k: v for k, v in row.items() if v not in ({}, None)}, flush=True)
+                arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+                arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
     if dist.get_rank() == 0:
         print(table(rows))
     dist.destroy_process_group()

@@ -4,6 +4,8 @@ An event's token is the sum of its embeddings, of its kind's and of its place's,
 kind. Whatever depends on lengths is computed on the device: no step reads one on the host.
 """
 
+from typing import Any
+
 import torch
 import torch.fx
 from torch import Tensor, nn
@@ -57,7 +59,7 @@ class HstuRanker(nn.Module):
         sample, place = sample_and_place(tokens, offsets, self._config.max_length)
         tokens = tokens + self.places(place)
         if users is not None:
-            tokens = tokens + users[sample]
+            tokens = tokens + of_users(users, offsets, sample, place, self._config.max_length)
         for layer in self.layers:
             tokens = layer(tokens, offsets, targets)
         return self.head(tokens[candidate_tokens(offsets, per)]).squeeze(1)
@@ -101,6 +103,32 @@ def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[
     token = torch.arange(len(tokens), device=offsets.device)
     sample = torch.searchsorted(offsets[1:], token, right=True).clamp(max=len(offsets) - 2)
     return sample, (token - offsets[sample]).clamp(max=max_length - 1)
+
+
+class OfUsers(torch.autograd.Function):
+    """users[sample], [T, width], whose gradient is summed over padded sequences: that of an index adds the thousands
+    of a user's tokens one after the other (1.5 ms for 4 users of 2660 tokens on an H200)."""
+
+    @staticmethod
+    def forward(ctx: Any, users: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, longest: int) -> Tensor:
+        ctx.save_for_backward(offsets, sample, place)
+        ctx.longest = longest
+        return users[sample]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, sample, place = ctx.saved_tensors
+        samples, width = len(offsets) - 1, grads[0].shape[1]
+        padded = grads[0].new_zeros(samples * ctx.longest + 1, width)
+        inside = torch.arange(len(sample), device=sample.device) < offsets[-1]
+        padded[torch.where(inside, sample * ctx.longest + place, samples * ctx.longest)] = grads[0]
+        return padded[:-1].view(samples, ctx.longest, width).sum(dim=1), None, None, None, None
+
+
+@torch.fx.wrap
+def of_users(users: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, longest: int) -> Tensor:
+    """Calls OfUsers: each token's user, [T, width], of users [B, width]."""
+    return OfUsers.apply(users, offsets, sample, place, longest)
 
 
 @torch.fx.wrap

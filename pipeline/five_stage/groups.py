@@ -20,8 +20,24 @@ def group_timeout() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def new_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """A communicator, set up here and now: its first collective would wait for all ranks in the midst of others."""
-    group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return group
+def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A communicator of its own over the same ranks, so that another thread may launch the input dist. Collective.
+
+    On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Nor can its stream
+    be that of `group` then: torch hands out 32 streams a priority in turn, and two communicators on one stream, whose
+    threads launch in another order on another rank, would wait for each other without end.
+    """
+    options, timeout = None, group_timeout()
+    if dist.get_backend(group) == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if timeout is not None:
+            options._timeout = timeout  # torch warns where they differ
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
+
+
+def ready_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """own_group, set up here and now: its first collective would wait for all ranks in the midst of others."""
+    own = own_group(group)
+    dist.all_reduce(torch.zeros(1, device=device), group=own)
+    return own

@@ -27,7 +27,7 @@ from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
 from .embedding_outputs import EmbeddingOutputs, Lookups
 from .graph_obstacles import why_not_graphed
-from .groups import new_group
+from .groups import ready_group
 from .input_dist import Distribution, InputDist, Step
 from .launching_thread import LaunchingThread
 from .optimizers import communicates, steps_on
@@ -100,7 +100,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._thread: LaunchingThread | None = None
         group = None
         if options.launch_threads == 2:
-            group = new_group(ranks, device)
+            group = ready_group(model._env.process_group, device)
             self._thread = LaunchingThread("five-stage", device)
         self._update_on_thread = self._thread is not None and not self._update_last and not communicates(optimizer)
         self._input_dists = InputDist(self._modules, device, group, options.pinned_d2h)

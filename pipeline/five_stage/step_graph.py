@@ -50,6 +50,8 @@ class StepGraph:
         self._steps = self._unchanged = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._counts: list[Tensor] = []
+        self._on_device: list[Tensor] = []
+        self._counted: list[int] = []
         self._one = torch.tensor(1.0)
         self._rates_on_device: list[Tensor] | None = None
         self._failure: str | None = None
@@ -69,9 +71,13 @@ class StepGraph:
         if self._graph is None:
             eagerly()
             return why if self._steps > WARM_UP else None
+        if self._on_device and self._counted != [count._version for count in self._counts]:
+            # Loaded in place, as by TorchRec's load_state_dict.
+            torch._foreach_copy_(self._on_device, self._counts)
         self._graph.replay()
         if self._counts:
             torch._foreach_add_(self._counts, self._one, alpha=1.0)
+            self._counted = [count._version for count in self._counts]
         return None
 
     def forget(self) -> None:
@@ -157,7 +163,7 @@ class StepGraph:
     def _adagrad(self) -> Callable[[], None]:
         names = ("weight_decay", "eps", "maximize", "foreach", "lr_decay", "differentiable", "fused")
         groups = []
-        self._counts = []
+        self._counts, self._on_device = [], []
         for i, group in enumerate(self._optimizer.param_groups):
             used, grads, sums, counts = self._used(group, "sum", "step")
             groups.append((used, grads, sums, counts, {name: group[name] for name in names} | {"lr": self._rate(i)}))
@@ -172,7 +178,7 @@ class StepGraph:
     def _sgd(self) -> Callable[[], None]:
         names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
         groups = []
-        self._counts = []
+        self._counts, self._on_device = [], []
         for i, group in enumerate(self._optimizer.param_groups):
             used, grads, buffers = self._used(group, "momentum_buffer")
             frozen = {name: group[name] for name in names} | {"lr": self._rate(i)}
@@ -190,13 +196,17 @@ class StepGraph:
     def _capturable(self) -> Callable[[], None]:
         """The optimizer's own step with its option `capturable`, which keeps all numbers that change on the device."""
         optimizer, twins = self._optimizer, dict[int, Tensor]()
-        self._counts = []
+        self._counts, self._on_device = [], []
         for group in optimizer.param_groups:
-            for parameter in self._used(group)[0]:
+            on_device = group["capturable"] or group.get("fused")
+            for parameter in () if on_device else self._used(group)[0]:
                 count = optimizer.state.get(parameter, {}).get("step")
-                if isinstance(count, Tensor) and count.device != parameter.device:
-                    twins[id(parameter)] = count.to(parameter.device)
+                if isinstance(count, Tensor) and count.device.type == "cpu":
+                    # Held as long as the graph, which adds to them at every replay.
+                    twins[id(parameter)] = count.to(parameter.device, copy=True)
+                    self._on_device.append(twins[id(parameter)])
                     self._counts.append(count)
+        self._counted = [count._version for count in self._counts]
         step = type(optimizer).step
 
         def work() -> None:

@@ -1,6 +1,7 @@
 """CUDA streams of the five stages, and the ranges by which profilers know them. On the CPU everything is in order."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ class StageStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.cuda = device, device.type == "cuda"
-        # Small kernels that the next iteration waits for go before the large ones that this one fills the GPU with.
-        priorities = {"copy": -1, "input_dist": -1, "dense_update": 0}
-        self._side = {name: torch.cuda.Stream(device, priority=p) for name, p in priorities.items() if self.cuda}
+        self._side = _side_streams(device) if self.cuda else {}
 
     def on(self, name: str, after: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
         """Launches what is inside on side stream `name`, after `after`."""
@@ -39,6 +38,15 @@ class StageStreams:
     def current(self) -> torch.cuda.Stream:
         """The current stream."""
         return torch.cuda.current_stream(self._device)
+
+
+@cache
+def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
+    """All pipelines of a process have the same: torch hands out 32 streams a priority in turn, and after so many a new
+    one would be that of some communicator (see groups.own_group)."""
+    # Small kernels that the next iteration waits for go before the large ones that this one fills the GPU with.
+    priorities = {"copy": -1, "input_dist": -1, "dense_update": 0}
+    return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 
 
 class _On:

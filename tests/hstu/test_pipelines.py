@@ -16,7 +16,7 @@ from dlrm_bench.hstu.model import HstuRanker, HstuTrain
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline, TrimmedECSharder
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.any_models import PLANS, build
-from tests.pipeline.five_stage.test_any_model import assert_equal
+from tests.pipeline.five_stage.test_any_model import adam_of, assert_equal
 from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
 TINY = PRESETS["hstu-tiny"]
@@ -35,7 +35,7 @@ def train(
 ) -> Trained:
     """padded: batches are, and the input dist is trimmed."""
     sharders = {EmbeddingCollection: TrimmedECSharder(batch_ids=batch_ids(TINY, 5))} if padded else None
-    model, optimizer = build(ranks, plain, PLANS[plan], sharders=sharders, tables=RowWiseAdagrad)
+    model, optimizer = build(ranks, plain, PLANS[plan], adam_of(ranks), sharders, RowWiseAdagrad)
     if options is None:
         pipeline: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
         trained = drain(pipeline, iter(batches))

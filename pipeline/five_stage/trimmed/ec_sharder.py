@@ -38,8 +38,8 @@ from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from ...cuda_graph import GraphedFunction
+from ..groups import own_group
 from .batch_size_cache import BatchSizeCache
-from .sharder import own_group
 from .static_dist import FirstWait, Group, RankGroup, Sizes, StaticDist, blocks_of, gather, positions
 
 logger = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from ...cuda_graph import GraphedFunction
-from ..groups import group_timeout
+from ..groups import own_group
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist
 from .static_dist import FirstWait, Group, InFlight, RankGroup, Sizes, StaticDist
@@ -329,20 +329,6 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
     def sharded_module_type(self) -> type[TrimmedEBC]:
         """The type of module that `shard` makes."""
         return TrimmedEBC
-
-
-def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A communicator of its own over the same ranks, so that another thread may launch the input dist. Collective.
-
-    On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room.
-    """
-    options, timeout = None, group_timeout()
-    if dist.get_backend(group) == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if timeout is not None:
-            options._timeout = timeout  # torch warns where they differ
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=timeout, pg_options=options, use_local_synchronization=True)
 
 
 def _names(groups: list[Group]) -> list[str]:

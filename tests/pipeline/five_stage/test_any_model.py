@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES
-from tests.pipeline.five_stage.any_models import MODELS, PLANS, batches, build
+from tests.pipeline.five_stage.any_models import MODELS, PLANS, Optimizer, adam, batches, build
 from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
 STEPS = 6
@@ -38,8 +39,13 @@ def assert_equal(ours: Trained, theirs: Trained, rtol: float, what: str) -> None
     torch.testing.assert_close(ours.state, theirs.state, rtol=10 * rtol, atol=rtol, msg=said)
 
 
+def adam_of(ranks: Ranks) -> Optimizer:
+    """Adam; on a GPU the fused one, whose captured step rounds as its eager one."""
+    return partial(torch.optim.Adam, lr=0.01, fused=True) if ranks.device.type == "cuda" else adam
+
+
 def train(ranks: Ranks, case: Case, options: FiveStageOptions | None, steps: int) -> tuple[Trained, Any]:
-    model, optimizer = build(ranks, MODELS[case.model], PLANS[case.plan])
+    model, optimizer = build(ranks, MODELS[case.model], PLANS[case.plan], adam_of(ranks))
     data = iter(batches(ranks, steps))
     if options is None:
         pipeline: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
@@ -53,7 +59,7 @@ def train(ranks: Ranks, case: Case, options: FiveStageOptions | None, steps: int
 
 
 def parity(ranks: Ranks, cases: list[Case], rtol: float, steps: int) -> dict[str, dict[str, str]]:
-    """What was off with all switches on, by model."""
+    """What was off with all switches on, by model. rtol: of sequences that a graph has padded."""
     signal.alarm(TIMEOUT)
     torch.backends.cuda.matmul.allow_tf32 = False
     off, wrong = {}, []
@@ -61,8 +67,9 @@ def parity(ranks: Ranks, cases: list[Case], rtol: float, steps: int) -> dict[str
         theirs, _ = train(ranks, case, None, steps)
         for name, options in OPTIONS.items():
             ours, pipeline = train(ranks, case, options, steps)
+            padded = ours.captured and case.model == "sequence"
             try:
-                assert_equal(ours, theirs, rtol, f"{case}, {name}")
+                assert_equal(ours, theirs, rtol if padded else 0, f"{case}, {name}")
             except AssertionError as error:
                 wrong.append(str(error))
         off[case.model] = dict(pipeline.switched_off)
@@ -90,4 +97,4 @@ ON_GPU = [
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
 def test_trains_as_torchrec_gpu(run_ranks, world_size, gpu):
-    run_ranks(world_size, parity, ON_GPU, 0, 30, gpu=gpu)
+    run_ranks(world_size, parity, ON_GPU, 1e-5, 12, gpu=gpu)

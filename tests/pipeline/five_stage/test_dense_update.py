@@ -129,6 +129,20 @@ def test_a_replay_is_a_step(kind, rtol, arguments):
 
 
 @pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize(
+    ("kind", "rtol", "arguments"), [(Adam, 1e-5, {}), (AdamW, 0, {"fused": True}), (Adagrad, 0, {})]
+)
+def test_state_that_is_loaded_in_place_is_that_of_the_next_step(kind, rtol, arguments):
+    twins = Twins(kind, rtol, **arguments)
+    twins.run(5)
+    saved = [copy.deepcopy(combined.state_dict()) for combined, _ in twins.optimizers]
+    twins.run(20)
+    for (combined, _), of in zip(twins.optimizers, saved, strict=True):
+        combined.load_state_dict(of)  # TorchRec's, which copies into what is there
+    assert twins.run(10) == (0, 10)
+
+
+@pytest.mark.usefixtures("graphed")
 def test_other_tensors_are_noticed():
     twins = Twins()
     twins.run(10)
