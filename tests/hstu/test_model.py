@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 
 from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
 from dlrm_bench.hstu.config import PRESETS, HstuConfig
-from dlrm_bench.hstu.model import HstuRanker, HstuTrain
+from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_users, sample_and_place
 
 TINY = PRESETS["hstu-tiny"]
 
@@ -102,6 +102,19 @@ def test_padding_changes_nothing() -> None:
         loss.backward()
         losses.append([loss, *(weight.grad.clone() for weight in ranker.parameters())])
     torch.testing.assert_close(*losses)
+
+
+def test_a_users_gradient_is_the_sum_over_its_tokens() -> None:
+    offsets = torch.tensor([0, 4, 4, 7])
+    sample, place = sample_and_place(torch.empty(9, 1), offsets, 5)
+    assert sample.tolist() == [0, 0, 0, 0, 2, 2, 2, 2, 2]
+    assert place.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    users = torch.randn(3, 2, requires_grad=True)
+    grad = torch.randn(9, 2)
+    grad[7:] = 0  # of no sample
+    found, expected = of_users(users, offsets, sample, place, 5), users[sample]
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(of, users, grad)[0] for of in (found, expected)))
 
 
 def test_it_learns() -> None:
