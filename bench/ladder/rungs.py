@@ -21,6 +21,11 @@ _TUNED = Rung(
     ("--inplace-copy", "--quantized-comms", "bf16", *_NO_ROWS, *_BF16),
     "What TorchRec's public options can: bf16 autocast, in-place copies, collectives in bf16, no table split by rows.",
 )
+_COMPILED = Rung(
+    "stock-compiled",
+    (*_TUNED.flags, "--compile-dense"),
+    "The dense network's element-wise kernels and most of its launches' cost, by torch.compile.",
+)
 _FIVE_STAGE = ("--pipeline", "five-stage", *_NO_ROWS)
 _SWITCHES = (
     Rung(
@@ -116,6 +121,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("stock-tf32", _TF32, "Most of the matrix products' time, by TF32."),
         Rung("stock-bf16", _BF16, "More of it, by bf16 autocast."),
     ),
+    "baselines": (Rung("stock", _TF32, _STOCK), _TUNED, _COMPILED, _FULL[-1]),
     "five-stage": (Rung("stock", _TF32, _STOCK), _TUNED, *_IN_ORDER),
     "five-stage-trim-first": (
         Rung("stock", _TF32, _STOCK),

@@ -38,6 +38,9 @@ class TorchRecOptions(TorchRecModelOptions):
     reference uses. fused-sparse-dist: TrainPipelineFusedSparseDist; needs a GPU."""
     inplace_copy: bool = False
     """Copy batches into GPU memory that the main stream allocated (TorchRec's enable_inplace_copy_batch)."""
+    compile_dense: bool = False
+    """Compile bottom MLP, cross network and top MLP, forward and backward, by torch.compile; the first iterations then
+    take a minute."""
 
     @property
     def needs_gpu(self) -> str | None:

@@ -14,10 +14,12 @@ gain can be one over the best that its user could have. Its other train pipeline
 
 from typing import Any
 
+import torch._dynamo
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ShardingType
+from torchrec.models.dlrm import DenseArch, InteractionDCNArch, OverArch
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.ranks import Ranks
@@ -30,6 +32,8 @@ _SCHEDULES = {
     "sparse-dist": TrainPipelineSparseDist,
     "fused-sparse-dist": TrainPipelineFusedSparseDist,
 }
+_COMPILER = "inductor"
+"""The backend of torch.compile."""
 
 
 class StockPipeline(TorchRecPipeline):
@@ -47,6 +51,15 @@ class StockPipeline(TorchRecPipeline):
         # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
         super().__init__(config, options, ranks, sharder, left_out={ShardingType.DATA_PARALLEL} if fused else ())
+        if options.compile_dense:
+            self._compile_dense()
+
+    def _compile_dense(self) -> None:
+        # TorchRec's schedules trace the model by torch.fx, to find what feeds its sharded modules: the plain forward.
+        torch._dynamo.config.error_on_nested_fx_trace = False
+        for module in self._model.modules():
+            if isinstance(module, DenseArch | InteractionDCNArch | OverArch):
+                module.compile(backend=_COMPILER, dynamic=False)
 
     def close(self) -> None:
         """Nothing to free."""
