@@ -42,10 +42,12 @@ from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
 from dlrm_bench.dlrm.embedding.row_parts import PickedIds, RowParts
+from dlrm_bench.dlrm.embedding.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.non_finite import clear_if_stopped
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.kernels.sort_ids import sort_rows
 from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
 
@@ -59,6 +61,8 @@ class DistributedIds:
     """int32, flat: rows of all tables, counted one table after another, in ascending order; -1 for padding."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
+    sorted_peers: PeerTensors | None = None
+    """Where other ranks write shares of `sorted_ids` and `sorted_bags`, which are then views of it: see SharedSort."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
     picked: PickedIds | None = None
@@ -99,7 +103,7 @@ class StaticEBC:
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
-        presort: sort ids in the input dist and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's
+        presort: sort ids after the input dist and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's
         fused backward sorts and updates. Replicated tables are for Adagrad too. Several parts need presort, because
         FBGEMM's backward updates once for each. peers: where ids, pooled vectors and their gradients go through peer
         memory, which needs presort too. memory: where they go through peer memory inside nodes, and by collectives
@@ -146,6 +150,9 @@ class StaticEBC:
         self._exchange: PooledExchange = (
             PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort, memory=memory)
         )
+        self._shared_sort: SharedSort | None = None
+        if peers is not None and sorts_are_shared(plan, shape):
+            self._shared_sort = SharedSort(model, plan, self._tbe, ranks, shape, peers.memory)
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
         if plan.replicated:
@@ -154,7 +161,8 @@ class StaticEBC:
     # Stage 1
 
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
-        """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`. Collective.
+        """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
+        Collective.
 
         ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it. out: of `empty_ids`; in
         peer memory the other ranks write to it, too, see PeerIdsExchange.
@@ -163,15 +171,17 @@ class StaticEBC:
         self._tbe.shift(out.ids)
         if self._row_parts is not None and out.picked is not None:
             self._row_parts.pick(out.ids, out.picked)
-        self.sort(out)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
 
     def sort(self, ids: DistributedIds) -> None:
-        """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`."""
+        """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`, for the update; where ranks share it,
+        after a barrier of theirs."""
         if ids.sorted_ids is None or ids.sorted_bags is None:
             return
-        if ids.picked is not None:
+        if self._shared_sort is not None and ids.sorted_peers is not None:
+            self._shared_sort.sort(ids.ids, ids.sorted_peers)
+        elif ids.picked is not None:
             sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted_ids, ids.sorted_bags)
         else:
             self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
@@ -191,8 +201,11 @@ class StaticEBC:
             self._make_sorted(ids)
         return ids
 
-    @staticmethod
-    def _make_sorted(ids: DistributedIds) -> None:
+    def _make_sorted(self, ids: DistributedIds) -> None:
+        if self._shared_sort is not None:
+            ids.sorted_peers = self._shared_sort.empty()
+            ids.sorted_ids, ids.sorted_bags = self._shared_sort.views(ids.sorted_peers)
+            return
         size = ids.received.own if ids.picked is None else ids.picked.rows
         ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
 

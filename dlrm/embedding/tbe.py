@@ -1,5 +1,6 @@
 """One table-batched embedding (TBE) of tables of one width, FBGEMM's or our kernels', seen as a single matrix."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,14 +97,8 @@ class FixedTBE:
             start += samples * size
         self._offsets = torch.cat(ends).to(device=device, dtype=torch.int32)
         self._part_ids, self.num_ids = start, parts * start
-        # The bag and the first row of the table of each id, in the order of `ids`, for the sort.
-        sizes = torch.tensor(hot).repeat_interleave(samples)
-        bag = (torch.arange(samples) * len(rows) + torch.arange(len(rows))[:, None]).view(-1).repeat_interleave(sizes)
-        part = torch.arange(parts)[:, None] * samples * len(rows)
-        bags = (part + bag).view(-1).to(device=device, dtype=torch.int32)
-        first_row = torch.tensor(starts).repeat_interleave(samples).repeat_interleave(sizes)
-        first_rows = first_row.repeat(parts).to(device=device, dtype=torch.int32)
-        self._order = SortTable(first_rows, bags, sum(rows), padding) if sorted_updates else None
+        self._shape, self._rows, self._device = shape, sum(rows), device
+        self._order: SortTable | None = None
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the rate of FBGEMM's backward, from the next one on; a captured one keeps what it was captured with."""
@@ -136,10 +131,24 @@ class FixedTBE:
         """Returns a part's ids, [table][samples, hot], of all parts' ids."""
         return ids[part * self._part_ids :][: self._part_ids]
 
+    def sort_table(self, tables: Sequence[int]) -> SortTable:
+        """Returns what `sort_ids` takes to sort these tables' ids, [part][table][samples, hot], flat."""
+        samples, parts, hot = self._shape.samples, self._shape.parts, torch.tensor(self._shape.hot)
+        of_table = torch.tensor(tables, dtype=torch.int64)
+        sizes = hot[of_table].repeat_interleave(samples)
+        bag = (torch.arange(samples) * self.num_tables + of_table[:, None]).view(-1).repeat_interleave(sizes)
+        part = torch.arange(parts)[:, None] * samples * self.num_tables
+        first_row = torch.tensor(self.row_offsets)[of_table].repeat_interleave(samples).repeat_interleave(sizes)
+        bags, first_rows = (
+            each.to(device=self._device, dtype=torch.int32) for each in ((part + bag).view(-1), first_row.repeat(parts))
+        )
+        return SortTable(first_rows, bags, self._rows, self._padding)
+
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Writes to sorted_ids, int32 [num_ids], rows of `weights` in ascending order, after -1 for every id of
         padding; to sorted_bags the bag of each."""
-        assert self._order is not None
+        if self._order is None:  # not sooner: its memory is as much again as the ids'
+            self._order = self.sort_table(range(self.num_tables))
         sort_ids(ids, self._order, sorted_ids, sorted_bags)
 
 

@@ -1,6 +1,6 @@
 """One iteration on the static EBC: five stages of fixed shapes on several streams.
 
-1 input dist               of the next batch, beside stages 2 to 5
+1 input dist               of the next batch, beside stages 2 to 5; the sort of its ids beside the table update
 2 embedding forward        the bottom MLP beside it, and the all-gather of the last dense update where there is one
 3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part; in peer
                            memory those of the cross layers too
@@ -85,8 +85,8 @@ class Iteration:
         """Trains on the batch of `now`, and brings the next one to `ahead`."""
         self._updates.clear()
         with self._streams.iteration():
-            with self._streams.beside("input_dist", priority=Priority.FILL):
-                self.input_dist(ahead)
+            with self._streams.beside("input_dist", priority=Priority.FILL) as incoming:
+                self._exchange_ids(ahead)
             with record_function("embedding_forward"):
                 forward = self._embedding_forward(now)
             with record_function("dense_forward_backward"), torch.no_grad():
@@ -98,6 +98,9 @@ class Iteration:
                     self._ebc.update_replicated(now.ids, self._interaction_gradient(), self._guard.stopped)
             with record_function("embedding_backward"):
                 self._embedding_backward(now, forward, guarded, [*gradients, *bottom], bottom_update)
+            # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, and its blocks are small.
+            with self._streams.beside("sort", incoming, forward.parts[-1], priority=Priority.FILL):
+                self._sort_ids(ahead)
             if self._memory is not None:  # over nodes each update has a barrier of its own
                 with self._streams.beside("weights", *self._updates):
                     self._memory.barrier("weights")
@@ -218,10 +221,18 @@ class Iteration:
         self._dense.bottom_forward(slot.batch.dense)
 
     def input_dist(self, slot: Slot) -> None:
-        """Fetches the next batch into `slot` and distributes its ids."""
+        """Fetches the next batch into `slot`, distributes its ids and sorts them."""
+        self._exchange_ids(slot)
+        self._sort_ids(slot)
+
+    def _exchange_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):
             self._fetcher.fetch(slot.batch)
             self._ebc.input_dist(slot.batch.ids, slot.ids)
+
+    def _sort_ids(self, slot: Slot) -> None:
+        with record_function("input_dist"):
+            self._ebc.sort(slot.ids)
 
     def evaluate(self, slot: Slot) -> Tensor:
         """Returns the logits of `slot`'s batch, by weights that were gathered before."""

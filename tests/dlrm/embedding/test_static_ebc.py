@@ -82,6 +82,17 @@ def in_row_parts(plan: Plan, seed: int) -> Plan:
     return split
 
 
+def shared_plan(world_size: int) -> Plan:
+    """The first two ranks hold halves of the same tables, any others the rest: the two share their sort."""
+    alone = [table for table in range(MODEL.num_features) if table % 3 == 1] if world_size > 2 else []
+    halves = [table for table in range(MODEL.num_features) if table not in alone]
+    shards = [Shard(rank, table, rank * DIM // 2, DIM // 2) for rank in range(2) for table in halves]
+    shards += [Shard(2 + i % (world_size - 2), table, 0, DIM) for i, table in enumerate(alone)]
+    plan = Plan(world_size=world_size, shards=tuple(sorted(shards)))
+    plan.check(MODEL)
+    return plan
+
+
 def cases_of(world_size: int, gpu: bool) -> list[Case]:
     plans = [random_plan(seed, world_size) for seed in range(6 if world_size < 3 else 3)]
     assert any(plan.replicated for plan in plans)
@@ -92,6 +103,8 @@ def cases_of(world_size: int, gpu: bool) -> list[Case]:
     cases += [
         Case(plan, 6, torch.float32, presort=True, parts=parts) for plan, parts in zip(plans, (2, 3), strict=False)
     ]
+    if 1 < world_size < 5:
+        cases += [Case(shared_plan(world_size), 6, torch.float32, presort=True, parts=parts) for parts in (1, 2)]
     cases += [replace(case, peers=True) for case in cases if case.presort]
     split = [in_row_parts(plan, seed) for seed, plan in enumerate(plans)]
     if world_size == 1:  # the first table of a rank stays whole
@@ -188,6 +201,9 @@ class World:
         """Into `out` where given, which all ranks are through with."""
         out = out or self.ebc.empty_ids()
         self.ebc.input_dist(self.batches[batch][self.rank], out)
+        self.ebc.sort(out)
+        if self.peers:  # what ranks sort for one another is read after the next barrier
+            self.peers.memory.barrier("sorted")
         return out
 
     def lookup(self, ids: DistributedIds) -> list[Tensor | None]:
@@ -232,6 +248,11 @@ def check_input_dist(ranks: Ranks, world: World) -> None:
         if case.presort:
             assert torch.equal(out.sorted_ids, fresh.sorted_ids)
             assert torch.equal(out.sorted_bags, fresh.sorted_bags)
+            if all(shard.row_parts == 1 for shard in world.ebc.shards):  # whoever sorted them
+                alone = torch.empty_like(out.sorted_ids), torch.empty_like(out.sorted_bags)
+                world.ebc._tbe.sort(out.ids, *alone)
+                assert torch.equal(out.sorted_ids, alone[0])
+                assert torch.equal(out.sorted_bags, alone[1])
             offsets = [0, *torch.tensor([s.rows(MODEL) for s in world.ebc.shards]).cumsum(0).tolist()]
             linear = []
             for s, first in zip(world.ebc.shards, offsets, strict=False):

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.static import batch_schedule
+from dlrm_bench.pipeline.static import pipeline as static
 from tests.pipeline.static.test_pipeline import batches_of, small
 from tests.pipelines import static_pipeline
 from tests.races import Barrier, Event, Recorder, races
@@ -18,14 +20,25 @@ STEPS = 2
 CONFIG = small("sharded", 2 * STEPS, presort_ids=True, peer_memory=True)
 
 
+def halves(*_: Any, **__: Any) -> Plan:
+    """A plan whose ranks hold half of the columns of all tables each, and share the sort of their ids."""
+    columns, tables = CONFIG.model.embedding_dim // 2, range(CONFIG.model.num_features)
+    return Plan(
+        world_size=2, shards=tuple(Shard(rank, t, rank * columns, columns) for rank in range(2) for t in tables)
+    )
+
+
 def record(ranks: Ranks) -> dict[int, list[Event]]:
-    """What this rank launches in a training with an evaluation: of small batches, and of such as go in two halves."""
+    """What this rank launches in a training with an evaluation: of small batches, and of such as go in two halves, from
+    tables whose ids the ranks sort together."""
     events = {}
     for parts in (1, 2):
         with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
             if parts == 2:
                 patch.setattr(batch_schedule, "_FILLING_BATCH", 1)
+                patch.setattr(static, "plan_for", halves)
             pipeline = static_pipeline(CONFIG, ranks)
+            assert (pipeline.ebc._shared_sort is not None) == (parts == 2)
             batches = iter(batches_of(CONFIG, ranks.rank, ranks.world_size))
             training = islice(batches, 2 * STEPS)
             for _ in range(STEPS):
