@@ -1,6 +1,7 @@
 """dlrm-bench ladder: plans a ladder or resumes one, runs it, and prints what it shows."""
 
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ def ladder_command(
     max_minutes: float | None,
     host: bool,
     nproc: int | None,
+    launch: str | None,
     seed: int,
     results_dir: Path,
     resume: Path | None,
@@ -48,6 +50,7 @@ def ladder_command(
         most, size = _rounds(rounds, detect, max_rounds, given)
         if max_minutes is not None and max_minutes <= 0:
             raise ValueError(f"--max-minutes is {max_minutes:g}: it must be positive")
+        command = _launch(launch, given)
         ladder_rungs, processes = built_in_ladder(rungs), processes_of_run(nproc)
         folder = create_run_folder(results_dir, new_id(processes, forwarded, "ladder"))
         plan = make_plan(
@@ -60,6 +63,7 @@ def ladder_command(
             host=host,
             detect=size,
             minutes=max_minutes,
+            launch=command,
         )
     _run(plan, folder)
     _print(console, plan, folder)
@@ -83,6 +87,19 @@ def _rounds(
     if max_rounds < 2:
         raise ValueError(f"--max-rounds is {max_rounds}: how much runs differ takes at least two to know")
     return max_rounds, size
+
+
+def _launch(launch: str | None, given: Sequence[str]) -> list[str]:
+    """Words of --launch; ValueError where there is no such command, or a flag that says how ranks start here."""
+    if launch is None:
+        return []
+    for name in ("nproc", "host"):
+        if name in given:
+            raise ValueError(f"--{name} is for ranks on this machine, and --launch starts them: leave it out")
+    words = shlex.split(launch)
+    if not words or shutil.which(words[0]) is None:
+        raise ValueError(f"--launch {launch!r}: there is no such command")
+    return words
 
 
 def _run(plan: Plan, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""Starts the launchers: as ranks forked from a server that has imported everything once, or under torchrun.
+"""Starts the launchers: as ranks forked from a server that has imported everything once, under torchrun, or by a
+command of the user's.
 
 What a run costs besides itself is imports: torchrun's own, then torch, torchrec and fbgemm on every rank. The fork
 server (multiprocessing's) has run nothing and holds no CUDA context: a fork of it is a fresh process, and no run
@@ -115,6 +116,24 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
     FailedError with what a rank said if it fails. A signal to this process ends torchrun with its ranks, and then this
     process; one that it was started to ignore, as by nohup, does nothing.
     """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    status = _status_of([*torchrun, str(launcher), *flags], output)
+    if status:
+        raise FailedError(_failed(launcher, flags, f"torchrun ended with status {status}", output))
+
+
+def run_by(command: Sequence[str], flags: Sequence[str], output: Path) -> None:
+    """Does one run of launch/dlrm.py by a command that starts it with these flags, on whatever hosts, and ends with it.
+
+    FailedError with what a rank said if it fails. Signals: see `torchrun`.
+    """
+    status = _status_of([*command, *flags], output)
+    if status:
+        raise FailedError(_failed(LAUNCHER, flags, f"{shlex.join(command)} ended with status {status}", output))
+
+
+def _status_of(command: Sequence[str], output: Path) -> int:
+    """Runs a command to its end, its output in a file; returns its status."""
     process: subprocess.Popen[bytes] | None = None
     stopped: int | None = None
 
@@ -125,13 +144,11 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
             if process is not None:
                 process.send_signal(number)
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ  # what torchrun chooses too, with a warning
     with output.open("w", encoding="utf-8") as file, _signal_handlers_kept():
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, forward)
-        command = [*torchrun, str(launcher), *flags]
         # In a process group of its own, or Ctrl-C would reach it twice.
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, process_group=0)
         if stopped is not None:  # as it was being started
@@ -139,8 +156,7 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
         status = process.wait()
     if stopped is not None:
         raise _end_by(stopped)
-    if status:
-        raise FailedError(_failed(launcher, flags, f"torchrun ended with status {status}", output))
+    return status
 
 
 def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:

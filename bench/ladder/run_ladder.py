@@ -2,10 +2,10 @@
 
 dlrm-bench ladder --preset launch-bound [--field value ...]
 
-Every run has fresh processes of its own (bench/ladder/launching.py), so no rung inherits another's memory, graphs or
-communicators. Each round runs every rung once on the same batches (equal --seed), in an order drawn from the seed that
-the next round runs backwards, so that a linear drift cancels. A rung is compared with another round by round. With
---host a profiled run of each rung follows the last round.
+Every run has fresh processes of its own (bench/ladder/launching.py), here or where --launch starts them, so no rung
+inherits another's memory, graphs or communicators. Each round runs every rung once on the same batches (equal --seed),
+in an order drawn from the seed that the next round runs backwards, so that a linear drift cancels. A rung is compared
+with another round by round. With --host a profiled run of each rung follows the last round.
 plan.json, ladder.json and the members' records and output stay together in one folder. What plan.json says and what has
 finished suffice to resume an interrupted ladder.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.analysis.ladder import Precision, host_cost, precision_of, rung_results
-from dlrm_bench.bench.ladder.launching import MEASURE, run_forked
+from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.measure.machine import readable
 from dlrm_bench.bench.measure.source import git_state
@@ -54,9 +54,10 @@ def make_plan(
     host: bool = False,
     detect: float | None = None,
     minutes: float | None = None,
+    launch: Sequence[str] = (),
 ) -> Plan:
     """The plan of a ladder on this machine; the fields are those of Plan."""
-    return Plan(
+    plan = Plan(
         schema=PLAN_SCHEMA,
         command=command,
         rungs=[PlannedRung(name=rung.name, flags=list(rung.flags), note=rung.note) for rung in rungs],
@@ -70,6 +71,9 @@ def make_plan(
         node=_node(),
         source={**git_state(ROOT)},
     )
+    if launch:
+        plan["launch"] = list(launch)
+    return plan
 
 
 def plan_to_resume(folder: Path) -> Plan:
@@ -154,8 +158,11 @@ def _run_or_read(plan: Plan, rung: Rung, folder: Path, run_id: str) -> Record:
     """The record of a run: as it is there already, or of a run made now."""
     if not (folder / run_id / RUN_JSON).exists():
         _put_aside(folder / run_id)
-        place = ["--results-dir", str(folder), "--run-id", run_id]
-        run_forked([*plan["flags"], *rung.flags, *place], plan["processes"], folder / f"{run_id}.log")
+        flags, output = [*plan["flags"], *rung.flags], folder / f"{run_id}.log"
+        if "launch" in plan:  # maybe from another directory
+            run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", run_id], output)
+        else:
+            run_forked([*flags, "--results-dir", str(folder), "--run-id", run_id], plan["processes"], output)
     return _timed(read_record(folder / run_id))
 
 

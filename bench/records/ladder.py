@@ -28,6 +28,8 @@ class Plan(TypedDict):
     """Time after which no other round begins; None for no limit."""
     seed: int
     processes: int
+    launch: NotRequired[list[str]]
+    """Command that starts each run, in place of so many processes here."""
     flags: list[str]
     """Flags of launch/dlrm.py for all rungs."""
     host: bool

@@ -4,8 +4,9 @@
 # one node after another.
 set -euo pipefail
 cd "$ROOT"
-# What needs no sharing between nodes is theirs alone.
-export TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor-$SLURM_JOB_ID TRITON_CACHE_DIR=${TMPDIR:-/tmp}/triton-$SLURM_JOB_ID
+# Compiled kernels need no sharing between nodes; the next job on a node takes those of the last.
+caches=${TMPDIR:-/tmp}/dlrm-bench-$(id -u)
+export TORCHINDUCTOR_CACHE_DIR=$caches/inductor TRITON_CACHE_DIR=$caches/triton
 . "$SYSTEM_FILE"
 python=${PYTHON:-python3}
 [ -n "${PYTHON:-}" ] || [ ! -x .venv/bin/python ] || python=.venv/bin/python

@@ -124,6 +124,8 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["ladder", "--resume", str(tmp_path)], "plan.json cannot be read"),
         (["ladder", "--resume", str(tmp_path), "--seed", "1"], "leave out --seed"),
         (["ladder", "--nproc", "0"], "--nproc is 0"),
+        (["ladder", "--launch", "no-such-command"], "--launch 'no-such-command': there is no such command"),
+        (["ladder", "--launch", "true", "--host"], "--host is for ranks on this machine"),
         (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
         (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
         (["host"], "name either a record or --preset"),

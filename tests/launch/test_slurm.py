@@ -135,6 +135,17 @@ def test_a_submission_is_ten_runs_of_their_own_seeds_and_records(recorded, syste
     assert len({re.search(r"PORT=(\d+)", options)[1] for options, _ in made}) == 10
 
 
+def test_what_the_arguments_name_holds(recorded):
+    """So dlrm-bench ladder --launch names records and seeds."""
+    named = ["--results-dir", "/shared/ladder", "--run-id=00-stock", "--seed", "7"]
+    assert recorded.run(["--preset", "smoke", *named], SYSTEM="dgx-h200", SEED="40") == 0, recorded.output
+    ((options, command),) = calls(recorded)
+    assert "RECORD=/shared/ladder/00-stock" in options
+    assert command[-6:] == ["--results-dir", "/shared/ladder", "--run-id", "00-stock", "--seed", "7"]
+    assert recorded.run(named, SYSTEM="dgx-h200", RUNS="2") == 2
+    assert "--run-id names one run" in recorded.output
+
+
 def test_a_container_sees_the_checkout_and_what_is_mounted(recorded):
     environment = {"CONTAINER": "image.sqsh", "MOUNTS": "/data:/data"}
     assert recorded.run([], SYSTEM="dgx-h200", **environment) == 0, recorded.output

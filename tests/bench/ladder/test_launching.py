@@ -13,7 +13,7 @@ import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.ending import LOG_NAME
-from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE, _failed, run_forked, torchrun
+from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE, _failed, run_by, run_forked, torchrun
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.command_line import FailedError
 from tests.launched import PATIENCE_S, end, ranks_naming, wait_until, wait_until_training
@@ -66,6 +66,15 @@ def test_a_profiled_run_starts_so_too(tmp_path: Path) -> None:
     run = read_record(tmp_path / "x").run
     assert run["host"] is not None
     assert run["command"].startswith("torchrun --nproc_per_node=2 launch/measure.py host --preset smoke")
+
+
+def test_a_command_gets_the_flags_and_says_why_it_failed(tmp_path: Path) -> None:
+    output = tmp_path / "x.log"
+    run_by(["echo", "hosts"], ["--preset", "smoke"], output)
+    assert output.read_text() == "hosts --preset smoke\n"
+    failing = ["sh", "-c", "echo rank 3: error: no data; exit 4"]
+    with pytest.raises(FailedError, match=r"(?s)ended with status 4.*rank 3: error: no data"):
+        run_by(failing, ["--preset", "smoke"], output)
 
 
 @pytest.mark.parametrize(

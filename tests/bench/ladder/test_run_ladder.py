@@ -10,7 +10,7 @@ import pytest
 from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table
 from dlrm_bench.bench.ladder import run_ladder as module
 from dlrm_bench.bench.ladder.run_ladder import plan_to_resume, run_ladder
-from dlrm_bench.bench.records.ladder import Ladder, read_ladder
+from dlrm_bench.bench.records.ladder import Ladder, read_ladder, read_plan
 from dlrm_bench.dlrm.command_line import FailedError
 from tests.bench.ladder.made_ladders import SPEED, make, plan, pretend_runs
 from tests.bench.ladder.made_ladders import made as made
@@ -30,6 +30,21 @@ def test_every_round_runs_every_rung_once_and_every_second_one_backwards(made: P
     names = [[name for _, _, name in ids] for ids in rounds]
     assert all(sorted(each) == ["a", "b", "c"] for each in names)
     assert (names[1], names[3]) == (names[0][::-1], names[2][::-1])
+
+
+def test_a_command_starts_the_runs_in_place_of_ranks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = iter(recorded_runs())
+    begun: list[tuple[str, ...]] = []
+
+    def pretend(command: list[str], flags: list[str], output: Path) -> None:
+        begun.append((*command, output.name))
+        assert flags[-4:-1] == ["--results-dir", str(tmp_path), "--run-id"]
+        write(tmp_path / flags[-1], next(runs), minute=len(begun))
+
+    monkeypatch.setattr(module, "run_by", pretend)
+    ended = list(run_ladder(plan(2, launch=["train.sbatch", "here"]), tmp_path))
+    assert begun == [("train.sbatch", "here", f"{run_id}.log") for run_id in ended]
+    assert read_plan(tmp_path).get("launch") == ["train.sbatch", "here"]
 
 
 def test_profiled_runs_follow_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

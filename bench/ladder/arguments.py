@@ -1,0 +1,52 @@
+"""The flags of dlrm-bench ladder, apart from what it imports when it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LadderCommand:
+    """Runs the rungs of a ladder in turn, A B C A B C ..., each run in fresh processes; prints and writes the result.
+
+    Flags from --preset on are those of launch/dlrm.py and hold for all rungs.
+    """
+
+    rungs: str = "stock"
+    """Built-in ladder: stock (fp32, tf32, bf16); five-stage (each rung adds one switch); five-stage-trim-first (the
+    same switches in another order); full (every optimisation); ends (first and last rung of full); reading
+    (the last rung on random batches and on the day files of --data.path); same (one rung
+    twice: A/A); cpu (runs without a GPU)."""
+    rounds: int | Literal["auto"] = 5
+    """Runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
+    detect: str = "2%"
+    """Smallest difference that --rounds auto is to find, with a probability of 80 %."""
+    max_rounds: int = 40
+    """Rounds at most of --rounds auto."""
+    max_minutes: float | None = None
+    """Minutes after which no other round begins."""
+    host: bool = False
+    """After all rounds, profile each rung once: CPU time, launches, syncs, copies, GPU idle fraction."""
+    nproc: int | None = None
+    """Processes of a run; by default one for each GPU, or two without any."""
+    launch: str | None = None
+    """Command that starts each run, with the flags of launch/dlrm.py after it, in place of ranks on this machine:
+    launch/slurm/train.sbatch in a Slurm allocation."""
+    seed: int = 0
+    """Seed of the order within a round."""
+    results_dir: Path = Path("results")
+    """Folder in which the ladder's folder is made."""
+    resume: Path | None = None
+    """Folder of an interrupted ladder, which goes on by its plan; takes no other flag."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Runs the ladder; returns the exit status."""
+        from dlrm_bench.bench.ladder.ladder_command import ladder_command
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [field.name for field in fields(self) if given[field.name] != field.default]
+        return ladder_command(console, forwarded, changed, **given)
