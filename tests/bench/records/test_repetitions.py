@@ -1,6 +1,8 @@
 """What so many runs can show, checked by simulation and against scipy.stats."""
 
+import json
 import math
+from functools import cache
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -114,13 +116,44 @@ def test_drift_left(sides: str, left: float) -> None:
     assert drift_left(["AB".index(side) for side in sides]) == pytest.approx(left)
 
 
-SAME = ROOT / "results" / "15-2xh200-512-a-gpu-same-thing-twice"
+RESULTS = ROOT / "results"
+AGAIN = ("07", "09", "10", "11", "14", "15", "22")
+"""Records with several runs of one configuration on one machine; 15 and 22 are A/A ladders."""
+KINDS = ("torchrec", "five-stage", "static")
 
 
 def same_runs(kind: str) -> np.ndarray:
-    """Logarithms of the medians of runs of the same thing on two GPUs, [2, rounds]."""
-    folders = [sorted(SAME.glob(f"[0-9]*-{kind}-{side}")) for side in "ab"]
+    """Logarithms of the medians of record 15's runs of the same thing on two GPUs, [2, rounds]."""
+    (ladder,) = RESULTS.glob("15-*")
+    name = "stock" if kind == "torchrec" else kind
+    folders = [sorted(ladder.glob(f"[0-9]*-{name}-{side}")) for side in "ab"]
     return np.array([[math.log(np.median(read_record(run).latencies_ms)) for run in side] for side in folders])
+
+
+@cache
+def groups() -> dict[str, list[np.ndarray]]:
+    """Logarithms of the medians of runs of one configuration on one machine, by kind of pipeline, from all of AGAIN."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for number in AGAIN:
+        (folder,) = RESULTS.glob(f"{number}-*")
+        for path in sorted(folder.rglob("run.json")):
+            record = read_record(path.parent)
+            if record.run["host"] is None and record.run["latency_ms"] is not None:
+                config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
+                program = "" if (folder / "ladder.json").exists() else path.parent.parent.name  # before, after
+                key = (config["pipeline"]["name"], number, program, json.dumps(config, sort_keys=True))
+                found.setdefault(key, []).append(math.log(record.run["latency_ms"]["p50"]))
+    return {
+        kind: [np.array(runs) for (of, *_), runs in found.items() if of == kind and len(runs) > 1] for kind in KINDS
+    }
+
+
+def pooled(kind: str) -> tuple[np.ndarray, float]:
+    """What runs differ by from others of their configuration and machine, and its standard deviation."""
+    each = groups()[kind]
+    scaled = [(runs - runs.mean()) * math.sqrt(len(runs) / (len(runs) - 1)) for runs in each]
+    freedom = sum(len(runs) - 1 for runs in each)
+    return np.concatenate(scaled), math.sqrt(sum(((runs - runs.mean()) ** 2).sum() for runs in each) / freedom)
 
 
 def judged_different(a: np.ndarray, b: np.ndarray, paired: bool = False) -> bool:
@@ -129,26 +162,34 @@ def judged_different(a: np.ndarray, b: np.ndarray, paired: bool = False) -> bool
     return compare(*sides, paired=paired).ratios["p50"].verdict != UNPROVEN
 
 
-@pytest.mark.parametrize("kind", ["stock", "five-stage", "static"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_recorded_runs_of_the_same_thing_are_seldom_judged_different(kind: str) -> None:
-    """Of all 126 ways to call five of the ten runs A, and of 200 draws of ten runs a side, about 5 %."""
+    """Of all 126 ways to call five of the ten runs of one ladder A about 5 % are."""
     rounds = same_runs(kind)
     assert not judged_different(rounds[0], rounds[1], paired=True)
-    runs, rng = rounds.ravel(), np.random.default_rng(0)
+    runs = rounds.ravel()
     chosen = [list(five) for five in combinations(range(len(runs)), 5) if 0 in five]
     splits = [judged_different(runs[five], np.delete(runs, five)) for five in chosen]
     assert len(splits) == 126
     assert np.mean(splits) <= 0.06  # seven of 126
-    draws = [judged_different(rng.choice(runs, 10), rng.choice(runs, 10)) for _ in range(200)]
-    assert np.mean(draws) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
 
 
-@pytest.mark.parametrize(("kind", "tries"), [("stock", 20), ("five-stage", 150), ("static", 150)])
+@pytest.mark.parametrize(("kind", "runs", "machines"), [("torchrec", 22, 6), ("five-stage", 44, 4), ("static", 19, 5)])
+def test_so_are_runs_of_several_machines(kind: str, runs: int, machines: int) -> None:
+    """Five and ten a side, drawn from what runs of all records differ by within their machine."""
+    (pool, _), rng = pooled(kind), np.random.default_rng(0)
+    assert len(pool) >= runs
+    assert len(groups()[kind]) >= machines
+    draws = [judged_different(rng.choice(pool, n), rng.choice(pool, n)) for n in (5, 10) for _ in range(150)]
+    assert np.mean(draws) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / len(draws))
+
+
+@pytest.mark.parametrize(("kind", "tries"), [("torchrec", 20), ("five-stage", 20), ("static", 150)])
 def test_2_percent_is_found_with_the_number_of_runs_that_is_printed(kind: str, tries: int) -> None:
-    """With a probability of 80 %, drawing runs from the recorded ones: 2 of static's, 355 of stock's."""
-    runs, rng = same_runs(kind).ravel(), np.random.default_rng(1)
-    needed = runs_needed(float(runs.std(ddof=1)), 0.02, paired=False)
+    """With a probability of 80 %, drawing runs from the recorded ones: 2 of static's, more than 300 of stock's."""
+    (pool, spread), rng = pooled(kind), np.random.default_rng(1)
+    needed = runs_needed(spread, 0.02, paired=False)
     assert needed is not None
     slower = math.log(1.02)
-    found = [judged_different(rng.choice(runs, needed), rng.choice(runs, needed) + slower) for _ in range(tries)]
+    found = [judged_different(rng.choice(pool, needed), rng.choice(pool, needed) + slower) for _ in range(tries)]
     assert np.mean(found) >= 0.8 - 2 * math.sqrt(0.8 * 0.2 / tries)
