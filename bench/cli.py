@@ -125,6 +125,10 @@ class LimitsCommand:
     """File (.png or .svg) for a roofline picture of the first record of --above that is profiled."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
+    rates: Path | None = None
+    """With --above alone: limits record whose measured rates count; by default known ones of the GPU."""
+    batch: int | None = None
+    """With --above alone: local batch size for which to bound an iteration, in place of the records' own."""
     nproc: int | None = None
     """Processes; by default one for each GPU, or two without any."""
     results_dir: Path = Path("results")
@@ -138,9 +142,15 @@ class LimitsCommand:
 
         runs = [read_record(path).run for path in self.above]
         if self.above and self.measured is None and not forwarded:
+            from dlrm_bench.bench.analysis.bound import with_batch
             from dlrm_bench.bench.report.roofline import print_bounds
 
-            return print_bounds(console, runs, self.roofline)
+            limits = None if self.rates is None else read_limits(self.rates)
+            if self.batch is not None:
+                runs = [with_batch(run, self.batch) for run in runs]
+            return print_bounds(console, runs, self.roofline, limits)
+        if self.rates is not None or self.batch is not None:
+            raise ValueError("--rates and --batch are for --above alone: leave them out")
         if (self.measured is None) == (not forwarded):
             raise ValueError(
                 "name --from LIMITS, or --preset and its flags, or --above RECORD: dlrm-bench limits --preset smoke"

@@ -13,8 +13,8 @@ one lookup to the next. The chain holds for batches that are not cut into parts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 from rich import box
 from rich.table import Table
@@ -23,6 +23,7 @@ from rich.text import Text
 from dlrm_bench.bench.analysis.floor import work_of_kernel
 from dlrm_bench.bench.records.efficiency import efficiency_in_words, restored
 from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, MEMORY_RATE, Limits, best_rate
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.work import dense_weights, gemm_shapes, mlp_widths, rows_named
@@ -97,12 +98,19 @@ class Bound(NamedTuple):
         return {name: total / rate * 1e3 for name, total, rate in zip(RESOURCES, totals, per_second, strict=True)}
 
 
-def bound_of(run: RunRecord) -> Bound | None:
-    """The bound of a record's configuration on its GPUs; None where their rates are not known, and without GPUs."""
+def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
+    """The bound of a record's configuration on its GPUs; None where their rates are not known, and without GPUs.
+
+    limits: whose measured rates count; ValueError if they are of another GPU.
+    """
     gpu, config = run["machine"]["gpu"], run["config"]
     rates = _KNOWN.get(gpu or "")
     if rates is None or config["data"].get("variable_lengths"):
         return None
+    if limits is not None:
+        if limits["machine"]["gpu"] != gpu:
+            raise ValueError(f"{run['id']} ran on {gpu}, and {limits['id']} is of {limits['machine']['gpu']}")
+        rates = measured_rates(limits, rates)
     pieces = pieces_of(config, rates)
     empty = Bound(pieces, rates, config["precision"], {}, {}, 0.0)
     chain = [piece for piece in pieces if piece.name in _CHAIN]
@@ -110,6 +118,31 @@ def bound_of(run: RunRecord) -> Bound | None:
         stages={stage: max(empty.needs([p for p in pieces if p.stage == stage]).values()) for stage in STAGES},
         resources=empty.needs(pieces),
         chain=sum(max(empty.needs([piece]).values()) for piece in chain),
+    )
+
+
+def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
+    """The record as it would be of another batch size, without anything measured. ValueError if that is none."""
+    if local_batch_size < 1:
+        raise ValueError(f"--batch {local_batch_size}: at least one sample is needed")
+    sizes = {"local_batch_size": local_batch_size, "global_batch_size": local_batch_size * run["config"]["world_size"]}
+    nothing = {"latency_ms": None, "samples_per_second": None, "stages_ms": None, "kernels": None}
+    changed: Any = {**run, **nothing, "id": f"{run['id']}, {local_batch_size} a rank", "config": run["config"] | sizes}
+    return cast(RunRecord, changed)
+
+
+def measured_rates(limits: Limits, known: Rates) -> Rates:
+    """Rates with what a limits record measured at large sizes: its precision's products, memory, and PCIe.
+
+    Links are not among them: an exchange by NCCL is slower than kernels that write into other GPUs' memory.
+    """
+    precision = str(limits["config"].get("precision"))
+    product = best_rate(limits, LARGE_PRODUCT)
+    return replace(
+        known,
+        flop={**known.flop, precision: product} if product else known.flop,
+        memory=best_rate(limits, MEMORY_RATE) or known.memory,
+        pcie=best_rate(limits, LARGE_COPY) or known.pcie,
     )
 
 
@@ -147,9 +180,12 @@ def pieces_of(config: Mapping[str, Any], rates: Rates) -> list[Piece]:
     ]
 
 
-def bound_table(run: RunRecord) -> Table | None:
-    """Pieces, stages and the whole iteration beside what the record took; None where there is no bound."""
-    bound = bound_of(run)
+def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
+    """Pieces, stages and the whole iteration beside what the record took; None where there is no bound.
+
+    limits: as of bound_of.
+    """
+    bound = bound_of(run, limits)
     if bound is None:
         return None
     title = f"{run['id']}: least time by what is computed, moved and waited for"

@@ -219,6 +219,13 @@ class Examination:
     def _leave_what_there_is(self) -> None:
         """The script ended before its examination did."""
         if not self._over and os.getpid() == _PID:
+            self._over = True
+            if self._marks is not None:
+                self._marks.switch_off()
+            if self._range is not None:
+                self._next_range(last=True)
+            if self._profile is not None:
+                self._profile.stop()  # one that is still on when the process ends crashes it
             self._write(complete=False)
 
     def _write(self, complete: bool) -> None:

@@ -21,7 +21,10 @@ from dlrm_bench.bench.records.limits import (
     BATCH_COPY,
     GRADIENTS,
     IDS,
+    LARGE_COPY,
+    LARGE_PRODUCT,
     LOOKUP,
+    MEMORY_RATE,
     POOLED,
     REDUCE_SCATTER,
     UPDATE,
@@ -53,6 +56,12 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
         flop = 2.0 * shape[0] * shape[1] * shape[2]
         yield timer.time(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
 
+    large = 8192 if device.type == "cuda" else 256
+    flop, product = 2.0 * large**3, _gemm((large, large, large), exchanged, device)
+    yield timer.time(LARGE_PRODUCT, None, flop, "FLOP", product)
+    source = torch.zeros(large << 15, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    yield timer.time(LARGE_COPY, None, source.nbytes, "B", lambda: target.copy_(source, non_blocking=True))
     rates = [timer.time(name, None, 2.0 * _copied_bytes(device), "B", work) for name, work in _memory(device).items()]
     yield from rates
     rate = max(rates, key=lambda one: one["amount"] / one["ms"])
@@ -130,7 +139,10 @@ def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
     """
     source = torch.zeros(_copied_bytes(device) // 4, device=device)
     target = torch.empty_like(source)
-    return {"memory: copy": lambda: target.copy_(source), "memory: add in place": lambda: target.add_(1)}
+    return {
+        f"{MEMORY_RATE}copy": lambda: target.copy_(source),
+        f"{MEMORY_RATE}add in place": lambda: target.add_(1),
+    }
 
 
 def _launches(timer: "_Timer", device: torch.device) -> Iterator[Ceiling]:

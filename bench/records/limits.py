@@ -54,6 +54,11 @@ ALL_GATHER = "all-gather: dense weights"
 LOOKUP = "memory traffic: table lookup"
 UPDATE = "memory traffic: table update"
 ADAGRAD = "memory traffic: dense update"
+# What the hardware does at most, at sizes that no iteration has.
+LARGE_PRODUCT = "large matrix product"
+LARGE_COPY = "large copy, host to device"
+MEMORY_RATE = "memory: "
+"""Begins the names of ways to read and write memory."""
 ALL_TO_ALLS = (IDS, POOLED, GRADIENTS)
 MEMORY = (LOOKUP, UPDATE, ADAGRAD)
 
@@ -68,6 +73,12 @@ def read_limits(path: Path) -> Limits:
     check_form(file, content, Limits, (LIMITS_SCHEMA,))
     limits: Limits = content
     return limits
+
+
+def best_rate(limits: Limits, name: str) -> float | None:
+    """The largest rate of ceilings whose names begin with `name`, in their unit a second; None where there are none."""
+    rates = [c["amount"] / c["ms"] * 1e3 for c in limits["ceilings"] if c["name"].startswith(name)]
+    return max(rates, default=None)
 
 
 def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:

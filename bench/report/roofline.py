@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from dlrm_bench.bench.analysis.bound import Rates, RooflinePoint, bound_table, roofline_points
+from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.report.plots import WIDTH
 
@@ -19,12 +20,17 @@ _FONT = 8
 _DPI = 160
 
 
-def print_bounds(console: Console, runs: Sequence[RunRecord], picture: Path | None) -> int:
-    """Prints each record's bound_table, and draws the picture; returns the exit status. ValueError if there is none."""
+def print_bounds(
+    console: Console, runs: Sequence[RunRecord], picture: Path | None = None, limits: Limits | None = None
+) -> int:
+    """Prints each record's bound_table, and draws the picture; returns the exit status. ValueError if there is none.
+
+    limits: as of bound_of.
+    """
     if picture is not None:
         write_roofline(runs, picture)
     for run in runs:
-        table = bound_table(run)
+        table = bound_table(run, limits)
         if table is None:
             raise ValueError(
                 f"{run['id']}: no bound, which needs a GPU whose rates are known (bench/analysis/bound.py) and bags of "

@@ -1,18 +1,21 @@
 """The least time of an iteration: its parts, and that no committed record is faster."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlrm_bench.bench.analysis.bound import bound_of, bound_table, roofline_points
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, Ceiling, best_rate, read_limits
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from tests.bench.made_records import H200, configured, profile, recorded_runs, write
 
 RUN = recorded_runs()[0]
 RECORDS = Path(__file__).resolve().parents[3] / "results"
+CEILINGS = read_limits(RECORDS / "06-4xh200-512-a-gpu-ceilings-bf16")
 # One of each batch size, number of GPUs, kind of ids and precision, and all profiled runs of the last rung.
 COMMITTED = [
     "01-8xh200-512-a-gpu-stock",
@@ -35,6 +38,9 @@ def test_nothing_is_faster_than_its_bound(name: str) -> None:
     bound = bound_of(run)
     assert bound is not None
     assert 0 < bound.chain <= bound.iteration
+    bound = bound_of(run, CEILINGS)  # whose memory was measured to be slower than the fastest
+    assert bound is not None
+    assert bound.rates.memory == best_rate(CEILINGS, "memory: ") < 4.3e12
     if run["host"] is None:
         assert run["latency_ms"] is not None
         assert run["latency_ms"]["p50"] > bound.iteration
@@ -70,6 +76,33 @@ def test_rows_count_once_and_optimizers_move_their_state(tmp_path: Path) -> None
     expanded, uniform = update("a", **large), update("b", **large, data=DataConfig(random_ids="uniform"))
     assert 1.5 < uniform / expanded < 3
     assert update("c", **large, optimizer=OptimizerConfig(embedding="sgd")) < expanded
+
+
+def test_measured_rates_are_those_of_large_work(tmp_path: Path) -> None:
+    """Of the record's own precision and GPU."""
+    run = read_record(write(tmp_path / "a", RUN, config=configured(precision="bf16"))).run
+    ceilings = [
+        Ceiling(name=LARGE_PRODUCT, stage=None, ms=2.0, amount=1e12, unit="FLOP"),
+        Ceiling(name="GEMM: top 0 forward", stage=None, ms=0.001, amount=1e12, unit="FLOP"),
+        Ceiling(name=LARGE_COPY, stage=None, ms=5.0, amount=1e9 / 4, unit="B"),
+    ]
+    limits: Any = {"id": "l", "ceilings": ceilings, "machine": {"gpu": "NVIDIA H200"}, "config": {"precision": "bf16"}}
+    bound = bound_of(run, limits)
+    assert bound is not None
+    assert (bound.rates.flop["bf16"], bound.rates.pcie, bound.rates.memory) == (5e14, 5e10, 4.3e12)
+    assert bound.rates.flop["tf32"] == 494.7e12
+    with pytest.raises(ValueError, match="and l is of NVIDIA B200"):
+        bound_of(run, {**limits, "machine": {"gpu": "NVIDIA B200"}})
+
+
+def test_another_batch_size_has_a_bound_and_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = str(write(tmp_path / "a", RUN, config=configured(precision="bf16")))
+    assert main(["limits", "--above", record, "--batch", "8192"]) == 0
+    said = capsys.readouterr().out
+    assert "8192 a rank" in said
+    assert "samples/s" not in said
+    assert main(["limits", "--above", record, "--batch", "0"]) == 2
+    assert main(["limits", "--batch", "512", "--preset", "smoke"]) == 2
 
 
 def test_what_has_no_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
