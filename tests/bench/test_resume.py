@@ -132,7 +132,7 @@ class KilledInASave:
 
             def count() -> None:
                 on_piece()
-                if next(pieces) == 10:
+                if next(pieces) == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             write_state(folder, blocks, rank, group, count if (rank, self.saves) == (self.rank, 2) else on_piece)
@@ -143,7 +143,7 @@ class KilledInASave:
 @pytest.mark.multi_gpu
 def test_a_run_on_gpus_goes_on_after_a_kill_in_a_save(tmp_path):
     flags = ["--preset", "launch-bound", "--model.table-scale", "0.01", "--precision", "bf16", "--pipeline", "static"]
-    flags += ["--cuda-graph", "iteration", "--overlap", "--presort-ids", "--peer-memory", "--stall-timeout", "20"]
+    flags += ["--cuda-graph", "iteration", "--overlap", "--presort-ids", "--peer-memory", "--stall-timeout", "5"]
     flags += ["--results-dir", str(tmp_path), "--iterations", "90", "--warmup-iterations", "10"]
     saved = tmp_path / "saved"
     saves = ["--checkpoint.path", str(saved), "--checkpoint.every", "30"]
