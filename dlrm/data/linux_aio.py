@@ -1,11 +1,12 @@
 """Many reads of files in one system call, by Linux's asynchronous I/O (man 2 io_submit).
 
-Reads through the page cache are done within io_submit itself: one call copies all ranges to where they are wanted, and
-holds Python's interpreter lock at no time. A call a range would give the lock up and win it back as often, against the
+What the page cache has is read within io_submit itself: one call copies all ranges to where they are wanted, and holds
+Python's interpreter lock at no time. A call a range would give the lock up and win it back as often, against the
 thread that launches the training. io_uring could do the same, but containers usually forbid it.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import threading
@@ -37,6 +38,7 @@ _IOCB = np.dtype(
 )
 _EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 _PREAD = 0  # IOCB_CMD_PREAD
+_NOWAIT = 8  # RWF_NOWAIT: only what the page cache has
 
 _unlocked = ctypes.CDLL(None, use_errno=True).syscall
 _locked = ctypes.PyDLL(None).syscall
@@ -61,9 +63,9 @@ def read_ranges(
 ) -> NDArray[np.int64]:
     """Reads sizes[i] bytes of the file with descriptor files[i], from byte offsets[i] on, to memory at addresses[i].
 
-    Returns how many bytes of each range came: fewer than asked where the file ends or a signal came in between, none or
-    a negative number where it cannot be read, or where the system has no asynchronous I/O. What is missing is for the
-    caller to read by other means, which also tell why. Any number of threads may call; each has its own context.
+    Returns how many bytes of each range came: fewer than asked where the file ends, or the page cache does not have the
+    rest; none or a negative number where it cannot be read, or the system has no asynchronous I/O. What is missing is
+    for the caller to read by other means, which also tell why. Any number of threads may call.
     """
     try:
         reader: _Reader | None = _local.reader
@@ -94,7 +96,7 @@ class _Reader:
         _, destroy, self._get_events, self._submit = map(ctypes.c_long, calls)
         weakref.finalize(self, _locked, destroy, context)
         self._requests = np.zeros(self.CAPACITY, dtype=_IOCB)
-        self._requests["opcode"] = _PREAD
+        self._requests["opcode"], self._requests["rw_flags"] = _PREAD, _NOWAIT
         self._requests["data"] = np.arange(self.CAPACITY)
         self._pointers = self._requests.ctypes.data + _IOCB.itemsize * np.arange(self.CAPACITY, dtype=np.uint64)
         self._pointers_at = ctypes.c_void_p(self._pointers.ctypes.data)
@@ -123,6 +125,9 @@ class _Reader:
     def _run(self, count: int) -> int:
         """Submits the first requests; returns how many ended. Their results are in the first events."""
         submitted = _unlocked(self._submit, self._context, ctypes.c_long(count), self._pointers_at)
+        if submitted < 0 and ctypes.get_errno() == errno.EOPNOTSUPP:  # a file system that only waits, such as NFS
+            self._requests["rw_flags"] = 0
+            submitted = _unlocked(self._submit, self._context, ctypes.c_long(count), self._pointers_at)
         ended = 0
         call = _locked
         while ended < submitted:

@@ -90,9 +90,11 @@ class RowFiles:
         offsets = self._starts + self._row_bytes * first
         done = read_ranges(self._files, offsets, memory.ctypes.data + positions, sizes)
         if (done != sizes).any():
-            for i, array in enumerate(self._arrays):
-                if done[i] != sizes[i]:
-                    array.read(first, memory[positions[i] : positions[i] + sizes[i]])
+            missing = [i for i in range(len(self._arrays)) if done[i] != sizes[i]]
+            for i in missing:  # all of them at once, not each after the one before
+                os.posix_fadvise(int(self._files[i]), int(offsets[i]), int(sizes[i]), os.POSIX_FADV_WILLNEED)
+            for i in missing:
+                self._arrays[i].read(first, memory[positions[i] : positions[i] + sizes[i]])
 
 
 def open_array(

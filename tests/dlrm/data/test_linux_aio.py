@@ -84,3 +84,11 @@ def test_a_system_without_it_reads_nothing(files: list[int], monkeypatch: pytest
     monkeypatch.setattr(linux_aio, "_CALLS", {})
     with ThreadPoolExecutor(1) as new_thread:
         assert new_thread.submit(read, files, [(0, 0, 10)]).result() == ([0], [b""])
+
+
+def test_a_file_system_that_only_waits(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the flag that asks for what is there, as Linux does with one that it does not know."""
+    monkeypatch.setattr(linux_aio, "_NOWAIT", 1 << 30)
+    ranges = [(0, 5, 20), (2, 0, 5000)]
+    with ThreadPoolExecutor(1) as new_thread:
+        assert new_thread.submit(read, files, ranges).result() == plain(files, ranges)
