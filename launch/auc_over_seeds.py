@@ -4,7 +4,7 @@ torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke -
 
 All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
 the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
-runs of one seed and its 95 % interval by Student's t. On the CPU both sides are fp32, and no graph is captured.
+runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU both sides are fp32, and no graph is captured.
 """
 
 import json
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.records.statistics import student_t
 from dlrm_bench.bench.run import run
 from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.data.manifest import read_manifest
@@ -27,8 +28,6 @@ from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
 MODULE = "dlrm_bench.launch.auc_over_seeds"
 SEEDS = 5
-STUDENT_T = 2.776
-"""The 97.5 % quantile of Student's distribution with SEEDS - 1 degrees of freedom."""
 
 
 class _Joined(Ranks):
@@ -68,10 +67,11 @@ def _main() -> int:
             aucs[side].append(_auc(replace(its, seed=seed, run_id=f"{side}-{seed}"), ranks))
             if ranks.rank == 0:
                 print(f"{side} {seed}: {aucs[side][-1]:.6f}", flush=True)
+        if ranks.rank == 0 and seed > 0:  # each time: a run that is ended leaves what it has shown
+            summary = _summary(aucs) | {"data": manifest.parameters, "best_auc": manifest.best_auc}
+            (config.results_dir / "auc_over_seeds.json").write_text(json.dumps(summary, indent=1) + "\n")
     if ranks.rank == 0:
-        summary = json.dumps(_summary(aucs) | {"data": manifest.parameters, "best_auc": manifest.best_auc}, indent=1)
-        (config.results_dir / "auc_over_seeds.json").write_text(summary + "\n")
-        print(summary)
+        print(json.dumps(summary, indent=1))
     ranks.destroy_process_group()
     return 0
 
@@ -87,7 +87,8 @@ def _auc(config: RunConfig, ranks: Ranks) -> float:
 
 def _summary(aucs: dict[str, list[float]]) -> dict[str, Any]:
     differences = [static - stock for stock, static in zip(aucs["stock"], aucs["static"], strict=True)]
-    mean, half = statistics.mean(differences), STUDENT_T * statistics.stdev(differences) / SEEDS**0.5
+    pairs, mean = len(differences), statistics.mean(differences)
+    half = student_t(0.975, pairs - 1) * statistics.stdev(differences) / pairs**0.5
     return {"auc": aucs, "static_minus_stock": {"mean": mean, "ci95": [mean - half, mean + half]}}
 
 

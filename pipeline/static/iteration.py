@@ -234,19 +234,21 @@ class Iteration:
         with record_function("input_dist"):
             self._ebc.sort(slot.ids)
 
-    def evaluate(self, slot: Slot) -> Tensor:
-        """Returns the logits of `slot`'s batch, by weights that were gathered before."""
-        with record_function("input_dist"):
-            self._ebc.input_dist(slot.batch.ids, slot.ids)
-        self._local_forward(slot)
+    def evaluate(self, now: Slot, ahead: Slot) -> Tensor:
+        """Returns the logits of `now`'s batch, by weights that were gathered before, and brings the next batch to
+        `ahead`."""
         logits = []
-        for part, rows in enumerate(self._dense.shape.rows):
-            self._ebc.output_dist(self._ebc.lookup(slot.ids, part), self._interaction_input(rows), part)
-            for layer in range(self._config.model.cross_layers):
-                self._dense.cross_forward(layer, part)
-            logits.append(self._dense.top_forward(part))
-        if self._memory is not None:  # the next lookups overwrite what this one reads
-            self._memory.barrier("evaluated")
+        with self._streams.iteration():
+            with self._streams.beside("input_dist", priority=Priority.FILL):
+                self.input_dist(ahead)
+            self._local_forward(now)
+            for part, rows in enumerate(self._dense.shape.rows):
+                self._ebc.output_dist(self._ebc.lookup(now.ids, part), self._interaction_input(rows), part)
+                for layer in range(self._config.model.cross_layers):
+                    self._dense.cross_forward(layer, part)
+                logits.append(self._dense.top_forward(part))
+            if self._memory is not None:  # the next lookups overwrite what this one reads
+                self._memory.barrier("evaluated")
         return torch.cat(logits)
 
     def _interaction_input(self, rows: slice = _ALL) -> Tensor:

@@ -107,7 +107,7 @@ class StaticPipeline:
         iterations = [partial(self._iteration.train, self._slots[i], self._slots[1 - i]) for i in range(2)]
         self._graphs = make_graphs("iteration", iterations) if make_graphs else None
         slots = [self._new_slot(sorts=False) for _ in range(2)]
-        self._eval = Evaluation(slots, self._iteration.evaluate, ranks, make_graphs)
+        self._eval = Evaluation(slots, self._iteration, self._fetcher, self._streams, make_graphs)
         self._step = self._named = self._overflows = 0
         self._launched = 0
         """Iterations of the warm-up, too."""
