@@ -4,7 +4,8 @@ torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke -
 
 All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
 the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
-runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU both sides are fp32, and no graph is captured.
+runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU both sides are fp32, and no
+graph is captured.
 """
 
 import json
