@@ -1,16 +1,20 @@
 """The step as a graph is the optimizer's step, whatever happens to the optimizer on the way."""
 
 import copy
+import gc
 import re
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
@@ -140,6 +144,46 @@ def test_state_that_is_loaded_in_place_is_that_of_the_next_step(kind, rtol, argu
     for (combined, _), of in zip(twins.optimizers, saved, strict=True):
         combined.load_state_dict(of)  # TorchRec's, which copies into what is there
     assert twins.run(10) == (0, 10)
+
+
+class Given(TorchDispatchMode):
+    """Notes the tensors that work is given, without keeping them, as a graph of it does."""
+
+    def __init__(self, work: Callable[[], None], *_: Any) -> None:
+        super().__init__()
+        self.given: list[weakref.ref[Tensor]] = []
+        self._made: list[Tensor] = []
+        with self:
+            work()
+        self._made.clear()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.given += [weakref.ref(leaf) for leaf in leaves if not any(leaf is made for made in self._made)]
+        self._made += [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
+
+    def replay(self) -> None:
+        """The capture has run it."""
+
+    def reset(self) -> None:
+        """There is nothing to free."""
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("kind", [Adam, AdamW, SGD, Adagrad])
+def test_what_a_graph_reads_is_not_freed(kind, monkeypatch):
+    captured: list[Given] = []
+    monkeypatch.setattr(
+        dlrm_bench.pipeline.five_stage.step_graph, "record", lambda work: captured.append(Given(work)) or captured[-1]
+    )
+    twins = Twins(kind, rtol=1e-5)
+    twins.run(WARM_UP + 1)
+    gc.collect()
+    (graph,) = captured
+    assert len(graph.given) > 3
+    assert all(tensor() is not None for tensor in graph.given)
 
 
 @pytest.mark.usefixtures("graphed")
