@@ -1,6 +1,6 @@
 """Embedding backward and exact element-wise Adagrad in one pass, over ids that were sorted ahead of time.
 
-The ids of a batch are known long before its gradients, so `sort_ids` runs with the input dist, off the critical path.
+The ids of a batch are known long before its gradients, so `sort_ids` runs a batch ahead, off the critical path.
 `sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float
 atomics: equal inputs give equal bits.
 

@@ -104,7 +104,7 @@ _FULL = (
     Rung(
         "presort-bf16",
         (*_OVERLAP, "--presort-ids", *_BF16),
-        "The sort of ids from the embedding backward: it runs a batch ahead, in the input dist.",
+        "The sort of ids from the critical path: it runs a batch ahead, beside the table update.",
     ),
     Rung(
         "peer-memory-bf16",

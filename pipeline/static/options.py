@@ -18,8 +18,8 @@ class StaticOptions:
     overlap: bool = False
     """Run input dist, bottom MLP, weight gradients, all-reduce and dense update on side streams."""
     presort_ids: bool = False
-    """Sort ids in the input dist, one batch ahead, instead of in the embedding backward, and update tables from sorted
-    ids with a kernel of ours."""
+    """Sort ids one batch ahead, beside the table update, instead of in the embedding backward, and update tables from
+    sorted ids with a kernel of ours."""
     peer_memory: bool = False
     """Let kernels write ids, pooled vectors, their gradients and updated dense weights directly into the memory of the
     other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: what a node's GPUs
