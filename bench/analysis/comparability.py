@@ -53,6 +53,8 @@ SHOULD_BE_EQUAL = {
 """What a reader takes to be the same on both sides, and where a record says it."""
 _VARIABLE = "environment variable "
 _KNOWN = "environment"
+_SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
+"""Set by dlrm/peer_memory.py and by torch itself, as the compared options ask for it."""
 BOOT = "boot of the machine"
 """Tells machines of one description apart where no GPU does."""
 MUST_BE_KNOWN = {
@@ -89,7 +91,7 @@ def absent(settings: Mapping[str, list[Any]], name: str) -> list[Any]:
 def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
     """Values of each environment variable that some record names, and whether all records know theirs."""
     known = [record.run["provenance"]["environment"] for record in records if "provenance" in record.run]
-    names = sorted({name for variables in known for name in variables})
+    names = sorted({name for variables in known for name in variables} - _SET_WHILE_RUNNING)
     values = {f"{_VARIABLE}{name}": different(v.get(name, "not set") for v in known) for name in names}
     return {_KNOWN: ["known"] if len(known) == len(records) else [], **values}
 

@@ -135,7 +135,8 @@ def test_machines_of_one_description_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_variables_are_compared_one_by_one(tmp_path: Path) -> None:
-    set_too = {**PROVENANCE, "environment": {"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring"}}
+    variables = {"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring", "TORCHINDUCTOR_CACHE_DIR": "set by torch"}
+    set_too = {**PROVENANCE, "environment": variables}
     (said,) = compared(tmp_path, {}, {"provenance": set_too}).differences
     assert said.startswith("environment variable NCCL_ALGO differs: not set in")
     assert compared(tmp_path / "old", {"provenance": None}, {"provenance": set_too}).differences == []
