@@ -62,7 +62,9 @@ class Rerun(TorchDispatchMode):
             for operator, args, kwargs, result in self._calls:
                 again = operator(*args, **kwargs)
                 for was, now in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
-                    if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
+                    if hasattr(now, "wait"):  # of a collective: what called it waited, which is no operator
+                        now.wait()
+                    elif isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
                         was.copy_(now)
 
     def reset(self) -> None:

@@ -100,8 +100,6 @@ def test_the_planted_lines_are_named_first(tmp_path):
         diagnosis, _ = diagnose(tmp_path / name, command, 0, {})
         assert_planted_first(name, diagnosis)
         assert diagnosis["found_by"] == "optimizer"
-        costs = [finding["ms"] for finding in diagnosis["findings"] if finding["ms"] is not None]
-        assert max(costs, default=0) <= diagnosis["iteration_ms"], name
 
 
 @pytest.mark.gpu
