@@ -121,6 +121,8 @@ __device__ void update(const Arguments& p, u32 stages, u32 full, u32 empty) {
       *reinterpret_cast<uint4*>(s + 4 * quad) = read(place);
       *reinterpret_cast<uint4*>(w + 4 * quad) = read(place + FP32_BYTES);
     }
+    // Without the fence the arrival overtakes reads that are under way, and the next copy what they should have read.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     if (at >= p.count) continue;

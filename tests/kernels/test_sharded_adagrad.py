@@ -96,6 +96,28 @@ def test_cuda_equals_triton_bit_for_bit(first: int, size: int, ranks: int, dtype
     assert not torch.equal(results[0][0], master)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
+@pytest.mark.parametrize("busy", [False, True])
+def test_no_copy_overtakes_a_read_in_a_thousand_launches(busy: bool) -> None:
+    """As large as the greatest weights of MLPerf's model: each stage of shared memory is filled nine times a launch."""
+    size, rate = 1024 * 3456, torch.tensor([0.05], device=DEVICE)
+    grads, workings = (PeerTensors(buffers(1, size, torch.bfloat16), 0) for _ in range(2))
+    master, state = torch.randn(size, device=DEVICE), torch.rand(size, device=DEVICE)
+    expected = (master.clone(), state.clone())
+    triton_sharded_adagrad(*expected, grads, workings, 0, rate, 1e-8)
+    wrong, beside, factor = torch.zeros((), device=DEVICE), torch.cuda.Stream(), torch.randn(2048, 2048, device=DEVICE)
+    for _ in range(1000):
+        if busy:
+            with torch.cuda.stream(beside):
+                torch.mm(factor, factor)
+        got = (master.clone(), state.clone())
+        cuda_sharded_adagrad(*got, grads, workings, 0, rate, 1e-8)
+        wrong += sum((one != other).sum() for one, other in zip(got, expected, strict=True))
+    torch.cuda.synchronize()
+    assert wrong.item() == 0
+
+
 @pytest.mark.parametrize("update", [plain_sharded_adagrad, pytest.param(triton_sharded_adagrad, marks=needs_triton)])
 def test_master_may_be_the_slice_of_the_own_weights(update: Callable[..., None]) -> None:
     first, size = 64, 2503
