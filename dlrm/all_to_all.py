@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.gather_segments import Segment
-from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
+from dlrm_bench.kernels.input_dist.gather_segments import Segment
+from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 
 Splits = Callable[[int, int], int]
 """splits(source, destination): elements that one rank sends another, known to all."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.sharded_adagrad import sharded_adagrad
 
 # Tensors in the flat buffers start at multiples of this many elements: cuBLAS falls to kernels several times slower
 # where an operand is not 16-byte aligned.

@@ -23,8 +23,8 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.model import DenseNetwork
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels import cross, fused_cross, loss, mlp, small_mlp
-from dlrm_bench.kernels.column_sums import column_sums
+from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp, small_mlp
+from dlrm_bench.kernels.dense.column_sums import column_sums
 
 # The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
 # not 16-byte aligned.

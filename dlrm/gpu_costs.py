@@ -41,8 +41,8 @@ H200 = GpuCosts(
     us_per_call=180.0,
     # Ten one-hot tables of 3 to 17295 rows in one call: 396 us at 55296 samples.
     repeated_id=0.57,
-    # kernels/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for 6.55, and
-    # of six tables 25 for 1.30 and 81 for 10.4.
+    # kernels/input_dist/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for
+    # 6.55, and of six tables 25 for 1.30 and 81 for 10.4.
     picking_us=17.0,
     picking_us_per_million_ids=6.0,
     # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.

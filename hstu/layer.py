@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm_bench.hstu.config import HstuConfig
-from dlrm_bench.kernels.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
+from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 
 
 class SiluAttention(torch.autograd.Function):

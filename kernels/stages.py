@@ -43,5 +43,5 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_pooled_lookup_kernel": ("pooled_lookup", EMBEDDING_FORWARD),
     "_push_columns_kernel": ("push_columns", EMBEDDING_BACKWARD),
 }
-"""Function of a kernel, by which traces name it: (module in kernels/, stage). The stage is
+"""Function of a kernel, by which traces name it: (module in a folder of kernels/, stage). The stage is
 None where several stages launch the kernel."""

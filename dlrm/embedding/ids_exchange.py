@@ -13,9 +13,9 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Plan
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
 
 
 @dataclass(frozen=True, slots=True)

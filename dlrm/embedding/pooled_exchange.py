@@ -16,10 +16,9 @@ from dlrm_bench.dlrm.embedding.plan import Plan
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.pooled_lookup import LookupTable, PooledTable, pooled_lookup
-from dlrm_bench.kernels.push_columns import PushTable, push_columns
-from dlrm_bench.kernels.regroup import (
+from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
+from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
+from dlrm_bench.kernels.embedding.regroup import (
     RegroupSumTable,
     RegroupTable,
     Run,
@@ -27,6 +26,7 @@ from dlrm_bench.kernels.regroup import (
     regroup_forward,
     regroup_sum,
 )
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class PooledExchange(Protocol):

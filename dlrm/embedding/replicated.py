@@ -16,10 +16,10 @@ from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.flat_adagrad import flat_adagrad
-from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
-from dlrm_bench.kernels.regroup import RegroupTable, Run, regroup_backward, regroup_forward
-from dlrm_bench.kernels.row_sums import row_starts, row_sums
+from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.embedding.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
+from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.plan import Shard
-from dlrm_bench.kernels.pick_rows import PickedTable, Picks, PickTable, pick_rows
+from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
 
 # Capacity over the expected number of ids. Rows of a part lie apart, so ids spread over the parts but for the hottest.
 _SLACK = 1.25

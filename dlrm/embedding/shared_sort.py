@@ -17,10 +17,10 @@ from dlrm_bench.dlrm.embedding.plan import Plan
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
+from dlrm_bench.kernels.input_dist.sort_ids import sort_ids
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.push_segments import SegmentPushTable, push_segments
-from dlrm_bench.kernels.sort_ids import sort_ids
 
 
 def sorts_are_shared(plan: Plan, shape: BatchShape) -> bool:

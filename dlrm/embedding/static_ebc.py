@@ -46,10 +46,10 @@ from dlrm_bench.dlrm.embedding.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
+from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from dlrm_bench.kernels.non_finite import clear_if_stopped
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.sort_ids import sort_rows
-from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 
 from dlrm_bench.dlrm.config import OptimizerConfig
-from dlrm_bench.kernels.sort_ids import SortTable, sort_ids
+from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 
 _OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,

@@ -5,7 +5,7 @@ from collections import deque
 import torch
 
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.kernels.fetch import fetch_next
+from dlrm_bench.kernels.input_dist.fetch import fetch_next
 
 
 class BatchFetcher:

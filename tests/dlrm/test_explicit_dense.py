@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.model import DenseNetwork
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.kernels import fused_cross
+from dlrm_bench.kernels.dense import fused_cross
 from tests.cases import PLACES
 
 LEARNING_RATE, EPS, SEED, STEPS = 0.01, 1e-8, 5, 4

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._cuda import available
-from dlrm_bench.kernels.flat_adagrad import plain_flat_adagrad, triton_flat_adagrad
+from dlrm_bench.kernels.dense.flat_adagrad import plain_flat_adagrad, triton_flat_adagrad
+from dlrm_bench.kernels.dense.sharded_adagrad import cuda_sharded_adagrad, plain_sharded_adagrad, triton_sharded_adagrad
+from dlrm_bench.kernels.embedding.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, triton_sorted_adagrad
 from dlrm_bench.kernels.non_finite import (
     plain_clear_if_stopped,
     plain_raise_flag,
@@ -17,8 +19,6 @@ from dlrm_bench.kernels.non_finite import (
     triton_raise_flag,
 )
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.kernels.sharded_adagrad import cuda_sharded_adagrad, plain_sharded_adagrad, triton_sharded_adagrad
-from dlrm_bench.kernels.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, triton_sorted_adagrad
 from tests.kernels.devices import DEVICE, needs_triton
 
 EPS = 1e-8

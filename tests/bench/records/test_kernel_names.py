@@ -77,14 +77,14 @@ def test_names(name: str, short: str, stage: str) -> None:
 def test_every_kernel_of_ours_is_known() -> None:
     """Functions under @jit that are launched, and CUDA's, with the file that they stand in."""
     launched = set()
-    for path in KERNELS.glob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):  # kernel[grid](...)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 kernel = node.func.value
                 if isinstance(kernel, ast.Name) and kernel.id.startswith("_"):
                     launched.add((kernel.id, path.stem))
-    for path in KERNELS.glob("*.cu"):
+    for path in KERNELS.rglob("*.cu"):
         launched |= {(name, path.stem) for name in re.findall(r"__global__.* (\w+)\(const", path.read_text())}
     assert launched == {(name, module) for name, (module, _) in stages.KERNELS.items()}
     assert len(launched) == len(stages.KERNELS), "two kernels of one name"

@@ -10,7 +10,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from dlrm_bench.dlrm.config import OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
-from dlrm_bench.kernels.sorted_adagrad import sorted_adagrad
+from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 ROWS, HOT, COLUMNS, SAMPLES = [5, 1000, 1], [2, 7, 3], 16, 33

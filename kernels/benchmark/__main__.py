@@ -1,0 +1,372 @@
+"""Time every kernel: python -m dlrm_bench.kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
+
+Bytes are those that must move: gradient rows once per id, weight and state rows once per distinct id, read and written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels.benchmark.input_dist import fetch_cases, gather_segments_cases, pick_rows_cases
+from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
+from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp
+from dlrm_bench.kernels.dense.column_sums import column_sums
+from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
+from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
+from dlrm_bench.kernels.dense.small_mlp import small_mlp
+from dlrm_bench.kernels.embedding import regroup
+from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
+from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
+from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
+from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
+from dlrm_bench.kernels.input_dist.gather_segments import Segment
+from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
+from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
+from dlrm_bench.kernels.non_finite import clear_if_stopped, raise_flag
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+HOT_ROWS = 40_000_000
+ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
+PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
+BF16 = torch.bfloat16
+
+
+def sort_ids_cases() -> Iterator[Case]:
+    """Half of MLPerf's ids, as on one of two ranks."""
+    for batch in (13824, 1024):
+        ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
+        table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))
+        yield Case(
+            "sort_ids",
+            f"{len(ids)} ids of {table.rows} rows",
+            16 * len(ids),
+            partial(sort_ids, ids, table, *outs.to(ids).unbind()),
+        )
+
+
+def sorted_adagrad_cases() -> Iterator[Case]:
+    memory = torch.empty(2 * HOT_ROWS * 128, device="cuda").uniform_(0, 1)
+    rate = torch.tensor([0.004], device="cuda")
+    for batch in (55296, 4096):
+        for tables, hot, widths in (
+            ([HOT_ROWS], 100, (16, 32, 64, 128)),
+            ([HOT_ROWS], 12, (128,)),
+            (ONE_HOT_ROWS, 1, (128,)),
+        ):
+            ids, bags = sorted_ids_case(tables, batch, hot)
+            name = f"G {batch}, {len(tables)} table(s), hot {hot}"
+            ordered = torch.empty_like(ids), torch.empty_like(bags)
+            sort_ids(ids, SortTable(torch.zeros_like(ids), bags, sum(tables)), *ordered)
+            distinct = len(torch.unique_consecutive(ordered[0]))
+            for columns in widths:
+                rows = sum(tables)
+                weights, state = memory[: 2 * rows * columns].view(rows, 2, columns).unbind(1)
+                for dtype in (BF16,) if columns < 128 else (BF16, torch.float32):
+                    grad = torch.randn(batch, len(tables) * columns, device="cuda").to(dtype)
+                    yield Case(
+                        "sorted_adagrad",
+                        f"{name}, C {columns}, {grad.dtype}",
+                        len(ids) * (8 + columns * grad.itemsize) + distinct * columns * 16,
+                        partial(sorted_adagrad, weights, state, grad, *ordered, rate, 1e-8),
+                    )
+
+
+def push_segments_cases() -> Iterator[Case]:
+    hots = (100, 27, 12, 1)
+    ids = sum(hots)
+    for batch in (6912, 512):
+        segments = []
+        for rank in range(PEERS):
+            starts = [rank * ids + sum(hots[:table]) for table in range(len(hots))]
+            segments.append(
+                [
+                    Segment(start * batch, (start - rank * ids) * PEERS * batch, hot * batch)
+                    for start, hot in zip(starts, hots, strict=True)
+                ]
+            )
+        table = SegmentPushTable(segments, torch.device("cuda"))
+        source = torch.zeros(PEERS * ids * batch, dtype=torch.int32, device="cuda")
+        yield Case(
+            "push_segments",
+            f"B {batch}, {PEERS * ids} ids a sample, {PEERS} local buffers",
+            2 * source.nbytes,
+            partial(push_segments, source, table, local_peers(table.out_size, torch.int32)),
+        )
+
+
+def pooled_lookup_cases() -> Iterator[Case]:
+    """Four ranks' outputs are all local here: what NVLink costs is not in these times."""
+    ranks, columns, device = 4, 64, torch.device("cuda")
+    one_very_hot = [(100, HOT_ROWS), (2, 39060), (1, 7122), (1, 17295)]
+    rows = [12_000_000, 39060, 17295, 7_424_000, 20265, 3, 7122, 1543, 63, 11_316_796, 2_953_546, 403_346, 10, 2209]
+    mixed_tables = list(zip((3, 1, 2, 6, 7, 3, 8, 9, 5, 1, 1, 12, 27, 10), rows, strict=True))
+    # Each row's optimizer state lies after it.
+    weights = torch.rand(sum(rows for _, rows in one_very_hot), 2, columns, device="cuda")[:, 0]
+    for local_batch in (3456, 512):
+        for sizes in (one_very_hot, mixed_tables):
+            batch, first_row = ranks * local_batch, 0
+            tables: list[PooledTable] = []
+            ids: list[Tensor] = []
+            for hot, rows_of_table in sizes:
+                tables.append(PooledTable(hot, first_row, columns * len(tables)))
+                ids.append(torch.randint(rows_of_table, (batch * hot,), device="cuda", dtype=torch.int32))
+                first_row += rows_of_table
+            table, flat_ids = LookupTable(tables, local_batch, ranks, device), torch.cat(ids)
+            out = torch.zeros(ranks, local_batch, 3456, dtype=BF16, device="cuda")
+            yield Case(
+                "pooled_lookup",
+                f"G {batch}, {len(tables)} tables, hot {max(sizes)[0]} at most, C {columns}",
+                len(flat_ids) * (4 + 4 * columns) + batch * len(tables) * columns * out.itemsize,
+                partial(pooled_lookup, weights, flat_ids, table, PeerTensors(out.unbind(), 0)),
+            )
+
+
+def regroup_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        runs, block_columns = [], [32] * 4 + [800] * 4
+        for block, columns in enumerate(block_columns):
+            for start in range(0, columns, 128):
+                matrix_column = 128 + sum(block_columns[:block]) + start
+                runs.append(regroup.Run(block, start, matrix_column, min(128, columns - start)))
+        table = regroup.RegroupTable(batch, block_columns, runs, torch.device("cuda"))
+        matrix = torch.zeros(batch, 3456, dtype=BF16, device="cuda")
+        flat = torch.zeros(batch * 3328, dtype=BF16, device="cuda")
+        moved = 2 * flat.nbytes
+        name = f"[{batch}, 3456], bf16"
+        yield Case("regroup_forward", name, moved, partial(regroup.regroup_forward, flat, table, matrix))
+        yield Case("regroup_backward", name, moved, partial(regroup.regroup_backward, matrix, table, flat))
+        sums = regroup.RegroupSumTable(batch, block_columns, runs, torch.device("cuda"))
+        yield Case("regroup_sum", name, moved, partial(regroup.regroup_sum, flat, sums, matrix))
+
+
+def cross_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        for dtype in (BF16, torch.float32):
+            x0, x, y, dy, dx0 = torch.randn(5, batch, 3456, device="cuda").to(dtype).unbind()
+            bias, partials = (torch.zeros(*shape, 3456, device="cuda") for shape in ((), (cross.partial_rows(batch),)))
+            name = f"[{batch}, 3456], {dtype}"
+            yield Case("cross_forward", name, 4 * x.nbytes, partial(cross.cross_forward, x0, x, y, bias, dy))
+            for accumulate in (False, True):
+                yield Case(
+                    "cross_backward",
+                    f"{name}{', accumulate' * accumulate}",
+                    (6 if accumulate else 5) * x.nbytes,
+                    partial(cross.cross_backward, x, x0, y, bias, dy, dx0, partials, accumulate),
+                )
+            output = partial(cross.cross_output_backward, x, x0, dy, partials)
+            yield Case("cross_output_backward", name, 3 * x.nbytes, output)
+
+
+def fused_cross_cases() -> Iterator[Case]:
+    """Each kernel, and before it the GEMM and the kernel that do the same, where two do."""
+
+    def in_two_forward(x0: Tensor, x: Tensor, u: Tensor, w: Tensor, bias: Tensor, y: Tensor, out: Tensor) -> None:
+        torch.mm(u, w.t(), out=y)
+        cross.cross_forward(x0, x, y, bias, out)
+
+    def in_two_backward(g: Tensor, du: Tensor, v: Tensor, *of_cross_backward: Any) -> None:
+        cross.cross_backward(g.addmm_(du, v), *of_cross_backward)
+
+    width, depth, layers = 3456, 512, 3
+    for batch in (6912, 3456, 512):
+        x0, x, y, dx, dy, dx0 = torch.randn(6, batch, width, device="cuda").to(BF16).unbind()
+        matrices = list(torch.randn(2 * layers, batch, width, device="cuda").to(BF16).unbind())
+        inputs = matrices[:layers], matrices[layers:]
+        shapes = (batch, depth), (width, depth), (depth, width)
+        u, w, v = ((torch.randn(*shape, device="cuda") / 32).to(BF16) for shape in shapes)
+        bias = torch.zeros(width, device="cuda", dtype=BF16)
+        fused_sums = torch.zeros(fused_cross.partial_rows(batch, width, x.device), width, device="cuda")
+        sums = torch.zeros(cross.partial_rows(batch), width, device="cuda")
+        name = f"[{batch}, {width}], depth {depth}, bf16"
+        forward, backward = (x0, x, u, w, bias, y, dx), (x, u, v, x0, dx, dy, fused_sums)
+        two_backward = partial(in_two_backward, dx, u, v, x0, y, bias, dy, dx0, sums, True)
+        yield in_two("cross_forward", name, 4 * x.nbytes, partial(in_two_forward, *forward))
+        yield Case("fused_cross_forward", name, 4 * x.nbytes, partial(fused_cross.fused_cross_forward, *forward))
+        yield in_two("cross_backward", name, 7 * x.nbytes, two_backward)
+        yield Case("fused_cross_backward", name, 4 * x.nbytes, partial(fused_cross.fused_cross_backward, *backward))
+        yield Case(
+            "fused_cross_input_backward",
+            name,
+            (2 * layers + 1) * x.nbytes,
+            partial(fused_cross.fused_cross_input_backward, *inputs, u, v, dx0),
+        )
+
+
+def in_two(kernel: str, shape: str, moved: float, run: Callable[[], object]) -> Case:
+    """What a fused kernel replaces: a GEMM and `kernel`."""
+    return Case(f"GEMM, {kernel}", shape, moved, run)
+
+
+def mlp_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        for width in (1024, 256):
+            z, g, dz = torch.randn(3, batch, width, device="cuda").to(BF16).unbind()
+            partials = torch.empty(mlp.partial_rows(batch), width, device="cuda")
+            yield Case(
+                "bias_relu_backward",
+                f"[{batch}, {width}], bf16",
+                3 * z.nbytes,
+                partial(mlp.bias_relu_backward, g, z, dz, partials),
+            )
+
+
+def loss_cases() -> Iterator[Case]:
+    width = 256
+    for batch in (6912, 512):
+        h, dz = torch.randn(2, batch, width, device="cuda").to(BF16).unbind()
+        weight, bias, dlogits = (torch.zeros(n, dtype=BF16, device="cuda") for n in ((1, width), 1, batch))
+        labels = torch.ones(batch, device="cuda")
+        partials = torch.empty(loss.partial_rows(batch), loss.partial_columns(width, relu=True), device="cuda")
+        yield Case(
+            "logit_loss_backward",
+            f"[{batch}, {width}], bf16",
+            2 * h.nbytes,
+            partial(loss.logit_loss_backward, h, weight, bias, labels, dlogits, dz, partials, 8 * batch, relu=True),
+        )
+        mean, dbias, dbias_hidden = (torch.zeros(n, device="cuda") for n in (1, 1, width))
+        step = torch.zeros((), dtype=torch.int64, device="cuda")
+        yield Case(
+            "add_up",
+            f"{list(partials.shape)}, fp32",
+            partials.nbytes,
+            partial(loss.add_up, partials, mean, step, dbias, dbias_hidden, batch),
+        )
+
+
+def column_sums_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
+        out = torch.empty(3456, dtype=BF16, device="cuda")
+        yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
+
+
+def small_mlp_cases() -> Iterator[Case]:
+    widths = (512, 256, 128)
+    for batch in (6912, 512):
+        shapes = zip(widths, (16, *widths), strict=False)
+        weights = [torch.randn(*shape, device="cuda").to(BF16) for shape in shapes]
+        biases = [torch.randn(width, device="cuda").to(BF16) for width in widths]
+        inputs, *hidden = (torch.empty(batch, width, device="cuda", dtype=BF16) for width in (16, *widths))
+        features, out = torch.randn(batch, 13, device="cuda"), torch.empty_like(hidden[-1])
+        moved = sum(tensor.nbytes for tensor in (features, *weights, inputs, *hidden, out))
+        run = partial(small_mlp, features, weights, biases, inputs, hidden, out)
+        yield Case("small_mlp", f"B {batch}, 13-512-256-128", moved, run)
+
+
+def row_sums_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        ids, bags = sorted_ids_case([3, 63, 10, 4, 14, 108], batch, 1)
+        ordered = torch.empty_like(ids), torch.empty_like(bags)
+        sort_ids(ids, SortTable(torch.zeros_like(ids), bags, 202), *ordered)
+        starts = row_starts(ordered[0], 202)
+        grad, out = torch.randn(len(ids), 128, device="cuda").to(BF16), torch.empty(202, 128, device="cuda")
+        yield Case(
+            "row_sums",
+            f"B {batch}, 6 tables, C 128, bf16",
+            grad.nbytes + out.nbytes,
+            partial(row_sums, grad, ordered[1], starts, out),
+        )
+
+
+def flat_adagrad_cases() -> Iterator[Case]:
+    count = 16_044_544
+    master, state = torch.rand(2, count, device="cuda").unbind()
+    grad, working = torch.rand(2, count, device="cuda").to(BF16).unbind()
+    rate = torch.tensor([0.004], device="cuda")
+    yield Case(
+        "flat_adagrad",
+        f"[{count}], bf16 gradient and copy",
+        20 * count,
+        partial(flat_adagrad, master, state, grad, rate, 1e-8, working),
+    )
+    yield Case("flat_adagrad", f"[{count}], fp32", 20 * count, partial(flat_adagrad, master, state, state, rate, 1e-8))
+
+
+def local_peers(count: int, dtype: torch.dtype) -> PeerTensors:
+    """Buffers of this GPU in place of its peers': what the kernel costs without NVLink's limit."""
+    return PeerTensors([torch.zeros(count, device="cuda", dtype=dtype) for _ in range(PEERS)], 0)
+
+
+def sharded_adagrad_cases() -> Iterator[Case]:
+    count = 16_044_544
+    size = count // PEERS
+    master, state = torch.rand(2, size, device="cuda").unbind()
+    rate = torch.tensor([0.004], device="cuda")
+    for dtype in (BF16, torch.float32):
+        grads, workings = local_peers(size, dtype), local_peers(count, dtype)
+        yield Case(
+            "sharded_adagrad",
+            f"[{size}] x {PEERS} local buffers, {dtype}",
+            size * (16 + 2 * PEERS * dtype.itemsize),
+            partial(sharded_adagrad, master, state, grads, workings, size, rate, 1e-8),
+        )
+
+
+def push_columns_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        columns = 3328 // PEERS
+        runs = [regroup.Run(rank, 0, 128 + rank * columns, columns) for rank in range(PEERS)]
+        table = PushTable(batch, [columns] * PEERS, [0] * PEERS, runs, torch.device("cuda"))
+        for dtype in (BF16, torch.float32):
+            matrix = torch.zeros(batch, 3456, dtype=dtype, device="cuda")
+            yield Case(
+                "push_columns",
+                f"[{batch}, 3456] to {PEERS} local buffers, {dtype}",
+                2 * batch * 3328 * dtype.itemsize,
+                partial(push_columns, matrix, table, local_peers(table.end, dtype)),
+            )
+
+
+def non_finite_cases() -> Iterator[Case]:
+    flags = local_peers(PEERS, torch.int32)
+    for batch in (6912, 512):
+        losses = torch.rand(batch // 16, 258, device="cuda")[:, 0]
+        run = partial(raise_flag, losses, flags)
+        yield Case("raise_flag", f"[{len(losses)}] to {PEERS} local buffers", losses.numel() * 32, run)
+    gradients = torch.rand(4 * 6912, 832, device="cuda").to(BF16)
+    run = partial(clear_if_stopped, flags.own, gradients)
+    yield Case("clear_if_stopped", f"{list(gradients.shape)}, bf16, nothing to clear", 4 * PEERS, run)
+
+
+def silu_attention_cases() -> Iterator[Case]:
+    """Four samples of MLPerf DLRMv4's mean length, its heads: bound by products, 14.5 and 36 GFLOP, not by bytes."""
+    q, k, v, grad, dq, dk, dv = torch.randn(7, 4 * 2661, 4, 128, device="cuda").to(BF16).unbind()
+    of = Sequences(torch.arange(5, device="cuda") * 2661, torch.ones(4, dtype=torch.int64, device="cuda"), 4087)
+    yield Case("silu_attention_forward", "4 of 2661", 4 * q.nbytes, partial(silu_attention_forward, q, k, v, of, dq))
+    backward = partial(silu_attention_backward, grad, q, k, v, of, dq, dk, dv)
+    yield Case("silu_attention_backward", "4 of 2661", 7 * q.nbytes, backward)
+
+
+CASES = {
+    "silu_attention": silu_attention_cases,
+    "column_sums": column_sums_cases,
+    "row_sums": row_sums_cases,
+    "small_mlp": small_mlp_cases,
+    "fetch": fetch_cases,
+    "sort_ids": sort_ids_cases,
+    "sorted_adagrad": sorted_adagrad_cases,
+    "gather_segments": gather_segments_cases,
+    "push_segments": push_segments_cases,
+    "pick_rows": pick_rows_cases,
+    "pooled_lookup": pooled_lookup_cases,
+    "regroup": regroup_cases,
+    "cross": cross_cases,
+    "fused_cross": fused_cross_cases,
+    "mlp": mlp_cases,
+    "loss": loss_cases,
+    "flat_adagrad": flat_adagrad_cases,
+    "sharded_adagrad": sharded_adagrad_cases,
+    "push_columns": push_columns_cases,
+    "non_finite": non_finite_cases,
+}
+
+
+if __name__ == "__main__":
+    print_times(CASES, sys.argv[1:])

@@ -1,0 +1,64 @@
+"""The benchmark's cases of the input dist, but for those that sort and push: see benchmark.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from dlrm_bench.kernels.benchmark.timing import Case
+from dlrm_bench.kernels.input_dist.fetch import fetch_next
+from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
+
+HOT_ROWS = 40_000_000
+
+
+def gather_segments_cases() -> Iterator[Case]:
+    for batch, name in ((6912, "G 55296"), (512, "G 4096")):
+        segments, at = [], 0
+        for hot in (100, 27, 12, 1):
+            for rank in range(8):
+                segments.append(
+                    Segment((rank * 140 + at % 140) * batch, at * 8 * batch + rank * batch * hot, batch * hot)
+                )
+            at += hot
+        table = SegmentTable(segments, torch.device("cuda"))
+        source, out = torch.zeros(2, 8 * 140 * batch, dtype=torch.int32, device="cuda")
+        yield Case(
+            "gather_segments",
+            f"{name}, 140 ids a sample",
+            8 * len(source),
+            partial(gather_segments, source, table, out),
+        )
+
+
+def pick_rows_cases() -> Iterator[Case]:
+    """An eighth of the rows of MLPerf's hottest table, and of six, on one rank of 128 and of eight."""
+    for batch, parts in ((512 * 128, 1), (3456 * 8, 2)):
+        for hots in ((100,), (100, 27, 12, 7, 3, 10)):
+            table = PickTable(tuple(PickedTable(hot, 3, 8, 0) for hot in hots), batch, parts, torch.device("cuda"))
+            ids = torch.randint(HOT_ROWS, (table.num_ids,), dtype=torch.int32, device="cuda")
+            rows, sort_rows, bags = torch.zeros(3, table.num_ids * 5 // 32, dtype=torch.int32, device="cuda")
+            offsets, count = (
+                torch.zeros(table.num_bags + 1, dtype=torch.int32, device="cuda"),
+                torch.zeros_like(ids[:1]),
+            )
+            yield Case(
+                "pick_rows",
+                f"{table.num_ids} ids of {len(hots)} table(s), an eighth",
+                4 * (2 * table.num_ids + 3 * table.num_ids / 8 + table.num_bags),
+                partial(pick_rows, ids, table, Picks(rows, sort_rows, bags, offsets, count)),
+            )
+
+
+def fetch_cases() -> Iterator[Case]:
+    """Reads pinned memory of the host: PCIe's limit, not the GPU's memory's."""
+    for batch in (6912, 512):
+        out = torch.empty(batch * 228, dtype=torch.int32, device="cuda")  # a batch of MLPerf's: 912 bytes a sample
+        source = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        addresses, taken = torch.tensor([source.data_ptr()]).pin_memory(), torch.zeros((), dtype=torch.int64).cuda()
+        yield Case(
+            "fetch_next", f"B {batch}, 912 bytes a sample", out.nbytes, partial(fetch_next, addresses, taken, out)
+        )

@@ -1,0 +1,45 @@
+"""Times of kernels: what a case of the benchmark is, how it is timed, and the table of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels.benchmark.graph_time import graph_us
+
+_COPY_BYTES_PER_SECOND = 4.3e12  # of an H200, read plus write
+
+
+class Case(NamedTuple):
+    kernel: str
+    """The function's name."""
+    shape: str
+    bytes: float
+    run: Callable[[], object]
+
+
+def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Tensor]:
+    """linear ids and bags, int32: uniform ids of `tables`, each a bag of `hot` per sample."""
+    ids, bags, first_row = [], [], 0
+    for table, rows in enumerate(tables):
+        ids.append(first_row + torch.randint(rows, (batch * hot,), device="cuda", dtype=torch.int32))
+        bag = torch.arange(batch, device="cuda", dtype=torch.int32) * len(tables) + table
+        bags.append(bag.repeat_interleave(hot))
+        first_row += rows
+    return torch.cat(ids), torch.cat(bags)
+
+
+def print_times(cases: Mapping[str, Callable[[], Iterator[Case]]], names: Sequence[str]) -> None:
+    """Times the cases of these names, or all, and prints a line for each."""
+    print(f"{'kernel':20} {'shape':48} {'us':>8} {'GB/s':>7} {'of copy':>8}")
+    for name in names or cases:
+        for case in cases[name]():
+            us = graph_us(case.run)
+            rate = case.bytes / us * 1e6
+            print(
+                f"{case.kernel:20} {case.shape:48} {us:8.1f} {rate / 1e9:7.0f} {rate / _COPY_BYTES_PER_SECOND:8.0%}",
+                flush=True,
+            )

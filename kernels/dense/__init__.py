@@ -1,0 +1,1 @@
+"""Kernels of the dense networks: forward, backward, loss and update."""
