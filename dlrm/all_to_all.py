@@ -46,10 +46,17 @@ class NodeAllToAll:
     """An exchange inside each node through peer memory, then one between ranks of equal local rank."""
 
     def __init__(
-        self, name: str, ranks: Ranks, memory: PeerMemory, splits: Splits, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        ranks: Ranks,
+        memory: PeerMemory,
+        splits: Splits,
+        dtype: torch.dtype,
+        across: dist.ProcessGroup,
     ) -> None:
-        """name: no other exchange's. dtype: of all elements; chunks are multiples of 4 bytes. Collective."""
-        self._name, self._memory, self._group = name, memory, ranks.new_group_across_nodes()
+        """name: no other exchange's. dtype: of all elements; chunks are multiples of 4 bytes. across: the ranks of this
+        local rank on all nodes. Collective."""
+        self._name, self._memory, self._group = name, memory, across
         locals_, nodes = range(ranks.local_world_size), range(ranks.nodes)
         words = _words(dtype)
 
@@ -82,7 +89,7 @@ class NodeAllToAll:
                 length = chunk(ranks.rank, rank_at(node, local))
                 segments[local].append(Segment(at, starts[local][node], length))
                 at += length
-        self._push = SegmentPushTable(segments, device)
+        self._push = SegmentPushTable(segments, ranks.device)
         self._send = totals[ranks.local_rank]
         mine = ranks.rank
         self._receive = [sum(splits(rank_at(node, source), mine) for source in locals_) for node in nodes]
@@ -101,19 +108,19 @@ class NodeAllToAll:
 
 
 class AllToAlls:
-    """Makes exchanges: inside nodes and between them where there is peer memory, else flat ones in one group."""
+    """Makes exchanges: inside nodes and between them where there is peer memory, else flat ones. All are of one group,
+    so they run one after another, in the order of their launches."""
 
     def __init__(self, ranks: Ranks, memory: PeerMemory | None) -> None:
         """memory: of nodes, of which there are several. Collective."""
         self._ranks, self._memory = ranks, memory
-        self._group = ranks.new_group() if memory is None else None
+        self._group = ranks.new_group() if memory is None else ranks.new_group_across_nodes()
 
     def make(self, name: str, splits: Splits, dtype: torch.dtype) -> AllToAll:
         """Returns an exchange. name, dtype: see NodeAllToAll. Collective."""
-        if self._group is not None:
+        if self._memory is None:
             return FlatAllToAll(self._ranks, splits, self._group)
-        assert self._memory is not None
-        return NodeAllToAll(name, self._ranks, self._memory, splits, dtype, self._ranks.device)
+        return NodeAllToAll(name, self._ranks, self._memory, splits, dtype, self._group)
 
 
 def _words(dtype: torch.dtype) -> int:

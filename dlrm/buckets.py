@@ -167,17 +167,23 @@ class NodeBucket(Bucket):
     writes it to its node."""
 
     def __init__(
-        self, name: str, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
+        self,
+        name: str,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype,
+        ranks: Ranks,
+        memory: PeerMemory,
+        across: dist.ProcessGroup | None,
     ) -> None:
-        """Collective. name: no other bucket's."""
+        """Collective. name: no other bucket's. across: the ranks of this local rank on all nodes."""
         peers: list[PeerTensors] = []
 
         def zeros(size: int) -> Tensor:
             peers.append(memory.zeros(size, dtype=dtype))
             return peers[-1].own
 
-        super().__init__(weights, ranks, True, zeros, of_node=ranks.new_group_of_node())
-        self._name, self._memory, self._across = name, memory, ranks.new_group_across_nodes()
+        super().__init__(weights, ranks, True, zeros, of_node=memory.group)
+        self._name, self._memory, self._across = name, memory, across
         self._workings, grads = peers
         self._grads_of_share = [grad[self._mine] for grad in grads.tensors]
         self._summed = torch.zeros_like(self._grads_of_share[0])

@@ -27,7 +27,8 @@ class PeerMemory:
         self._ranks, self._index, self._size = ranks, ranks.local_rank, ranks.local_world_size
         self._alone, self._cuda = self._size == 1, ranks.device.type == "cuda"
         world = dist.GroupMember.WORLD
-        self._group = ranks.new_group_of_node() if ranks.nodes > 1 else world
+        self.group = ranks.new_group_of_node() if ranks.nodes > 1 else world
+        """The ranks of the node, by local rank; what runs in it waits for what else does."""
         self._channels: dict[str, int] = {}
         self._handles: list[Any] = []
         """Handles of all allocations; the signals of the first one serve the barriers."""
@@ -49,7 +50,7 @@ class PeerMemory:
         tensors[self._index].zero_()
         if self._cuda:
             torch.cuda.synchronize()
-        dist.barrier(self._group)
+        dist.barrier(self.group)
         return PeerTensors(tensors, self._index)
 
     def barrier(self, name: str) -> None:
@@ -64,7 +65,7 @@ class PeerMemory:
         if self._cuda:
             self._handles[0].barrier(channel=self._channels.setdefault(name, len(self._channels)))
         else:
-            dist.barrier(self._group)
+            dist.barrier(self.group)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         """Returns a tensor of every rank, not initialised."""
@@ -81,9 +82,9 @@ class PeerMemory:
         import torch.distributed._symmetric_memory as symmetric_memory  # registers operators that only GPUs need
 
         own = symmetric_memory.empty(shape, dtype=dtype, device=self._ranks.device)
-        assert self._group is not None
+        assert self.group is not None
         try:
-            handle = symmetric_memory.rendezvous(own, self._group)
+            handle = symmetric_memory.rendezvous(own, self.group)
         except RuntimeError as error:
             raise RuntimeError(f"--peer-memory: the GPUs cannot share memory, leave it out: {error}") from error
         self._handles.append(handle)
@@ -91,7 +92,7 @@ class PeerMemory:
         # Where tensors come from a pool, get_buffer counts from the start of their allocation.
         offset = own.data_ptr() - handle.get_buffer(self._index, shape, dtype).data_ptr()
         offsets = [offset] * self._size
-        dist.all_gather_object(offsets, offset, group=self._group)
+        dist.all_gather_object(offsets, offset, group=self.group)
         if len(set(offsets)) > 1:
             raise RuntimeError("--peer-memory: the ranks' tensors lie differently: set TORCH_SYMMMEM_IMPLICIT_POOL=0")
         return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._size)]
@@ -100,13 +101,13 @@ class PeerMemory:
         """Returns a tensor for each rank in a file, mapped by all; deleted at once, as the mappings keep it."""
         folder: list[str | None] = [tempfile.mkdtemp() if self._index == 0 else None]
         first = self._ranks.node * self._size
-        dist.broadcast_object_list(folder, src=first, group=self._group)
+        dist.broadcast_object_list(folder, src=first, group=self.group)
         assert folder[0] is not None
         tensors = [
             torch.from_file(f"{folder[0]}/{rank}", shared=True, size=prod(shape), dtype=dtype).view(shape)
             for rank in range(self._size)
         ]
-        dist.barrier(self._group)
+        dist.barrier(self.group)
         if self._index == 0:
             shutil.rmtree(folder[0])
         return tensors
