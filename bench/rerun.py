@@ -2,6 +2,8 @@
 
 The commit is checked out into a worktree of git's, which is removed afterwards. The flags come from that commit's own
 code, so that they mean there what they meant then. Packages and machine are today's: the comparison says what differs.
+Where there is no checkout, in a copy of one or an installed package, only records of these very files can be rerun,
+which their hash decides.
 """
 
 import json
@@ -9,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from rich.console import Console
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.analysis.compare_command import compare_command
 from dlrm_bench.bench.ladder.launching import torchrun
-from dlrm_bench.bench.measure.source import git, source_of_commit
+from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import Record, create_run_folder, read_record
 from dlrm_bench.bench.started_runs import new_id
@@ -62,7 +64,8 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
     """
     record = read_record(path)
     commit, notes = _commit_of(record)
-    with _worktree(commit) as tree, _environment(tree):
+    checkout = (ROOT / ".git").exists()
+    with _worktree(commit) if checkout else nullcontext(ROOT) as tree, _environment(tree, None if checkout else commit):
         flags, processes = _flags(tree, path, commit)
         folder = create_run_folder(results_dir, new_id(nproc or processes, flags, "rerun"))
         with StillBar(rounds, "runs", stderr_console()) as bar:
@@ -76,15 +79,21 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
 
 def _commit_of(record: Record) -> tuple[str, list[str]]:
     """The record's commit, and what speaks against it. ValueError if there is none, or this checkout has not got it."""
-    state, notes = record.run["git"], []
+    state = record.run["git"]
+    notes: list[str] = []
     commit = state["commit"]
     if commit is None:
         raise ValueError(f"{record.folder} names no commit: its program cannot be had again")
+    source = state.get("source")
     if not (ROOT / ".git").exists():
-        raise ValueError(f"{ROOT} is no git checkout, and rerun checks commits out: run it from one")
+        if source is None or source != source_hash(ROOT):
+            raise ValueError(
+                f"{record.folder} was made by other source code than that of {ROOT}, which is no git checkout that "
+                "could have its commit: run it from one"
+            )
+        return commit, notes
     if git(ROOT, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         raise ValueError(f"commit {commit} of {record.folder} is not in {ROOT}: fetch it")
-    source = state.get("source")
     if source is not None and source != source_of_commit(ROOT, commit):
         notes.append(f"the record's source ({source}) is not that of its commit: it had changes that no commit holds")
     elif source is None and state["dirty"] is not False:
@@ -106,14 +115,17 @@ def _worktree(commit: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _environment(tree: Path) -> Iterator[None]:
-    """Has processes that are started import the worktree's code, which is asked for its own commit."""
+def _environment(tree: Path, commit: str | None) -> Iterator[None]:
+    """Has processes that are started import the tree's code. `commit` is what they state as theirs; None: git's."""
     before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "SOURCE_COMMIT")}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), before["PYTHONPATH"]]))
+    if commit is not None:
+        os.environ["SOURCE_COMMIT"] = commit
     try:
         yield
     finally:
-        del os.environ["PYTHONPATH"]
+        for name in before:
+            os.environ.pop(name, None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 

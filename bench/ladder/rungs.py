@@ -113,6 +113,11 @@ _FULL = (
     ),
 )
 
+
+def _twice(name: str, *flags: str) -> tuple[Rung, Rung]:
+    return Rung(f"{name}-a", flags), Rung(f"{name}-b", flags, "Nothing: the same thing again.")
+
+
 _READING = (*_FULL[-1].flags, "--data.source")
 
 LADDERS: dict[str, tuple[Rung, ...]] = {
@@ -133,9 +138,11 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),
         Rung("files", (*_READING, "multi_hot"), "Nothing: the same on batches from the day files of --data.path."),
     ),
-    "same": (
-        Rung("stock-a", ()),
-        Rung("stock-b", (), "Nothing: the same thing again."),
+    "same": _twice("stock"),
+    "same-pipelines": (
+        *_twice("stock", *_TF32),
+        *_twice("five-stage", *_FIVE_STAGE, "--trim-input-dist", "--cuda-graph", "dense", *_TF32),
+        *_twice("static", *_FULL[-1].flags),
     ),
     "cpu": (
         Rung("stock-fp32", _FP32, _STOCK),
@@ -156,7 +163,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     ),
 }
 """Ladders by name, first rung first. A rung changes one thing of the rung before it where the order allows; in `same`,
-nothing (A/A)."""
+nothing (A/A). `same-pipelines` has three such pairs, so that rounds of all three see the same machine."""
 
 
 def built_in_ladder(name: str) -> tuple[Rung, ...]:

@@ -14,7 +14,11 @@ _READ_BY_LIBRARIES = (
     *("PYTHONMALLOC", "PYTHON_GIL", "PYTHONOPTIMIZE", "SLURM_CPU", "SLURM_MPI"),
 )
 """Beginnings of names of variables that change how fast a run is, or what it computes."""
+_OF_IMAGES = ("NVIDIA_REQUIRE", "NVIDIA_PRODUCT_NAME", "NVIDIA_DRIVER_CAPABILITIES")
+"""What NVIDIA's container images say of themselves in kilobytes; no library of a run reads it."""
 _OF_LAUNCHERS = "TORCHELASTIC_"
+_NVIDIA = "nvidia"
+"""Folder of site-packages in which cuBLAS, cuDNN, NCCL and others lie, libraries that torch loads without an import."""
 
 
 def provenance() -> Provenance:
@@ -22,17 +26,17 @@ def provenance() -> Provenance:
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_READ_BY_LIBRARIES) and not name.startswith(_OF_LAUNCHERS)
+        if name.startswith(_READ_BY_LIBRARIES) and not name.startswith((_OF_LAUNCHERS, *_OF_IMAGES))
     }
     return Provenance(packages=imported_packages(), environment=environment, started_by=started_by())
 
 
 def imported_packages() -> dict[str, str]:
-    """Version of each installed distribution of which a module is imported."""
+    """Version of each installed distribution of which a module is imported, and of NVIDIA's libraries for torch."""
     modules = {name.partition(".")[0] for name in sys.modules}
     versions = {}
     for module, distributions in metadata.packages_distributions().items():
-        if module in modules:
+        if module in modules or module == _NVIDIA:
             versions.update({name: metadata.version(name) for name in distributions})
     return dict(sorted(versions.items(), key=lambda each: each[0].lower()))
 

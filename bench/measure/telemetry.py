@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,8 @@ _OF_ELAPSED = 0.05
 """Share of the time since the warm-up after which the next sample comes."""
 KEPT_OF_WARMUP, KEPT = 10, 100
 """Samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
+_FEWEST_CHANGES = 3
+"""Changes of an energy counter from which on energy is told; each is seen up to one sample late."""
 CLOCK_JUMP_S = 1.0
 """Difference from which on the wall clock has jumped: by 500 ppm, the most that NTP corrects, it takes half an hour."""
 
@@ -154,14 +157,17 @@ def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, Gp
 def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None:
     """Energy that all GPUs took for an iteration, by their energy counters; None where one of them has none.
 
-    From a rank's first sample after the warm-up to its last one, evaluations between them included.
+    From the first sample after the warm-up that saw a counter change to the last such one, evaluations between them
+    included: a counter changes ten times a second, and what it says in between is of up to 0.1 s ago. None where it
+    changed too seldom.
     """
     total = 0.0
     for samples in ranks:
         timed = [(i, state.energy_j) for i, state in samples.states if i >= warmup and state.energy_j is not None]
-        if len(timed) < 2 or timed[-1][0] <= timed[0][0]:
+        changed = [new for old, new in pairwise(timed) if new[1] != old[1]]
+        if len(changed) < _FEWEST_CHANGES or changed[-1][0] <= changed[0][0]:
             return None
-        (first, before), (last, after) = timed[0], timed[-1]
+        (first, before), (last, after) = changed[0], changed[-1]
         total += (after - before) / (last - first)
     return total if ranks else None
 

@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_bench.bench import ROOT, rerun
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.measure.source import git, source_of_commit
+from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.rerun import Rerun
 from tests.bench.made_records import configured, recorded_runs, write
 
@@ -54,6 +54,30 @@ def test_the_commits_own_code_runs_its_own_flags(tmp_path: Path, monkeypatch: py
     assert not seen[0].exists()
     assert str(seen[0]) not in (git(ROOT, "worktree", "list") or "")
     assert (os.environ["SOURCE_COMMIT"], os.environ["PYTHONPATH"]) == ("0123abc", "/theirs")
+
+
+def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records alone: their hash is that of its files, and the commit that they name goes on with them."""
+    (tmp_path / "copy").mkdir()
+    for name in ("bench", "dlrm", "kernels", "launch", "pipeline"):
+        (tmp_path / "copy" / name).symlink_to(ROOT / name)
+    (tmp_path / "copy" / "dlrm_bench").symlink_to(".")
+    monkeypatch.setattr(rerun, "ROOT", tmp_path / "copy")
+    monkeypatch.setenv("SOURCE_COMMIT", "456def")
+    started: list[tuple[Path, str]] = []
+
+    def torchrun(flags: list[str], processes: int, output: Path, launcher: Path) -> None:
+        started.append((launcher, os.environ["SOURCE_COMMIT"]))
+
+    monkeypatch.setattr(rerun, "torchrun", torchrun)
+    own = made(tmp_path / "own", commit="0123abc", source=source_hash(tmp_path / "copy"))
+    assert rerun.rerun(own, 1, None, tmp_path / "again").notes == []
+    assert started == [(tmp_path / "copy" / "launch" / "dlrm.py", "0123abc")]
+    assert os.environ["SOURCE_COMMIT"] == "456def"
+    for i, source in enumerate((None, "789abc")):
+        other = made(tmp_path / f"other-{i}", commit="0123abc", source=source)
+        with pytest.raises(ValueError, match="other source code"):
+            rerun.rerun(other, 1, None, tmp_path / "again")
 
 
 @IN_A_CHECKOUT

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,19 @@ def test_what_is_imported_has_its_version() -> None:
     assert "no-such-package" not in packages
 
 
+def test_libraries_of_nvidia_count_although_nothing_imports_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"nvidia": ["nvidia-cublas", "nvidia-nccl-cu13"], "never_imported": ["other"]}
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: known)
+    monkeypatch.setattr(metadata, "version", lambda name: f"{name} 1")
+    assert set(imported_packages()) == {"nvidia-cublas", "nvidia-nccl-cu13"}
+
+
 def test_only_variables_that_libraries_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_ALGO", "TORCHELASTIC_RUN_ID", "AWS_SECRET_ACCESS_KEY", "TORCH_LOGS"):
+    for name in ("NCCL_ALGO", "TORCHELASTIC_RUN_ID", "AWS_SECRET_ACCESS_KEY", "TORCH_LOGS", "NVIDIA_REQUIRE_CUDA"):
         monkeypatch.setenv(name, "value")
     environment = provenance()["environment"]
     assert environment["NCCL_ALGO"] == environment["TORCH_LOGS"] == "value"
-    assert not environment.keys() & {"TORCHELASTIC_RUN_ID", "AWS_SECRET_ACCESS_KEY", "PATH"}
+    assert not environment.keys() & {"TORCHELASTIC_RUN_ID", "AWS_SECRET_ACCESS_KEY", "PATH", "NVIDIA_REQUIRE_CUDA"}
 
 
 @pytest.mark.parametrize(

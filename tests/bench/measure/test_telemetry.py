@@ -47,10 +47,16 @@ def test_samples_carry_their_iterations_and_energy_is_counted_after_the_warm_up(
 
 
 def test_energy_is_unknown_where_a_gpu_counts_none_or_nothing_was_timed() -> None:
-    counted = Samples(states=[(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20)])
+    counted = Samples(states=[(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20, 30, 40)])
     assert summarize([counted, states(0, 0)], 0.5)["joules_per_iteration"] is None
     assert summarize([counted], 0.5, warmup=15)["joules_per_iteration"] is None
     assert summarize([counted], 0.5)["joules_per_iteration"] == 2.0
+
+
+def test_energy_is_that_between_changes_of_a_counter_that_lags() -> None:
+    """2 J an iteration, counted every 50 iterations; from the first sample to the last it would be 1.70."""
+    states = [(i, GpuState(None, None, None, None, 100.0 * (i // 50))) for i in range(1, 248, 3)]
+    assert summarize([Samples(states)], 0.5)["joules_per_iteration"] == pytest.approx(2.0, abs=0.05)
 
 
 def test_idle_and_application_clocks_are_not_throttling() -> None:
