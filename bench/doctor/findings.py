@@ -1,16 +1,19 @@
 """What costs an iteration its time, line by line: findings of the ranks' files and traces."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from dlrm_bench.bench.doctor import cuda_calls as cuda
 from dlrm_bench.bench.doctor.cuda_calls import CudaCall
 from dlrm_bench.bench.doctor.frames import short_path
 from dlrm_bench.bench.doctor.judge import ALLOCATOR, D2H, METRIC, PRINT, PROCESS_GROUP, SHAPE, SYNC, Judge, Line, Place
 from dlrm_bench.bench.doctor.rank_file import Call, Frame, RankFile
+
+_COSTS = (cuda.SYNC, cuda.COPY, cuda.ALLOCATOR)
+"""Kinds of CUDA calls whose own time is a finding's; launches cost time in torch as well."""
 
 
 class Finding(TypedDict):
@@ -35,7 +38,8 @@ class Finding(TypedDict):
     """Time that the host spent in them; None where it cannot be told from the rest.
 
     Waits, copies and allocations of a GPU as they took without marks; else the time of the marked calls themselves,
-    divided by how much slower a marked iteration is, so that all of them fit into one without instruments.
+    divided by how much slower a marked iteration is, so that all of them fit into one without instruments. A call
+    within another one counts once, at its own line.
     """
     worst_ms: float | None
     """That of the rank with the most."""
@@ -57,10 +61,25 @@ class Seen:
     calls: list[Call] = field(default_factory=list)
 
 
+class _Counted(NamedTuple):
+    """A call that a finding holds."""
+
+    place: Place
+    us: float
+    whole: bool
+    """Whether `us` is all of its time; otherwise that of its CUDA calls."""
+    first: bool
+    """Whether it counts as a call; what connects a group belongs to the one that made it."""
+
+
 def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
-    """What a rank saw. calls: the CUDA calls of the marked iterations, with their costs; empty without a GPU."""
+    """What a rank saw. calls: the CUDA calls of the marked iterations, with their costs; empty without a GPU.
+
+    Each microsecond counts once, at the innermost call that a finding holds: no finding of a thread takes longer than
+    its iterations.
+    """
     judge = Judge(rank)
-    slower = _slower(rank)
+    scale = _scale(rank, calls)
     below: defaultdict[int, list[CudaCall]] = defaultdict(list)
     seen: defaultdict[Place, Seen] = defaultdict(Seen)
     for call in calls:
@@ -69,25 +88,57 @@ def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
         elif call.kind in (cuda.SYNC, cuda.ALLOCATOR) or (call.direction or "").startswith("DtoH"):
             did = {cuda.SYNC: SYNC, cuda.ALLOCATOR: ALLOCATOR}.get(call.kind, D2H)
             place = Place(did, Line("", 0, call.within or "outside of torch", ""), ())
-            _add(seen[place], call.us, [call])
-    makers = {call["iteration"]: call for call in rank["calls"] if call["name"].endswith(".new_group")}
-    for number, marked in enumerate(rank["calls"]):
-        kind = judge.kind(marked, below[number])
-        maker = makers.get(marked["iteration"])
-        if maker is not None and judge.connects(marked, below[number]):
-            place = judge.place(PROCESS_GROUP, maker)  # the cost of making a group in this iteration
-            seen[place].us = (seen[place].us or 0.0) + marked["us"] / slower
-        elif kind is not None:
-            us = sum(c.us for c in below[number] if c.kind not in (cuda.LAUNCH, cuda.GRAPH_LAUNCH))
-            whole = not below[number] or kind in (METRIC, PRINT, PROCESS_GROUP)
-            _add(seen[judge.place(kind, marked)], marked["us"] / slower if whole else us, below[number], marked)
-    for kind, marked, launches in judge.bursts(below):
-        _add(seen[judge.place(kind, marked)], marked["us"] / slower, launches, marked)
+            _add(seen[place], call.us * scale, [call])
+    counted = _counted(rank, judge, below, scale)
+    nested = _nested_us(rank, counted)
+    for number, (place, us, _, first) in counted.items():
+        own = max(0.0, us - nested[number])
+        if first:
+            _add(seen[place], own, below[number], rank["calls"][number])
+        else:
+            seen[place].us = (seen[place].us or 0.0) + own
+    slower = _slower(rank)
+    for kind, number, launches in judge.bursts(below):
+        marked = rank["calls"][number]
+        us = marked["us"] / slower - (counted[number].us if number in counted else 0.0)
+        _add(seen[judge.place(kind, marked)], max(0.0, us), launches, marked)
     changed = judge.first_change()
     if changed is not None:
         place = judge.place(SHAPE, changed)
         seen[place] = Seen(count=rank["marked"]["iterations"], us=None, calls=[changed])
     return dict(seen)
+
+
+def _counted(
+    rank: RankFile, judge: Judge, below: Mapping[int, Sequence[CudaCall]], scale: float
+) -> dict[int, _Counted]:
+    """Calls that are findings by themselves, by number."""
+    slower = _slower(rank)
+    makers = {call["iteration"]: call for call in rank["calls"] if call["name"].endswith(".new_group")}
+    counted = {}
+    for number, marked in enumerate(rank["calls"]):
+        made = below.get(number, ())
+        kind, maker = judge.kind(marked, made), makers.get(marked["iteration"])
+        if maker is not None and maker is not marked and judge.connects(marked, made):
+            # The cost of making a group in this iteration.
+            counted[number] = _Counted(judge.place(PROCESS_GROUP, maker), marked["us"] / slower, True, False)
+        elif kind is not None:
+            whole = not made or kind in (METRIC, PRINT, PROCESS_GROUP)
+            us = scale * sum(c.us for c in made if c.kind in _COSTS)
+            counted[number] = _Counted(judge.place(kind, marked), marked["us"] / slower if whole else us, whole, True)
+    return counted
+
+
+def _nested_us(rank: RankFile, counted: Mapping[int, _Counted]) -> dict[int, float]:
+    """Time of the counted calls within each counted call whose whole time is taken, by its number."""
+    nested: defaultdict[int, float] = defaultdict(float)
+    for number, (_, us, _, _) in counted.items():
+        outer = rank["calls"][number]["within"]
+        while outer is not None and outer not in counted:
+            outer = rank["calls"][outer]["within"]
+        if outer is not None and counted[outer].whole:
+            nested[outer] += us
+    return nested
 
 
 def findings_of(
@@ -118,6 +169,12 @@ def findings_of(
         )
         findings.append((place, finding))
     return sorted(findings, key=lambda each: -1.0 if each[1]["ms"] is None else each[1]["ms"], reverse=True)
+
+
+def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:
+    """What costs of CUDA calls are multiplied by: 1, or less where the profiler made them longer than iterations."""
+    total = sum(call.us for call in calls if call.kind in _COSTS)
+    return min(1.0, rank["plain"]["ms"] * 1000 * rank["marked"]["iterations"] / total) if total else 1.0
 
 
 def _slower(rank: RankFile) -> float:

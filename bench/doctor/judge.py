@@ -154,8 +154,8 @@ class Judge:
             library = [_whole(named[-1] if kind == METRIC else named[0])]
         return Place(kind, _line(user), tuple(_line(frame) for frame in library))
 
-    def bursts(self, below: dict[int, list[CudaCall]]) -> Iterator[tuple[str, Call, list[CudaCall]]]:
-        """Calls of loops in Python, each with what it launched: many small launches from one place."""
+    def bursts(self, below: dict[int, list[CudaCall]]) -> Iterator[tuple[str, int, list[CudaCall]]]:
+        """Numbers of calls of loops in Python, each with what it launched: many small launches from one place."""
         repeats: Counter[tuple[int, int]] = Counter()
         launching = []
         for number, call in enumerate(self._rank["calls"]):
@@ -165,15 +165,15 @@ class Judge:
             # Modules in a row are different work, and no loop over data.
             if does and not any(frame["file"].endswith("torch/nn/modules/container.py") for frame in stack):
                 repeats[call["iteration"], call["stack"]] += 1
-                launching.append((call, launches))
-        grouped: defaultdict[tuple[str, Place], list[tuple[Call, list[CudaCall]]]] = defaultdict(list)
-        for call, launches in launching:
+                launching.append((number, call, launches))
+        grouped: defaultdict[tuple[str, Place], list[tuple[int, list[CudaCall]]]] = defaultdict(list)
+        for number, call, launches in launching:
             if repeats[call["iteration"], call["stack"]] >= REPEATS and not self._metrics[call["stack"]]:
                 kind = OPTIMIZER_LOOP if self._optim[call["stack"]] else BURST
-                grouped[kind, self.place(kind, call)].append((call, launches))
+                grouped[kind, self.place(kind, call)].append((number, launches))
         for (kind, _), calls in grouped.items():
             if sum(max(1, len(launches)) for _, launches in calls) >= LAUNCHES * self._rank["marked"]["iterations"]:
-                yield from ((kind, call, launches) for call, launches in calls)
+                yield from ((kind, number, launches) for number, launches in calls)
 
     def first_change(self) -> Call | None:
         """The first call of an iteration whose result has another shape in another one: where it comes from."""

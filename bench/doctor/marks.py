@@ -10,6 +10,7 @@ import linecache
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,20 +59,28 @@ class Marks:
         self.reduced = _compiles()
         """Whether only reads of values are marked, because the script compiles functions."""
         self._stacks: dict[tuple[CodeType | int, ...], int] = {}
-        self._frames: list[list[Frame]] = []
+        self._frames: list[list[tuple[str, int, str]]] = []  # (file, line, function)
         self._names: dict[Any, str | None] = {}
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
         self._backward: list[FrameType] = []
+        self._backward_call: int | None = None
         self._replaced: list[str] = []
-        self._inside = False
-        """Whether a marked call is running; a mode is off within it, the replaced methods of reduced marks are not."""
+        self._inside = _Inside()
+        self._nested_us: defaultdict[int, float] = defaultdict(float)
+        """Time that marks within a call took, by its number, while it runs."""
         self._numbering = threading.Lock()  # autograd's thread and others make calls too
 
     @property
     def stacks(self) -> list[list[Frame]]:
-        """Frames of each stack, the innermost first."""
-        return self._frames
+        """Frames of each stack, the innermost first. Reads their lines: the loop does not wait for files."""
+        return [
+            [
+                Frame(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
+                for file, line, function in frames
+            ]
+            for frames in self._frames
+        ]
 
     def switch_on(self) -> None:
         """Marks calls from now on, on this thread and on those of autograd's engine that work for it."""
@@ -109,9 +118,12 @@ class Marks:
 
     def marked(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function within a range, and keeps the call."""
-        if self.iteration < 0 or (self.reduced and self._inside):
+        if self.iteration < 0 or (self.reduced and self._inside.call is not None):
             return function(*args, **kwargs)
         begin = time.perf_counter()
+        # A mode is off within a call of torch's API, but not within functions that hook.py wraps, and autograd's thread
+        # works for a call of the loop's.
+        outer = self._inside.call if self._main() or self._inside.call is not None else self._backward_call
         about = _about_arguments(name, args, kwargs)
         call = Call(
             iteration=self.iteration,
@@ -119,6 +131,7 @@ class Marks:
             stack=self._stack(),
             start_us=0.0,
             us=0.0,
+            within=outer,
             about=about,
             main=self._main(),
         )
@@ -126,15 +139,20 @@ class Marks:
             number = len(self.calls)
             self.calls.append(call)
         with _RecordFunctionFast(f"{MARK}{number}"):
-            inside, self._inside = self._inside, True
+            before, self._inside.call = self._inside.call, number
             call["start_us"] = time.perf_counter() * 1e6
             try:
                 result = function(*args, **kwargs)
             finally:
-                call["us"] = time.perf_counter() * 1e6 - call["start_us"]
-                self._inside = inside
+                us = time.perf_counter() * 1e6 - call["start_us"]
+                nested_us = self._nested_us.pop(number, 0.0)
+                call["us"] = us - nested_us
+                self._inside.call = before
         _about_result(about, name, args, result)
-        self.own_us += (time.perf_counter() - begin) * 1e6 - call["us"]
+        own_us = (time.perf_counter() - begin) * 1e6 - us
+        self.own_us += own_us
+        if outer is not None:
+            self._nested_us[outer] += nested_us + own_us
         return result
 
     def _name(self, function: Callable[..., Any]) -> str | None:
@@ -157,18 +175,26 @@ class Marks:
         key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
         if key not in self._stacks:
             self._stacks[key] = len(self._frames)
-            self._frames.append([_frame(frame) for frame in frames])
+            named = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname) for frame in frames]
+            self._frames.append(named)
         return self._stacks[key]
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
         """backward() is itself a call of the API, in which the mode is off: it is on again for what autograd calls."""
-        frames, self._backward = self._backward, list(_walk(sys._getframe(2)))
+        before = self._backward, self._backward_call
+        self._backward, self._backward_call = list(_walk(sys._getframe(2))), self._inside.call
         try:
             with self._mode:
                 yield
         finally:
-            self._backward = frames
+            self._backward, self._backward_call = before
+
+
+class _Inside(threading.local):
+    """Number of the innermost marked call that this thread runs."""
+
+    call: int | None = None
 
 
 class _Mode(TorchFunctionMode):
@@ -199,16 +225,6 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
         if file != _OVERRIDES and not file.startswith(_OWN) and not file.endswith("contextlib.py"):
             yield frame
         frame = frame.f_back
-
-
-def _frame(frame: FrameType) -> Frame:
-    file = frame.f_code.co_filename
-    return Frame(
-        file=file,
-        line=frame.f_lineno,
-        function=frame.f_code.co_qualname,
-        text=linecache.getline(file, frame.f_lineno).strip(),
-    )
 
 
 def _tensor_in(values: Any) -> Tensor | None:

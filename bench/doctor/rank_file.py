@@ -12,7 +12,7 @@ MARK = "doctor:"
 """Name of the range around a marked call in the trace, followed by the call's number."""
 MARKED_ITERATION = "marked iteration"
 """Name of the range around an iteration whose calls are marked."""
-SCHEMA = 1
+SCHEMA = 2
 
 SETTLING = 2
 """Iterations with an instrument on that are not looked at: its start slows them down."""
@@ -62,6 +62,9 @@ class Call(TypedDict):
     """Its number in the file's stacks."""
     start_us: float
     us: float
+    """Time in it, without that which marks of calls within it took."""
+    within: int | None
+    """Number of the marked call that made it; None if there is none."""
     about: About
     main: bool
     """Whether on the thread of the training loop."""

@@ -30,9 +30,19 @@ CALLER = frame(f"{PACKAGES}/torchrec/distributed/types.py", 334, "Awaitable.wait
 TORCH = frame(f"{PACKAGES}/torch/_tensor.py", 1000, "Tensor.__format__")
 
 
-def made_call(name: str, iteration: int, stack: int, start_us: float, us: float = 10.0, **about: Any) -> Call:
+def made_call(
+    name: str,
+    iteration: int,
+    stack: int,
+    start_us: float,
+    us: float = 10.0,
+    within: int | None = None,
+    **about: Any,
+) -> Call:
     made: Any = dict(about)
-    return Call(iteration=iteration, name=name, stack=stack, start_us=start_us, us=us, about=made, main=True)
+    return Call(
+        iteration=iteration, name=name, stack=stack, start_us=start_us, us=us, within=within, about=made, main=True
+    )
 
 
 def rank_file(

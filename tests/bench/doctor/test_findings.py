@@ -153,6 +153,30 @@ def test_a_group_made_anew_costs_what_it_takes_to_connect_it():
     assert finding["ms"] == pytest.approx(0.3)
 
 
+def test_time_within_a_call_counts_once():
+    """A group that is made, which waits for others: two findings share its time."""
+    stacks = [[USER], [DIST, USER], [TORCH, USER]]
+    calls = []
+    for i in range(2):
+        calls += [
+            made_call("torch.distributed.distributed_c10d.new_group", i, 0, 1000.0 * i, 900.0),
+            made_call("torch.device", i, 1, 1000.0 * i + 10, 800.0, within=3 * i),
+            made_call("torch.distributed.distributed_c10d.barrier", i, 1, 1000.0 * i + 20, 700.0, within=3 * i + 1),
+        ]
+    made, barrier = sorted(findings(rank_file(stacks, calls, device="cpu")), key=lambda finding: finding["kind"])
+    assert (made["kind"], barrier["kind"]) == (judge.PROCESS_GROUP, judge.SYNC)
+    assert (made["ms"], barrier["ms"]) == (pytest.approx(0.2), pytest.approx(0.7))
+
+
+def test_no_finding_costs_more_than_an_iteration():
+    """Costs under the profiler, which makes iterations longer, are scaled down to those without it."""
+    rank = stock_rank()
+    rank["plain"]["ms"] = 0.2
+    costs = [finding["ms"] or 0.0 for finding in findings(rank)]
+    assert 0.19 < sum(costs) <= 0.2  # the rest is a copy from pinned memory, which is no finding
+    assert costs[0] == pytest.approx(0.2 * 420 / 515)
+
+
 def test_counters_of_an_optimizer_are_on_the_host():
     assert cpu("torch.Tensor.item", [frame(f"{PACKAGES}/torch/optim/optimizer.py", 9), USER]) == []
 

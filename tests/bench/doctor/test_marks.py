@@ -1,4 +1,6 @@
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +104,25 @@ def test_backward_is_marked_inside():
     hook_handle.remove()
     assert seen == [4.0]
     assert "torch.Tensor.item" in names(marks)
+
+
+def test_what_marks_within_a_call_take_is_not_its_own(marks, monkeypatch):
+    """Marks read files' lines and walk stacks: seconds of a clock that each look at it moves on by one."""
+    clock = itertools.count()
+    monkeypatch.setattr("dlrm_bench.bench.doctor.marks.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    begin = next(clock)
+
+    def new_group():
+        inner()
+        torch.ones(1)
+
+    inner = hook.recorded("inner", lambda: torch.ones(1))
+    hook.recorded("new_group", new_group)()
+    all_us = (next(clock) - begin - 2) * 1e6  # the looks from the first mark's to the last one's
+    assert names(marks) == ["new_group", "inner", "torch.ones", "torch.ones"]
+    assert [call["within"] for call in marks.calls] == [None, 0, 1, 0]
+    assert [call["us"] for call in marks.calls] == [7e6, 3e6, 1e6, 1e6]
+    assert marks.own_us + 7e6 == all_us
 
 
 def test_before_the_first_iteration_nothing_is_kept(marks):
