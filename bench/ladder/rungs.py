@@ -18,8 +18,8 @@ _STOCK = "TrainPipelineSparseDist as the MLPerf reference runs it."
 _NO_ROWS = ("--no-row-wise",)
 _TUNED = Rung(
     "stock-tuned",
-    ("--inplace-copy", "--quantized-comms", "bf16", *_NO_ROWS, *_BF16),
-    "What TorchRec's public options can: bf16 autocast, in-place copies, collectives in bf16, no table split by rows.",
+    ("--inplace-copy", "--quantized-comms", "bf16", "--dense-all-reduce", "bf16", *_NO_ROWS, *_BF16),
+    "What TorchRec's public options can: bf16 autocast, all-to-alls and all-reduce, in-place copies, no rows split.",
 )
 _COMPILED = Rung(
     "stock-compiled",

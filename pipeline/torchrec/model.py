@@ -23,6 +23,7 @@ from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import (
     CommOp,
@@ -66,14 +67,16 @@ class TorchRecPipeline(ABC):
         ranks: Ranks,
         sharder: EmbeddingBagCollectionSharder,
         left_out: Collection[ShardingType] = (),
+        data_parallel: DataParallelWrapper | None = None,
     ) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same config.
 
-        left_out: sharding types that the planner must not choose.
+        left_out: sharding types that the planner must not choose. data_parallel: how the dense network is replicated;
+        None is TorchRec's default.
         """
         self._config, self._ranks, self._device = config, ranks, ranks.device
         self._layout = BatchLayout(config.model, config.local_batch_size, pin=ranks.device.type == "cuda")
-        self._model, self._plan, guard = _build_model(config, options, ranks, sharder, left_out)
+        self._model, self._plan, guard = _build_model(config, options, ranks, sharder, left_out, data_parallel)
         self._optimizer = _build_optimizer(self._model, config.optimizer, guard)
         self._codecs: Codecs | None = sharder.qcomm_codecs_registry
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
@@ -253,6 +256,7 @@ def _build_model(
     ranks: Ranks,
     sharder: EmbeddingBagCollectionSharder,
     left_out: Collection[ShardingType],
+    data_parallel: DataParallelWrapper | None,
 ) -> tuple[DistributedModelParallel, ShardingPlan, TorchRecLossGuard]:
     model, device = config.model, ranks.device
     memory = device_memory_bytes(ranks)
@@ -276,7 +280,9 @@ def _build_model(
             f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB a rank; use more GPUs, a smaller "
             f"--model.table-scale or a smaller --local-batch-size ({error})"
         ) from error
-    sharded = DistributedModelParallel(module=train_model, device=device, plan=plan, sharders=[sharder])
+    sharded = DistributedModelParallel(
+        module=train_model, device=device, plan=plan, sharders=[sharder], data_parallel_wrapper=data_parallel
+    )
     _fill_tables(sharded, model, config.seed)
     return sharded, plan, guard
 

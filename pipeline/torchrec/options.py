@@ -38,6 +38,9 @@ class TorchRecOptions(TorchRecModelOptions):
     reference uses. fused-sparse-dist: TrainPipelineFusedSparseDist; needs a GPU."""
     inplace_copy: bool = False
     """Copy batches into GPU memory that the main stream allocated (TorchRec's enable_inplace_copy_batch)."""
+    dense_all_reduce: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which the gradients of dense weights are summed over the ranks (TorchRec's
+    allreduce_comm_precision); those of data-parallel tables stay fp32. bf16 takes effect over NCCL only."""
     compile_dense: bool = False
     """Compile bottom MLP, cross network and top MLP, forward and backward, by torch.compile; the first iterations then
     take a minute."""

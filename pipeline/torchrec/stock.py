@@ -17,6 +17,7 @@ from typing import Any
 import torch._dynamo
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ShardingType
 from torchrec.models.dlrm import DenseArch, InteractionDCNArch, OverArch
@@ -50,7 +51,8 @@ class StockPipeline(TorchRecPipeline):
         sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=quantized_codecs(options, ranks.device))
         # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
-        super().__init__(config, options, ranks, sharder, left_out={ShardingType.DATA_PARALLEL} if fused else ())
+        left_out = {ShardingType.DATA_PARALLEL} if fused else ()
+        super().__init__(config, options, ranks, sharder, left_out, _data_parallel(options, ranks.device))
         if options.compile_dense:
             self._compile_dense()
 
@@ -69,6 +71,8 @@ class StockPipeline(TorchRecPipeline):
         off = {}
         if self._options.inplace_copy and self._device.type == "cpu":
             off["inplace_copy"] = "batches stay where they are on the CPU"
+        if self._options.dense_all_reduce == "bf16" and self._device.type == "cpu":
+            off["dense_all_reduce"] = "PyTorch's all-reduce of gradients in bf16 needs NCCL"
         return {**super().describe(), "switched_off": off}
 
     def _schedule(self, training: bool) -> Any:
@@ -76,3 +80,9 @@ class StockPipeline(TorchRecPipeline):
         return schedule(
             self._model, self._optimizer, self._device, enable_inplace_copy_batch=self._options.inplace_copy
         )
+
+
+def _data_parallel(options: TorchRecOptions, device: torch.device) -> DataParallelWrapper:
+    """Returns how TorchRec replicates the dense network: all-reduce by DistributedDataParallel, in fp32 or bf16."""
+    in_bf16 = options.dense_all_reduce == "bf16" and device.type == "cuda"
+    return DefaultDataParallelWrapper(allreduce_comm_precision="bf16" if in_bf16 else None)

@@ -9,7 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
@@ -17,6 +20,7 @@ from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.torchrec import stock
+from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 from tests.cases import PLACES
 from tests.pipelines import changed, stock_pipeline
 from tests.plain_dlrm import PlainDLRM
@@ -31,6 +35,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "fused": {"schedule": "fused-sparse-dist"},
     "fused in place": {"schedule": "fused-sparse-dist", "inplace_copy": True},
 }
+GPUS_DATA_PARALLEL = stock._data_parallel
+IN_BF16 = "all-reduce in bf16"
 QUANTIZED: dict[str, dict[str, Any]] = {"bf16": {"quantized_comms": "bf16"}, "fp16": {"quantized_comms": "fp16"}}
 
 
@@ -60,6 +66,14 @@ class Trained:
         return {table["sharding_type"] for table in self.described["sharding_plan"].values()}
 
 
+def data_parallel(options: TorchRecOptions, device: torch.device) -> DefaultDataParallelWrapper:
+    """Returns what `stock` takes on GPUs."""
+    return GPUS_DATA_PARALLEL(options, torch.device("cuda"))
+
+
+# PyTorch refuses its bf16 hook where there is no NCCL; gloo can sum bf16.
+@patch.object(DistributedDataParallel, "_check_comm_hook", lambda *_: None)
+@patch.object(stock, "_data_parallel", data_parallel)
 @patch.object(stock, "_COMPILER", "eager")  # which traces as any other does, and compiles nothing
 def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[list[float], dict[str, Any]]:
     dataset = RandomDataset(config.data, config.model, config.seed)
@@ -81,7 +95,7 @@ def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[
 
 def train_all(ranks: Ranks) -> dict[str, Trained]:
     trained = {}
-    for name, changes in (EXACT | QUANTIZED).items():
+    for name, changes in (EXACT | QUANTIZED | {IN_BF16: {"dense_all_reduce": "bf16"}}).items():
         if ranks.device.type == "cuda" or not name.startswith("fused"):
             losses, described = train(ranks, small(**changes), None)
             trained[name] = Trained(losses, train(ranks, small(**changes), EVALUATED_EVERY)[0], described)
@@ -97,6 +111,31 @@ def trained(run_ranks: Callable[..., list[Any]]) -> Run:
     return cache(lambda world_size, gpu: run_ranks(world_size, train_all, gpu=gpu))
 
 
+def plain_losses(config: RunConfig, world_size: int, rounded: bool) -> list[float]:
+    """Losses of plain PyTorch. rounded: each rank's gradients of the dense weights are bf16, and so is their mean."""
+    dataset = RandomDataset(config.data, config.model, config.seed)
+    plain, losses = PlainDLRM(config), []
+    batches = [dataset.train_batches(rank, world_size, config.local_batch_size) for rank in range(world_size)]
+    for _ in range(STEPS):
+        local = [next(of_rank) for of_rank in batches]
+        if not rounded:
+            losses.append(plain.train_step(local))
+            continue
+        of_ranks, gradients = [], []
+        for batch in local:
+            dense, blocks, labels = plain.gather([batch])
+            loss = binary_cross_entropy_with_logits(plain.logits(dense, blocks), labels)
+            of_ranks.append(loss.item())
+            gradients.append(torch.autograd.grad(loss, [*plain.dense.parameters(), *plain.tables]))
+        for parameter, *parts in zip([*plain.dense.parameters(), *plain.tables], *gradients, strict=True):
+            in_bf16 = not any(parameter is table for table in plain.tables)
+            shares = [part.bfloat16() if in_bf16 else part for part in parts]
+            parameter.grad = sum(share / world_size for share in shares).float()
+        plain.optimizer.step()
+        losses.append(sum(of_ranks) / world_size)
+    return losses
+
+
 def mean_losses(ranks: list[dict[str, Trained]], name: str) -> torch.Tensor:
     return torch.tensor([rank[name].losses for rank in ranks]).mean(dim=0)
 
@@ -104,14 +143,20 @@ def mean_losses(ranks: list[dict[str, Trained]], name: str) -> torch.Tensor:
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_losses_equal_plain_dlrm(trained, world_size, gpu):
     config, ranks = small(), trained(world_size, gpu)
-    dataset = RandomDataset(config.data, config.model, config.seed)
-    plain = PlainDLRM(config)
-    batches = [dataset.train_batches(rank, world_size, config.local_batch_size) for rank in range(world_size)]
-    expected = [plain.train_step([next(rank_batches) for rank_batches in batches]) for _ in range(STEPS)]
-    for name in ranks[0].keys() - QUANTIZED.keys():
+    expected = plain_losses(config, world_size, rounded=False)
+    for name in EXACT.keys() & ranks[0].keys():
         losses = mean_losses(ranks, name)
         torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
     assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_an_all_reduce_in_bf16_rounds_as_plain_pytorch_does(trained, world_size, gpu):
+    config, ranks = small(), trained(world_size, gpu)
+    exact, rounded = (torch.tensor(plain_losses(config, world_size, rounded)[:16]) for rounded in (False, True))
+    # Later, a gradient that another order of additions rounds to the other side has had its effect.
+    torch.testing.assert_close(mean_losses(ranks, IN_BF16)[:16], rounded, rtol=1e-4, atol=0)
+    assert not torch.allclose(exact, rounded, rtol=3e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -143,7 +188,8 @@ def test_plans_are_mixed_but_for_the_fused_schedule(trained, world_size, gpu):
 def test_what_the_cpu_changes_is_described(trained):
     (rank,) = trained(1, False)
     off = {name: list(run.described["switched_off"]) for name, run in rank.items()}
-    assert off == {name: ["inplace_copy"] if "in place" in name else [] for name in rank}
+    switched_off = {IN_BF16: ["dense_all_reduce"]}
+    assert off == {name: ["inplace_copy"] if "in place" in name else switched_off.get(name, []) for name in rank}
     assert "quantized_comms" not in rank["sparse-dist"].described
     for name in QUANTIZED:  # TorchRec takes fp16 for bf16
         assert rank[name].described["quantized_comms"] == {"forward": "float16", "backward": "float16"}
