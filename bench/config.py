@@ -76,6 +76,9 @@ class RunConfig(TrainingConfig):
     min_time: float | None = None
     """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
     or the epoch ends."""
+    max_time: float | None = None
+    """With --min-time: go on beyond it while the timed iterations are not steady, until these have taken this many
+    seconds. Steady means that the medians of their first and last quarter differ by 2 % at most, or by accident."""
     warmup_iterations: int = 50
     """First iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None
@@ -103,6 +106,10 @@ class RunConfig(TrainingConfig):
             "--iterations or --min-time is missing: random batches have no end",
         )
         require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
+        require(
+            self.max_time is None or (self.min_time is not None and self.max_time >= self.min_time),
+            f"--max-time {self.max_time} ends a run that goes on after --min-time ({self.min_time}): give it as much",
+        )
         require(self.iterations is None or self.iterations > 0, "--iterations must be positive")
         require(self.warmup_iterations >= 0, "--warmup-iterations must not be negative")
         require(

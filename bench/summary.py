@@ -42,7 +42,7 @@ def _print(outcome: Outcome) -> int:
         if record["latency_ms"].get("steady") is False:
             console.print(
                 "not steady   the median of the last quarter of the timed iterations is "
-                f"{record['latency_ms']['drift']:+.1%} from that of the first: time a longer window"
+                f"{record['latency_ms']['drift']:+.1%} from that of the first: time longer (--max-time)"
             )
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.records.series import drift_within
 
 _EPOCH_BY_TIME = 1000  # iterations of random batches
 
@@ -26,6 +27,8 @@ class Schedule:
     """Iterations that the data has at most."""
     min_time_s: float | None = None
     """Time that the iterations after the warm-up take at least, in a run by time."""
+    max_time_s: float | None = None
+    """Time up to which such a run goes on until they are steady; None where it ends in any case."""
 
     def epoch_num(self, iteration: int) -> float:
         """Fraction of the epoch that `iteration` iterations have seen."""
@@ -41,16 +44,27 @@ class Schedule:
         """Iterations that a run by time lacks after those of `latencies_ms` [n]; 0 in other runs, and where it has all.
 
         As many as the remaining time has room for at the median speed of the later half of them, and 5 % more, so that
-        one look at the clock in the warm-up nearly always suffices: what is timed is then one stretch.
+        one look at the clock in the warm-up nearly always suffices: what is timed is then one stretch. A run that is
+        not steady goes on for half as long again, so that what it began with becomes less of the whole.
         """
         if self.min_time_s is None:
             return 0
         done = len(latencies_ms)
-        remaining_ms = self.min_time_s * 1000 - float(latencies_ms[warmup:].sum())
-        if remaining_ms <= 0:
-            return 0
-        more = math.ceil(1.05 * remaining_ms / float(np.median(latencies_ms[done // 2 :])))
+        timed = latencies_ms[warmup:]
+        timed_s = float(timed.sum()) / 1000
+        remaining_s = self.min_time_s - timed_s
+        if remaining_s <= 0:
+            if self.max_time_s is None or timed_s >= self.max_time_s or _steady(timed):
+                return 0
+            remaining_s = min(timed_s / 2, self.max_time_s - timed_s)
+        more = math.ceil(1.05 * 1000 * remaining_s / float(np.median(latencies_ms[done // 2 :])))
         return min(max(0, warmup - done) + more, self.most - done)
+
+
+def _steady(latencies_ms: np.ndarray) -> bool:
+    """Whether a series [n] is known to be steady: one that is too short for the test is not."""
+    drift = drift_within(latencies_ms)
+    return drift is not None and drift.steady
 
 
 def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int) -> Schedule:
@@ -70,6 +84,7 @@ def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int)
             evaluate_every=None,
             iterations_per_epoch=_EPOCH_BY_TIME if by_time else iterations,
             min_time_s=config.min_time if by_time else None,
+            max_time_s=config.max_time,
         )
     per_epoch = train_samples // global_batch_size  # the last partial batch is dropped
     iterations = config.iterations or per_epoch
@@ -94,6 +109,7 @@ def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int)
         iterations=first_look if by_time else iterations,
         most=iterations,
         min_time_s=config.min_time if by_time else None,
+        max_time_s=config.max_time,
         evaluate_every=max(1, cadence) if config.target_auc is not None else None,
         iterations_per_epoch=train_samples / global_batch_size,
     )

@@ -31,6 +31,7 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
             rest[block] = before | rest[block]
     if "iterations" in rest:
         rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
+        rest.setdefault("max_time", None)
     return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}
 
 

@@ -1,5 +1,6 @@
 """MLPerf's evaluation cadence, and what a data set cannot give."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -87,6 +88,18 @@ def test_a_run_by_time_looks_at_the_clock_in_its_warm_up_and_then_knows() -> Non
     assert this.lacking(timed, warmup=50) == 0
     slower = np.r_[np.full(50, 10.0), np.full(500, 12.0)]  # than it looked: 4 s lack
     assert this.lacking(slower, warmup=50) == 350
+
+
+def test_a_run_that_is_not_steady_goes_on_for_half_as_long_again() -> None:
+    changes = {"target_auc": None, "data": DataConfig(), "min_time": 1.0}
+    this = plan_schedule(config(**changes, max_time=2.0), None, world_size=2)
+    settles = np.r_[np.full(50, 12.0), np.full(50, 10.0)]  # 1.1 s, of which the first half is slower
+    assert this.lacking(settles, warmup=0) == math.ceil(1.05 * 55)
+    assert this.lacking(np.r_[settles, np.full(58, 10.0)], warmup=0) == math.ceil(1.05 * 32)  # 1.68 s: 0.32 to the most
+    assert this.lacking(np.r_[settles, np.full(92, 10.0)], warmup=0) == 0  # not steady, but 2 s have passed
+    assert this.lacking(np.full(100, 10.0), warmup=0) == 0
+    assert this.lacking(np.full(20, 50.0), warmup=0) == 11  # too short to know
+    assert plan_schedule(config(**changes), None, world_size=2).lacking(settles, warmup=0) == 0
 
 
 def test_a_run_by_time_ends_with_its_data() -> None:
