@@ -1,8 +1,8 @@
 """Weights and optimizer state of a pipeline in files, by torch.distributed.checkpoint.
 
-Each rank writes what it holds to a file of its own, and reads what it needs from whichever files have it: the pipeline
-and the number of ranks may be others than those that wrote. No rank's host memory holds more than some pieces at a
-time.
+Each rank writes what it holds to files of its own (checkpoint_files.py), and reads what it needs from whichever files
+have it: the pipeline and the number of ranks may be others than those that wrote. No rank's host memory holds more than
+some pieces at a time.
 
 A table whose rows are dealt out to P ranks in turn is stored as P tensors, `key#p/P`, of the rows p, p + P, ...
 """
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dlrm_bench.pipeline.checkpoint_files import TensorFileReader, TensorFileWriter
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, full_shape
 
 _PIECE_BYTES = 64 * 2**20
@@ -72,10 +72,11 @@ def write_state(
 
     on_piece: called before each piece. CheckpointError, on every rank, where any rank cannot.
     """
-    planner = _SavePlanner({piece.index: piece for piece in _owned(blocks, rank)}, on_piece)
-    writer = FileSystemWriter(folder, sync_files=True, thread_count=1, per_thread_copy_ahead=2 * _PIECE_BYTES)
+    pieces = {piece.index: piece for piece in _owned(blocks, rank)}
+    device = next((piece.tensor.device for piece in pieces.values()), torch.device("cpu"))
+    writer = TensorFileWriter(folder, rank, device)
     try:
-        save({}, storage_writer=writer, planner=planner, process_group=group)
+        save({}, storage_writer=writer, planner=_SavePlanner(pieces, on_piece), process_group=group)
     except CheckpointException as error:
         raise CheckpointError(_cause(error)) from error
 
@@ -86,7 +87,7 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
     CheckpointError, on every rank, where the files are damaged, or of another model; names the first difference.
     """
     try:
-        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+        metadata = TensorFileReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle, which raises anything
         raise CheckpointError(f"{folder}/.metadata cannot be read ({error!r})") from error
     saved = _full_shapes({key: tuple(of.size) for key, of in metadata.items() if isinstance(of, TensorStorageMetadata)})
@@ -100,7 +101,7 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
             )
     planner = _LoadPlanner(blocks, metadata)
     try:
-        load({}, storage_reader=FileSystemReader(folder), planner=planner, process_group=group)
+        load({}, storage_reader=TensorFileReader(folder), planner=planner, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read: {_cause(error)}") from error
 
