@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # a timed run imports nothing of the profiler
     from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline
 
 LOGGER = logging.getLogger(__name__)
+_BATCHES_IN_FLIGHT = 10
+"""Batches at most that were taken from the readers and that a GPU still reads."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,6 +130,15 @@ class Run:
             samples = -(-self.dataset.eval_samples // self.ranks.world_size)
             scores = torch.zeros(max(samples, 2), device=self.ranks.device)
             distributed_auc(scores, torch.arange(scores.numel(), device=scores.device) % 2)
+            if self.ranks.device.type == "cuda":
+                self._pin_memory()
+
+    def _pin_memory(self) -> None:
+        """Has PyTorch pin, and keep, the memory of all batches that training and an evaluation hold at a time."""
+        data, config = self.config.data, self.config
+        held = data.prefetch_batches + data.reader_threads + _BATCHES_IN_FLIGHT
+        batches = [Batch.empty(config.local_batch_size, config.model, pin=True) for _ in range(2 * held)]
+        batches.clear()
 
     def evaluate(self, epoch_num: float) -> float:
         """Exact AUC over the evaluation samples of all ranks."""
