@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.expansion import kept_ids
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, rows_per_byte
 from dlrm_bench.dlrm.data.shuffled_rows import BUCKET_ROWS
 
@@ -39,5 +40,5 @@ def disk_bytes(rows: Sequence[float], model: ModelConfig, formats: str, workers:
     ids = {"one_hot": HASH_FIELDS, "multi_hot": hot, "both": HASH_FIELDS + hot}[formats]
     files = 4 * (DENSE_FIELDS + 1 + ids) * sum(rows)
     last = SCRATCH_ROW_BYTES * min(workers * max(rows) + BUCKET_ROWS, sum(rows)) + 4 * HASH_FIELDS * workers * max(rows)
-    tables = 4 * sum(r * (size - 1) for r, size in zip(model.rows, model.multi_hot_sizes, strict=True))
-    return max(SCRATCH_ROW_BYTES * sum(rows), files + last) + (tables if formats != "one_hot" else 0)
+    tables = 4 * sum(kept_ids(model.rows, model.multi_hot_sizes)) if formats != "one_hot" else 0
+    return max(SCRATCH_ROW_BYTES * sum(rows), files + last) + tables

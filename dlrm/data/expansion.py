@@ -2,8 +2,8 @@
 
 The reference (mlcommons/training, recommendation_v2/torchrec_dlrm/multi_hot.py) draws, after np.random.seed(0), one
 table for each feature in turn: row r of a feature is r itself followed by randint(0, rows, size=(rows, hot - 1))[r].
-Here the same numbers are drawn piece by piece and kept on disk in int32, without the first column: 24.5 GB for the
-MLPerf model. All processes of a host map these files, and so share their pages.
+Here the same numbers are drawn piece by piece and kept on disk in int32: 23.9 GB for the MLPerf model. All processes of
+a host map these files, and so share their pages.
 """
 
 import fcntl
@@ -31,16 +31,17 @@ SHOWN_IDS = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ExpansionTables:
-    """The tables of one model: `others[f]` is int32 [rows[f], multi_hot_sizes[f] - 1]."""
+    """The tables of one model: `rows[f]` is int32 [rows of table f, multi_hot_sizes[f]], None where the size is 1."""
 
-    others: tuple[NDArray[np.int32], ...]
+    rows: tuple[NDArray[np.int32] | None, ...]
 
     def expand(self, feature: int, ids: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-        """Write the multi-hot ids of `ids` [n], each in [0, rows), to `out` [n, multi_hot_size]."""
-        out[:, 0] = ids
-        if out.shape[1] > 1:
-            # Twice as fast as indexing with ids, and without Python's interpreter lock.
-            out[:, 1:] = np.take(self.others[feature], ids, axis=0, mode="clip")
+        """Write the multi-hot ids of `ids` [n], each in [0, rows), to `out` [n, multi_hot_size], C-ordered."""
+        table = self.rows[feature]
+        if table is None:
+            out[:, 0] = ids
+        else:  # Straight to `out`, which mode="raise" would not; without Python's interpreter lock.
+            np.take(table, ids, axis=0, out=out, mode="clip")
 
 
 def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> ExpansionTables:
@@ -50,39 +51,43 @@ def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes:
     folder. It appears by a rename when complete. One process draws while others that ask for the same wait.
     ValueError where they are missing and the directory cannot be written.
     """
-    key = hashlib.sha256(json.dumps([list(rows), list(multi_hot_sizes)]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(["whole rows", list(rows), list(multi_hot_sizes)]).encode()).hexdigest()[:16]
     folder = directory / FOLDER / key
     if not folder.exists():
         try:
             _create(folder, rows, multi_hot_sizes)
         except OSError as error:
-            ids = sum(r * (hot - 1) for r, hot in zip(rows, multi_hot_sizes, strict=True))
             raise ValueError(
                 f"the tables that expand 1-hot ids cannot be written to {folder.parent} ({error.strerror or error}): "
-                f"make it writable, with {4 * ids / 1e9:.1f} GB free, or choose another --data.path"
+                f"make it writable, with {_gb(rows, multi_hot_sizes):.1f} GB free, or choose another --data.path"
             ) from error
     return ExpansionTables(
         tuple(
-            map_array(folder / f"{feature}.npy", np.int32, hot - 1) if hot > 1 else np.empty((r, 0), dtype=np.int32)
-            for feature, (r, hot) in enumerate(zip(rows, multi_hot_sizes, strict=True))
+            map_array(folder / f"{feature}.npy", np.int32, hot) if hot > 1 else None
+            for feature, hot in enumerate(multi_hot_sizes)
         )
     )
 
 
 def draw_tables(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> Iterator[Iterator[NDArray[np.int32]]]:
-    """The reference's tables in order, each as consecutive pieces of its flattened [rows, hot - 1] ids.
+    """The reference's tables in order, each as consecutive pieces [n, hot] of its rows.
 
     A table's pieces must be used up before the next table is asked for. Drawing int32 in pieces gives the numbers of
     the reference's single int64 draw: RandomState spends one 32-bit word on each try for any range below 2^32.
     """
     rng = np.random.RandomState(REFERENCE_SEED)
 
-    def pieces(table_rows: int, ids: int) -> Iterator[NDArray[np.int32]]:
-        for start in range(0, ids, CHUNK_IDS):
-            yield rng.randint(0, table_rows, size=min(CHUNK_IDS, ids - start), dtype=np.int32)
+    def pieces(table_rows: int, hot: int) -> Iterator[NDArray[np.int32]]:
+        most = max(1, CHUNK_IDS // hot)
+        for start in range(0, table_rows, most):
+            count = min(most, table_rows - start)
+            piece = np.empty((count, hot), dtype=np.int32)
+            piece[:, 0] = np.arange(start, start + count)
+            piece[:, 1:] = rng.randint(0, table_rows, size=(count, hot - 1), dtype=np.int32)
+            yield piece
 
     for table_rows, hot in zip(rows, multi_hot_sizes, strict=True):
-        yield pieces(table_rows, table_rows * (hot - 1))
+        yield pieces(table_rows, hot)
 
 
 def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> None:
@@ -90,20 +95,28 @@ def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -
     with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # Another process finished it while this one waited.
             return
-        ids = sum(r * (hot - 1) for r, hot in zip(rows, multi_hot_sizes, strict=True))
-        title = f"draw the tables that expand 1-hot ids, {4 * ids / 1e9:.1f} GB, once for {folder.parent}"
+        title = f"draw the tables that expand 1-hot ids, {_gb(rows, multi_hot_sizes):.1f} GB, once for {folder.parent}"
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # What a killed process left; nobody else works here now.
         partial.mkdir()
-        with _shown(title, ids) as advance:
+        with _shown(title, sum(kept_ids(rows, multi_hot_sizes))) as advance:
             for feature, pieces in enumerate(draw_tables(rows, multi_hot_sizes)):
                 if multi_hot_sizes[feature] > 1:
                     with (partial / f"{feature}.npy").open("wb") as file:
-                        write_header(file, np.int32, (rows[feature], multi_hot_sizes[feature] - 1))
+                        write_header(file, np.int32, (rows[feature], multi_hot_sizes[feature]))
                         for piece in pieces:
                             file.write(piece.data)
                             advance(piece.size)
         os.replace(partial, folder)
+
+
+def kept_ids(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> Iterator[int]:
+    """Yields the ids of each table that is kept on disk."""
+    return (r * hot for r, hot in zip(rows, multi_hot_sizes, strict=True) if hot > 1)
+
+
+def _gb(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> float:
+    return 4 * sum(kept_ids(rows, multi_hot_sizes)) / 1e9
 
 
 def _shown(title: str, ids: int) -> AbstractContextManager[Advance]:

@@ -156,7 +156,7 @@ def _clean(path: Path) -> None:
 
 def _write(path: Path, config: PlantedConfig, model: ModelConfig, days: int, parameters: dict[str, Any]) -> Manifest:
     if config.raw:
-        tables = ExpansionTables(tuple(np.empty((rows, 0), dtype=np.int32) for rows in model.rows))
+        tables = ExpansionTables((None,) * model.num_features)
     else:
         tables = open_expansion_tables(path, model.rows, model.multi_hot_sizes)
     samples = config.samples_per_day
@@ -233,7 +233,8 @@ def _draw(rng: np.random.Generator, n: int, model: ModelConfig, skew: float) -> 
 
 
 def _expand(one_hot: Ids, tables: ExpansionTables) -> list[Ids]:
-    blocks = [np.empty((len(one_hot), 1 + others.shape[1]), dtype=np.int32) for others in tables.others]
+    sizes = (1 if table is None else table.shape[1] for table in tables.rows)
+    blocks = [np.empty((len(one_hot), size), dtype=np.int32) for size in sizes]
     for feature, block in enumerate(blocks):
         tables.expand(feature, one_hot[:, feature], block)
     return blocks
