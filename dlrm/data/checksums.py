@@ -55,7 +55,8 @@ def changed_files(
             continue
         path, expected = directory / name, known[name]
         if not path.is_file():
-            yield f"{path} does not exist, but the manifest has it: {COPY_AGAIN}"
+            state = "is no file" if path.exists() else "does not exist"
+            yield f"{path} {state}, but the manifest has it: {COPY_AGAIN}"
             continue
         size = path.stat().st_size
         sample = sample_checksum(path)

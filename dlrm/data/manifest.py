@@ -73,7 +73,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         files = {name: Checksum(**sums) for name, sums in content.get("files", {}).items()}
         known = {field.name: content[field.name] for field in fields(Manifest) if field.name != "files"}
         manifest = Manifest(**known, files=files)
@@ -82,9 +82,11 @@ def read_manifest(directory: Path) -> Manifest | None:
             _check_types(sums)
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # The error of what is no text shows all of it.
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else repr(error)
         raise ValueError(
-            f"{path}: is not a manifest of this program ({error!r}): choose another directory, or remove this file and "
-            "the day files beside it"
+            f"{path}: is not a manifest of this program ({why}): choose another directory, or remove this file and the "
+            "day files beside it"
         ) from error
 
 
