@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def read_side(path: Path) -> Side:
     if (path.parent / LADDER_JSON).exists() and not path.exists():
         return _side_of_rung(path)
     if not path.exists():
+        ladders = [Path(folder) for folder in glob(str(path.parent))]
+        if len(ladders) == 1 and ladders[0] != path.parent:  # shells leave LADDER*/RUNG as it is: a rung is no folder
+            return read_side(ladders[0] / path.name)
         raise ValueError(f"{path} does not exist: name a record, a folder of records, a ladder's rung or an MLPerf log")
     if (path / RUN_JSON).exists():
         return side_of_records(str(path), [read_record(path)])

@@ -79,8 +79,10 @@ def rank_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
 
 def finding_lines(number: int, finding: Finding) -> list[str]:
     """A finding in a few lines: cost, the user's line, the library's, and what to do."""
-    cost = "cost not known" if finding["ms"] is None else f"{finding['ms']:.3f} ms"
-    lines = [f"{number}. {finding['kind']}: {cost} an iteration, {finding['count']:.4g} call(s){_cuda(finding)}"]
+    calls = f"{finding['count']:.4g} call(s)"
+    known = finding["ms"] is not None
+    cost = f"{finding['ms']:.3f} ms an iteration, {calls}" if known else f"{calls} an iteration, cost not known"
+    lines = [f"{number}. {finding['kind']}: {cost}{_cuda(finding)}"]
     lines += [f"   {place}" for place in places(finding)]
     return [*lines, f"   do: {finding['suggestion']}"]
 

@@ -56,6 +56,7 @@ def test_a_rung_is_a_side_of_all_its_rounds(made: Path) -> None:
     assert side.label == str(made / "b")
     assert len(side.series) == 4
     assert side.finished == sorted(side.finished)
+    assert read_side(made.parent / f"{made.name}*" / "b").label == side.label  # which no shell expands
     rungs = rungs_of(made)
     assert rungs is not None
     assert list(rungs) == ["a", "b", "c"]
