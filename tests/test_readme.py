@@ -13,7 +13,8 @@ from tests.launched import fork, run_script, wait
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ROOT / "pipeline" / "README.md"
-READMES = [ROOT / "README.md", ROOT / "results" / "README.md", OPTIONS, ROOT / "pipeline" / "five_stage" / "README.md"]
+OTHERS = ("bench", "results", "pipeline/five_stage")
+READMES = [ROOT / "README.md", OPTIONS, *(ROOT / folder / "README.md" for folder in OTHERS)]
 EXAMPLE = ROOT / "examples" / "torchrec_script.py"
 
 
