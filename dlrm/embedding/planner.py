@@ -3,6 +3,11 @@
 Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables whole.
 Where ranks are too many for that, tables are split by rows as well, each into as many parts as bring its shards down to
 a rank's share of the work.
+
+No rank holds shards of two widths, because that gains nothing. With these costs and MLPerf's tables, placing all shards
+of a candidate on all ranks, the best plans of 8 to 128 ranks keep their times, at 512 samples a GPU and at a global
+batch of 135168, or take 0.7 % less (8 ranks, 135168 expanded ids): they have one width on all ranks. On two and four
+ranks, at 135168, they take up to 3 % less if a second width costs its rank no second call, and up to 1 % if it does.
 """
 
 import heapq
