@@ -28,6 +28,10 @@ class GpuCosts:
     """The fixed part of an all-to-all, whatever its bytes."""
     all_to_all_bytes_per_us: float
     """How fast bytes leave a rank in an all-to-all."""
+    peer_exchange_us: float
+    """The fixed part of an exchange through peer memory: a kernel that writes to the other ranks, and a barrier."""
+    peer_bytes_per_us: float
+    """How fast bytes leave a rank through peer memory."""
 
 
 H200 = GpuCosts(
@@ -48,6 +52,10 @@ H200 = GpuCosts(
     # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
     all_to_all_us=24.0,
     all_to_all_bytes_per_us=303e3,
+    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by what leaves a rank: 9.1 and
+    # 68.9 us for 1.7 and 23.0 MB, 11.7 and 103 us for 2.6 and 34.5 MB. A barrier alone takes 3.0.
+    peer_exchange_us=4.4,
+    peer_bytes_per_us=353e3,
 )
 
 _KNOWN = {H200.measured_on: H200}

@@ -89,7 +89,7 @@ def scale(
         ]
         console.print(_table(scaling, found))
     beside = _published(scalings, costs, network) if published else None
-    for table in (_checks(scalings, [read_record(path).run for path in checks]), beside):
+    for table in (_checks(scalings, [read_record(path).run for path in checks], network), beside):
         if table is not None:
             console.print(table)
     console.print(NOT_KNOWN, soft_wrap=True)
@@ -112,7 +112,10 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
     how = f"GPU work x {fitted.gpu:.2f}" if scaling.kind == "static" else f"host time {fitted.host_us / 1e3:.2f} ms"
     table = Table(
         title=f"{scaling.kind}, fitted to {scaling.fitted_to}: {how}",
-        caption=f"stages: their tasks' us, which overlap; needed: GB/s a GPU for {NEAR_IDEAL - 1:.0%} above no network",
+        caption=(
+            "bound by: what is busy all the time; dependencies: nothing is, its tasks wait for one another\n"
+            f"stages: their tasks' us, which overlap; needed: GB/s a GPU for {NEAR_IDEAL - 1:.0%} above no network"
+        ),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -134,8 +137,8 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
     return table
 
 
-def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord]) -> Table | None:
-    """Other records, and what the models of the same pipeline and format say of them."""
+def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord], network: Network) -> Table | None:
+    """Other records, and what the models of the same pipeline and format say of them, over this network."""
     rows = []
     for run in runs:
         for scaling in scalings:
@@ -143,17 +146,16 @@ def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord]) -> Table | N
             # TorchRec's pipelines are fitted by their host time, which is of one batch size.
             same_batch = scaling.kind == "static" or scaling.local_batch_size == batch
             if (scaling.kind, scaling.exchanged_bytes) == (kind_of(run), exchanged_bytes_of(run)) and same_batch:
-                said, measured = prediction(scaling, run), median_ms(run)
-                rows.append((run["id"], topology_of(run).world_size, batch, scaling.fitted_to, said, measured))
+                said, measured = prediction(scaling, run, network), median_ms(run)
+                rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, said, measured))
     if not rows:
         return None
     table = Table(title="checked against other records", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("record", "GPUs", "local batch", "fitted to", "model, ms", "measured, ms", "off by"):
+    for name in ("record", "nodes", "GPUs", "local batch", "fitted to", "model, ms", "measured, ms", "off by"):
         table.add_column(name, justify="left" if name in ("record", "fitted to") else "right")
-    for name, gpus, batch, fitted_to, said, measured in rows:
-        table.add_row(
-            name, str(gpus), str(batch), fitted_to, f"{said:.3f}", f"{measured:.3f}", f"{said / measured - 1:+.1%}"
-        )
+    for name, topology, batch, fitted_to, said, measured in rows:
+        sizes = (str(number) for number in (topology.nodes, topology.world_size, batch))
+        table.add_row(name, *sizes, fitted_to, f"{said:.3f}", f"{measured:.3f}", f"{said / measured - 1:+.1%}")
     return table
 
 

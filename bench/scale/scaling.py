@@ -11,7 +11,7 @@ from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_on, 
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.gpu_costs import GpuCosts
-from dlrm_bench.dlrm.topology import Network, Topology
+from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
 
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1
@@ -44,11 +44,14 @@ class Scaling:
     fit: Fit
     fitted_to: str
     ids: IdStatistics = UNIFORM
+    peer_memory: bool = False
+    """Whether what the ranks of a node exchange goes through peer memory."""
 
     def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
         """Returns the plan's load on these nodes, which takes the planner about a second."""
         batch = local_batch_size or self.local_batch_size
-        return load_on(topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids)
+        load = load_on(topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids)
+        return replace(load, peer_memory=self.peer_memory)
 
     def steady(self, load: Load, topology: Topology) -> Steady:
         """Returns an iteration as the model has it."""
@@ -100,6 +103,7 @@ def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) 
         fit=Fit(),
         fitted_to=record["id"],
         ids=ids_of(record),
+        peer_memory=peer_memory_of(record),
     )
     topology, target = topology_of(record), median_ms(record) * 1e3
     load = scaling.load(topology)
@@ -135,6 +139,11 @@ def exchanged_bytes_of(record: RunRecord) -> int:
     return 2 if record["config"]["precision"] == "bf16" else 4
 
 
+def peer_memory_of(record: RunRecord) -> bool:
+    """Returns whether a record's ranks exchange through peer memory."""
+    return bool(record["config"]["pipeline"].get("peer_memory"))
+
+
 def median_ms(record: RunRecord) -> float:
     """Returns the median of a record's iterations; ValueError where it has too few."""
     latency = record["latency_ms"]
@@ -143,10 +152,10 @@ def median_ms(record: RunRecord) -> float:
     return latency["p50"]
 
 
-def topology_of(record: RunRecord) -> Topology:
-    """Returns the nodes of a record."""
+def topology_of(record: RunRecord, network: Network = INFINIBAND_400G) -> Topology:
+    """Returns the nodes of a record, joined by this network."""
     world_size, nodes = record["config"]["world_size"], record["machine"]["nodes"]
-    return Topology.of(world_size, world_size // nodes)
+    return Topology.of(world_size, world_size // nodes, network)
 
 
 def model_of(record: RunRecord) -> ModelConfig:
@@ -162,9 +171,11 @@ def ids_of(record: RunRecord) -> IdStatistics:
     return IdStatistics(skew=data["random_skew"], expanded=expanded)
 
 
-def prediction(scaling: Scaling, record: RunRecord) -> float:
-    """Returns the milliseconds that the model says of another record's nodes, batch, tables and ids."""
-    topology, of_record = topology_of(record), replace(scaling, model=model_of(record), ids=ids_of(record))
+def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAND_400G) -> float:
+    """Returns the milliseconds that the model says of another record's nodes, joined by this network, batch, tables and
+    ids."""
+    topology = topology_of(record, network)
+    of_record = replace(scaling, model=model_of(record), ids=ids_of(record), peer_memory=peer_memory_of(record))
     load = of_record.load(topology, record["config"]["local_batch_size"])
     return of_record.steady(load, topology).iteration_us / 1e3
 

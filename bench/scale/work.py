@@ -84,6 +84,8 @@ class Load:
     """Ids a sample of the tables that the ranks of one node have shards of."""
     exchanged_bytes: int
     """Bytes of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
+    peer_memory: bool = False
+    """Whether what the ranks of a node exchange goes through peer memory."""
 
 
 _loads: dict[tuple[ModelConfig, Topology, int, int, str, IdStatistics], Load] = {}
@@ -179,19 +181,23 @@ def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit:
     copy = system.us(BATCH_COPY) * load.local_batch_size / system.limits["config"]["local_batch_size"]
     # A batch comes in during the iteration before its own, not earlier.
     tasks = [Task(name="copy", resource=PCIE, us=copy, stage=INPUT_DIST, after_last=("lookup 0",))]
+    if load.peer_memory:
+        # Each node gets the ids of its tables once, and hands them on.
+        to_node, away = 4.0 * load.node_ids * load.local_batch_size, topology.nodes - 1
+        between = topology.network.latency_us + (away - 1) * topology.network.message_us if away else 0.0
+        between += to_node * away / topology.network.bytes_per_us
+        inside = _inside_us(4.0 * load.ids * load.local_batch_size * topology.nodes, load, topology, system)
+        tasks += [
+            Task(name="ids between", resource=NETWORK, us=between, stage=INPUT_DIST, after=("copy",)),
+            Task(name="ids", resource=NVLINK, us=inside, stage=INPUT_DIST, after=("ids between",)),
+        ]
+    else:
+        tasks += _exchange("ids", 4.0 * load.ids, load, topology, system, INPUT_DIST, ("copy",))
     if kind != "static":
-        return [*tasks, *_exchange("ids", 4.0 * load.ids, load, topology, system, kind, INPUT_DIST, ("copy",))]
-    # Each node gets the ids of its tables once, and hands them on.
-    to_node, away = 4.0 * load.node_ids * load.local_batch_size, topology.nodes - 1
-    between = topology.network.latency_us + (away - 1) * topology.network.message_us if away else 0.0
-    between += to_node * away / topology.network.bytes_per_us
-    received = 4.0 * load.ids * load.local_batch_size * topology.nodes
-    inside = _inside_us(received, topology, system)
+        return tasks
     sort = load.tables.picking + load.tables.sort - SORT_FIXED_US
     return [
         *tasks,
-        Task(name="ids between", resource=NETWORK, us=between, stage=INPUT_DIST, after=("copy",)),
-        Task(name="ids", resource=NVLINK, us=inside, stage=INPUT_DIST, after=("ids between",)),
         Task(name="sort's launches", resource="sort", us=SORT_FIXED_US * fit.gpu, stage=INPUT_DIST, after=("ids",)),
         Task(name="sort", resource=GPU, us=sort * fit.gpu, stage=INPUT_DIST, after=("sort's launches",)),
     ]
@@ -215,10 +221,10 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
             name=f"lookup {half}", resource=GPU, us=forward * fit.gpu / halves, stage=FORWARD, after_last=last_updates
         )
         tasks.append(lookup)
-        tasks += _exchange(f"pooled {half}", sent, load, topology, system, kind, FORWARD, (lookup.name,))
+        tasks += _exchange(f"pooled {half}", sent, load, topology, system, FORWARD, (lookup.name,))
         chain = dense * (1 - _WEIGHT_GRADIENTS) / halves
         tasks.append(Task(name=f"dense {half}", resource=GPU, us=chain, stage=DENSE, after=(tasks[-1].name,)))
-        tasks += _exchange(f"gradients {half}", sent, load, topology, system, kind, BACKWARD, (f"dense {half}",))
+        tasks += _exchange(f"gradients {half}", sent, load, topology, system, BACKWARD, (f"dense {half}",))
     of_halves = tuple(task.name for task in tasks if task.name.startswith("gradients"))
     chains = tuple(f"dense {half}" for half in range(halves))
     # Each layer's gradients are exchanged as soon as they are there, and its weights updated.
@@ -228,7 +234,7 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
         name = f"weight gradients {bucket}"
         tasks += [
             Task(name=name, resource=GPU, us=weights, stage=DENSE, after=chains),
-            *_all_reduce(bucket, topology, system, (name,)),
+            *_all_reduce(bucket, load, topology, system, (name,)),
             Task(name=updates[bucket], resource=GPU, us=adagrad, stage=UPDATE, after=(f"reduce {bucket} between",)),
         ]
     launches = Task(name="update's launches", resource="update", us=fixed * fit.gpu, stage=BACKWARD, after=of_halves)
@@ -249,45 +255,51 @@ def _exchange(
     load: Load,
     topology: Topology,
     system: System,
-    kind: Kind,
     stage: str,
     after: tuple[str, ...],
 ) -> list[Task]:
     """An all-to-all: sample_bytes of each sample of the global batch leave, or reach, the rank with most.
 
-    The static pipeline's goes over NVLink first, then between equal local ranks: a message for each node. The others'
-    sends a message to each GPU; inside and between nodes at once.
+    Where there is peer memory it goes through that first, then between equal local ranks: a message for each node.
+    Otherwise a message goes to each GPU, inside and between nodes at once.
     """
     network = topology.network
     to_each = sample_bytes * load.local_batch_size
     away = topology.nodes - 1
-    inside = _inside_us(to_each * (topology.nodes if kind == "static" else 1), topology, system)
-    messages = away if kind == "static" else away * topology.gpus_per_node
+    inside = _inside_us(to_each * (topology.nodes if load.peer_memory else 1), load, topology, system)
+    messages = away if load.peer_memory else away * topology.gpus_per_node
     between = 0.0
     if away:
         between = network.latency_us + (messages - 1) * network.message_us
         between += to_each * away * topology.gpus_per_node / network.bytes_per_us
     first = Task(name=f"{name} inside", resource=NVLINK, us=inside, stage=stage, after=after)
-    next_after = (first.name,) if kind == "static" else after
+    next_after = (first.name,) if load.peer_memory else after
     second = Task(name=f"{name} between", resource=NETWORK, us=between, stage=stage, after=next_after)
     done = Task(name=name, resource="nothing", us=0.0, stage=stage, after=(first.name, second.name))
     return [first, second, done]
 
 
-def _inside_us(to_each: float, topology: Topology, system: System) -> float:
+def _inside_us(to_each: float, load: Load, topology: Topology, system: System) -> float:
     """An all-to-all inside a node, of so many bytes between the busiest rank and each other one."""
     if topology.gpus_per_node == 1:
         return 0.0
-    return system.costs.all_to_all_us + to_each * (topology.gpus_per_node - 1) / system.costs.all_to_all_bytes_per_us
+    costs, leaves = system.costs, to_each * (topology.gpus_per_node - 1)
+    if load.peer_memory:
+        return costs.peer_exchange_us + leaves / costs.peer_bytes_per_us
+    return costs.all_to_all_us + leaves / costs.all_to_all_bytes_per_us
 
 
-def _all_reduce(bucket: int, topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
+def _all_reduce(bucket: int, load: Load, topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
     """One bucket of dense gradients: inside a node as measured, between nodes a slice of each GPU, once there and once
     back."""
-    inside = system.us(ALL_REDUCE) / _BUCKETS if topology.gpus_per_node > 1 else 0.0
+    size = topology.gpus_per_node
+    if load.peer_memory:  # of each slice, gradients come from all ranks, and weights go to all
+        inside = _inside_us(2 * system.dense_bytes / _BUCKETS / size, load, topology, system)
+    else:
+        inside = system.us(ALL_REDUCE) / _BUCKETS if size > 1 else 0.0
     between, away = 0.0, topology.nodes - 1
     if away:
-        travels = 2 * system.dense_bytes / _BUCKETS / topology.gpus_per_node * away / topology.nodes
+        travels = 2 * system.dense_bytes / _BUCKETS / size * away / topology.nodes
         steps = 2 * topology.nodes.bit_length()  # a tree's
         between = topology.network.latency_us + steps * topology.network.message_us
         between += travels / topology.network.bytes_per_us

@@ -18,6 +18,7 @@ LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
 SMALL = "14-2xh200-512-a-gpu-fused-cross-network/before/09-old-512"
 LARGE = "13-2xh200-6912-a-gpu-fused-cross-network/before/01-old-6912"
 TENTH = "18-2xh200-as-two-nodes"
+OF_TENTH = ("512-one-gpu", "512-peer", "6912-one-gpu", "6912-peer")
 
 
 def record(path: str):
@@ -46,12 +47,19 @@ def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, o
     assert prediction(scaling, run) == pytest.approx(median_ms(run), rel=0.1)
 
 
-@pytest.mark.parametrize("fitted_to", ["512", "6912"])
-@pytest.mark.parametrize("path", ["512-one-gpu", "512-peer", "6912-one-gpu", "6912-peer"])
-def test_fitted_to_one_gpu_it_predicts_two_and_other_batches_within_a_tenth(fitted_to, path):
+@pytest.mark.parametrize("fitted_to", OF_TENTH)
+@pytest.mark.parametrize("path", OF_TENTH)
+def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tenth(fitted_to, path):
     """Of one job on one machine, tables of a tenth."""
     run = record(f"{TENTH}/{path}")
-    assert prediction(fitted(f"{TENTH}/{fitted_to}-one-gpu"), run) == pytest.approx(median_ms(run), rel=0.1)
+    assert prediction(fitted(f"{TENTH}/{fitted_to}"), run) == pytest.approx(median_ms(run), rel=0.1)
+
+
+@pytest.mark.parametrize("path", ["512-sockets", "6912-sockets"])
+def test_fitted_to_one_gpu_it_predicts_two_nodes_over_a_slow_network(path):
+    """4 GB/s, what loopback's sockets carried in that job."""
+    run, sockets = record(f"{TENTH}/{path}"), Network(name="sockets", bytes_per_us=4e3, latency_us=20.0)
+    assert prediction(fitted(f"{TENTH}/512-one-gpu"), run, sockets) == pytest.approx(median_ms(run), rel=0.15)
 
 
 def test_stages_agree_with_a_trace():
