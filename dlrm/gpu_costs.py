@@ -52,8 +52,8 @@ H200 = GpuCosts(
     # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
     all_to_all_us=24.0,
     all_to_all_bytes_per_us=303e3,
-    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by what leaves a rank: 9.1 and
-    # 68.9 us for 1.7 and 23.0 MB, 11.7 and 103 us for 2.6 and 34.5 MB. A barrier alone takes 3.0.
+    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by what leaves a rank: 9.1 us
+    # for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
     peer_exchange_us=4.4,
     peer_bytes_per_us=353e3,
 )
