@@ -15,7 +15,7 @@ from dlrm_bench.bench.analysis.sides import Side, read_side, rungs_of
 from dlrm_bench.bench.records.repetitions import detectable, drift_left, holm, runs_needed
 from dlrm_bench.bench.records.series import CONFIDENCE, Metric, drift_within, spread_of_log, summary_statistics
 from dlrm_bench.bench.records.statistics import UNPROVEN, Comparison, Estimate, Ratio, Verdict, compare
-from dlrm_bench.bench.records.variance import Levels, levels
+from dlrm_bench.bench.records.variance import Levels, agree_by_luck, levels
 
 _DRIFT_LEFT = 0.5  # runs by which one side may come later in the mean, for pairs to be compared as such
 _CLOCK_TOLERANCE = 0.02  # between the median SM clocks of two runs
@@ -236,7 +236,7 @@ def _notes_on_runs(result: Result) -> Iterator[str]:
         a, b = (each.in_words() for each in spread)
         yield f"a run's {_WORDS[result.metric]} varies by level (standard deviation): A {a}; B {b}"
         within = _by_iterations(spread, result.comparison.paired)
-        if _agree_by_luck(result.spread_between, within, min(result.comparison.runs)):
+        if agree_by_luck(result.spread_between, within, min(result.comparison.runs)):
             yield (
                 f"runs agree better ({result.spread_between:.2%}) than their own iterations let expect ({within:.2%}): "
                 "by luck, so that the interval may be too narrow; take more runs"
@@ -253,15 +253,6 @@ def _by_iterations(spread: tuple[Levels, Levels], paired: bool) -> float:
     """What runs would spread by if iterations were all that makes them differ; of pairs, their differences."""
     squares = [(each.iteration or 0.0) ** 2 for each in spread]
     return float(np.sqrt(sum(squares) / (1 if paired else 2)))
-
-
-def _agree_by_luck(between: float, within: float, runs: int) -> bool:
-    """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ."""
-    if within == 0:
-        return False
-    from scipy.special import chdtr
-
-    return float(chdtr(runs - 1, (runs - 1) * (between / within) ** 2)) < 1 - CONFIDENCE
 
 
 _WORDS: dict[Metric, str] = {"p50": "median", "mean": "mean", "p90": "p90", "p99": "p99"}

@@ -1,7 +1,7 @@
 """What the runs of a ladder say of its rungs, and the ladder as tables."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.records.repetitions import detectable, holm, runs_needed
 from dlrm_bench.bench.records.series import CONFIDENCE, summary_statistics
 from dlrm_bench.bench.records.statistics import Estimate, Ratio, compare, student_t
-from dlrm_bench.bench.records.variance import levels
+from dlrm_bench.bench.records.variance import agree_by_luck, levels
 
 HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "D2H copies", "GPU idle")
 
@@ -253,9 +253,29 @@ def _p_value(speedup: float, interval: list[float] | None, rounds: int, confiden
     """Two-sided p value of the t test whose interval of the ratio this is; nan where one round was run."""
     if interval is None:
         return math.nan
-    freedom = rounds - 1
-    error = math.log(interval[1] / interval[0]) / (2 * student_t((1 + confidence) / 2, freedom))
-    return Estimate(math.log(speedup), error, freedom).p_value
+    return Estimate(math.log(speedup), _error(interval, rounds, confidence), rounds - 1).p_value
+
+
+def _error(interval: list[float], rounds: int, confidence: float) -> float:
+    """Standard error of the logarithm of the ratio whose interval this is."""
+    return math.log(interval[1] / interval[0]) / (2 * student_t((1 + confidence) / 2, rounds - 1))
+
+
+def lucky(ladder: Ladder) -> Iterator[str]:
+    """A sentence for each rung whose rounds agree better than the noise of their iterations lets expect."""
+    first, *others = ladder["rungs"]
+    confidence = CONFIDENCE if ladder.get("detect") is None else AUTO_CONFIDENCE
+    for rung in others:
+        known = [spread for each in (first, rung) if (spread := each.get("spread", {}).get("iteration")) is not None]
+        if rung["ci95"] is None or len(known) < 2:
+            continue
+        between = _error(rung["ci95"], ladder["rounds"], confidence) * math.sqrt(ladder["rounds"])
+        within = math.hypot(*known)
+        if agree_by_luck(between, within, ladder["rounds"]):
+            yield (
+                f"the ratios of {rung['name']} to {first['name']} agree better from round to round ({between:.2%}) "
+                f"than their iterations let expect ({within:.2%}): the interval is narrow by luck; run more rounds"
+            )
 
 
 def _cells(speedup: float, interval: list[float] | None, is_proven: bool) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 
 from dlrm_bench.bench.analysis.gate import percentage
-from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_spread_table, ladder_table
+from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_spread_table, ladder_table, lucky
 from dlrm_bench.bench.ladder.run_ladder import make_plan, plan_to_resume, profiled_run_id, run_ladder
 from dlrm_bench.bench.ladder.rungs import built_in_ladder
 from dlrm_bench.bench.progress import StillBar, stderr_console
@@ -127,4 +127,6 @@ def _print(console: Console, plan: Plan, folder: Path) -> None:
             log = folder / f"{profiled_run_id(rung['name'])}.log"
             text = f"warning: the profiled run of {rung['name']} failed: {log}"
             console.print(text, soft_wrap=True, markup=False)
+    for text in lucky(ladder):
+        console.print(f"note: {text}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"record {folder}", soft_wrap=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_bench.bench.records.series import Metric, spread_of_log, summary_statistics
+from dlrm_bench.bench.records.series import CONFIDENCE, Metric, spread_of_log, summary_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,19 @@ def levels(runs: Sequence[np.ndarray], metric: Metric, machines: Sequence[Hashab
         a_mean = between * float(np.mean([1 / len(each) for each in by_machine]))
         over_machines = max(0.0, float(means.var(ddof=1)) - a_mean)
     return Levels(_root(within), _root(max(0.0, between - (within or 0.0))), _root(over_machines))
+
+
+def agree_by_luck(between: float, within: float, runs: int) -> bool:
+    """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ.
+
+    between: standard deviation of the runs' log metric, or of their pairs' differences. within: what the chance of
+    their iterations makes of it. An interval from such runs is too narrow.
+    """
+    if within == 0:
+        return False
+    from scipy.special import chdtr  # a quarter of a second
+
+    return float(chdtr(runs - 1, (runs - 1) * (between / within) ** 2)) < 1 - CONFIDENCE
 
 
 def _root(variance: float | None) -> float | None:
