@@ -234,7 +234,7 @@ def test_one_node_and_two_nodes_train_alike(smoke, tmp_path):
         log = record.folder / LOG_NAME
         assert check_compliance(log).passed
         assert log.read_text().count('"key": "run_start"') == 1
-    assert two_nodes.run["command"].startswith("torchrun --nnodes=2 --nproc_per_node=1 launch/dlrm.py --results-dir")
+    assert two_nodes.run["command"].startswith("torchrun --nnodes=2 --nproc_per_node=1 launch/dlrm.py --data.path")
     assert one_node.run["command"].startswith("torchrun --nproc_per_node=2 launch/dlrm.py --data.path")
     assert ["record " in output for output in ended["two"].outputs] == [True, False]
 
