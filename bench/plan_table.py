@@ -14,7 +14,8 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan import Shard, imbalance, iteration_us, rank_loads
+from dlrm_bench.dlrm.embedding.plan import Shard
+from dlrm_bench.dlrm.embedding.plan_costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.embedding.planner import plan_for
 from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
 from dlrm_bench.dlrm.embedding.torchrec_plan import make_torchrec_plan
@@ -117,13 +118,10 @@ def measured_costs(limits: Limits) -> GpuCosts:
         )
     memory = [c["amount"] / (c["ms"] * 1e3) for c in limits["ceilings"] if c["name"].startswith("memory: ")]
     base, rate = costs_of(name), max(memory)
-    slower = base.memory_bytes_per_us / rate
+    measured_on = f"{name} (limits {limits['id']}; tables scaled from {base.measured_on}'s by the memory rate)"
     return replace(
-        base,
-        measured_on=f"{name} (limits {limits['id']}; tables scaled from {base.measured_on}'s by the memory rate)",
+        base.at_memory_rate(rate, measured_on),
         memory_bytes=int(memory_gb * 1e9),
-        memory_bytes_per_us=rate,
-        us_per_million_ids={width: us * slower for width, us in base.us_per_million_ids.items()},
         all_to_all_us=all_to_all_us,
         all_to_all_bytes_per_us=1 / us_per_byte,
     )

@@ -1,6 +1,6 @@
 """Costs of work on a type of GPU: the measured constants from which plans are made, one value for each type."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,13 +13,18 @@ class GpuCosts:
     """The memory of one GPU."""
     memory_bytes_per_us: float
     """How fast a kernel moves memory, read plus write."""
-    us_per_million_ids: dict[int, float]
-    """Lookup, sort and update of a million ids of distinct rows, by shard width in columns."""
-    us_per_call: float
-    """The fixed part of each rank's lookup, sort and update, whatever their ids."""
-    repeated_id: float
-    """The cost of an id whose row another id of the batch names as well, relative to an id of a row of its own: rows
-    come from the cache, one update serves both."""
+    cache_bytes_per_us: float
+    """How fast a kernel reads rows that the cache has, as those of an id that the batch has named before."""
+    lookup_us: float
+    """The fixed part of a rank's lookup, whatever its ids."""
+    sort_us: float
+    """The fixed part of a rank's sort of ids, beside which other streams' work runs: few multiprocessors are busy."""
+    sort_us_per_million_ids: float
+    """What each million of ids adds to the sort, whatever they are."""
+    update_us: float
+    """The fixed part of a rank's table update, as that of the sort."""
+    update_us_per_million_ids: float
+    """What each million of ids adds to the update beside the bytes that it moves."""
     picking_us: float
     """The fixed part of finding the ids whose rows this rank has, where a table is split by rows."""
     picking_us_per_million_ids: float
@@ -33,18 +38,37 @@ class GpuCosts:
     peer_bytes_per_us: float
     """How fast bytes leave a rank through peer memory."""
 
+    @property
+    def tables_us(self) -> float:
+        """The fixed part of lookup, sort and update together."""
+        return self.lookup_us + self.sort_us + self.update_us
+
+    def at_memory_rate(self, bytes_per_us: float, measured_on: str) -> "GpuCosts":
+        """Returns the costs of a GPU whose memory has another rate, and whose cache and kernels follow it."""
+        slower = self.memory_bytes_per_us / bytes_per_us
+        return replace(
+            self,
+            measured_on=measured_on,
+            memory_bytes_per_us=bytes_per_us,
+            cache_bytes_per_us=self.cache_bytes_per_us / slower,
+            sort_us_per_million_ids=self.sort_us_per_million_ids * slower,
+            update_us_per_million_ids=self.update_us_per_million_ids * slower,
+        )
+
 
 H200 = GpuCosts(
     measured_on="NVIDIA H200",
     memory_bytes=141_000_000_000,
     # An addition in place over 1 GiB, as `dlrm-bench limits` times it.
     memory_bytes_per_us=4.23e6,
-    # One H200, fbgemm-gpu 1.6.0, exact Adagrad, bf16 output: FBGEMM's forward and backward on a 40M-row table at 5.5
-    # million uniform ids. Single tables of 0.4 to 1.5 million ids are predicted within 10 %.
-    us_per_million_ids={16: 196.0, 32: 228.0, 64: 376.0, 128: 674.0},
-    us_per_call=180.0,
-    # Ten one-hot tables of 3 to 17295 rows in one call: 396 us at 55296 samples.
-    repeated_id=0.57,
+    # Fitted to lookup, sort and update, each alone as a graph, of 60 sets of tables (one hot table, several, all 26) at
+    # 1024 to 55296 samples with MLPerf-like ids and 16 to 128 columns: tests/dlrm/embedding/test_plan_costs.py.
+    cache_bytes_per_us=7.9e6,
+    lookup_us=4.5,
+    sort_us=33.0,
+    sort_us_per_million_ids=60.0,
+    update_us=20.0,
+    update_us_per_million_ids=20.0,
     # kernels/input_dist/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for
     # 6.55, and of six tables 25 for 1.30 and 81 for 10.4.
     picking_us=17.0,

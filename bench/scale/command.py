@@ -33,11 +33,11 @@ from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
 # NVLink are the same.
 _H100_MEMORY = 3.35 / 4.8
 H100 = replace(
-    H200,
-    measured_on="NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
+    H200.at_memory_rate(
+        H200.memory_bytes_per_us * _H100_MEMORY,
+        "NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
+    ),
     memory_bytes=80_000_000_000,
-    memory_bytes_per_us=H200.memory_bytes_per_us * _H100_MEMORY,
-    us_per_million_ids={columns: us / _H100_MEMORY for columns, us in H200.us_per_million_ids.items()},
 )
 # The published TorchRec work of 2024, on 16 DGX H100.
 _TORCHREC_H100 = ("128 x H100", "TorchRec, after the published work", 65536, 3.4)

@@ -1,73 +1,36 @@
-"""Times of the static pipeline's kernels on one GPU, from what a batch names: their bytes at measured rates.
-
-The constants are of kernels timed alone, as graphs, on 2 x H200 with full tables, realistic ids and 64 columns a rank
-(results/README.md, "Kernels of the static engine"), at 512 and 6912 samples a GPU: lookup 16 and 173 us, sort 46 and
-199, table update 61 and 422, dense network with weight gradients 307 and 1520. These formulas say 20 and 197, 46 and
-199, 65 and 395, and 307 and 1520.
-"""
+"""Times of work beside the tables' kernels on one GPU: what of the dense network is no GEMM, and FBGEMM's tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan import Shard, picking_us
+from dlrm_bench.dlrm.embedding.plan import Shard
 from dlrm_bench.dlrm.gpu_costs import H200, GpuCosts
 
-_LOOKUP_US = 3.0
-UPDATE_FIXED_US, SORT_FIXED_US = 28.0, 34.0
-"""Parts of `update` and `sort` in which few multiprocessors work, such as launches that wait for one another: other
-streams' work runs beside them."""
-_SORT_US_PER_MILLION_IDS = 55.8
-_CACHE_OVER_MEMORY = 1.54
-"""Rate of rows that come from the cache, which are those named before in the batch, to the memory's."""
-_VECTOR_BYTES = 2
-"""Of an element of the pooled vectors' gradients, which update reads once for each id."""
+# Of the dense network with weight gradients, alone as a graph on an H200: 307 us at 512 samples, 1520 at 6912
+# (results/README.md, "Kernels of the static engine").
 _ELEMENTWISE_US, _ELEMENTWISE_US_PER_SAMPLE = 65.0, 0.047
-"""What the dense network takes beside its GEMMs, in bf16."""
+# One H200, fbgemm-gpu 1.6.0, exact Adagrad, bf16 output: FBGEMM's forward and backward on a 40M-row table at 5.5
+# million uniform ids, by columns, and for each call. Single tables of 0.4 to 1.5 million ids are predicted within 10 %.
+_FBGEMM_US_PER_MILLION_IDS = {16: 196.0, 32: 228.0, 64: 376.0, 128: 674.0}
+_FBGEMM_US = 180.0
+# An id whose row another id of the batch names as well, relative to an id of a row of its own. Ten one-hot tables of 3
+# to 17295 rows in one call: 396 us at 55296 samples.
+_FBGEMM_REPEATED_ID = 0.57
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableTimes:
-    """Microseconds of one rank's tables in an iteration."""
-
-    lookup: float
-    sort: float
-    update: float
-    picking: float
-
-    @property
-    def all(self) -> float:
-        """Their sum."""
-        return self.lookup + self.sort + self.update + self.picking
-
-
-def table_times(
+def fbgemm_us(
     shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, ids: IdStatistics, costs: GpuCosts
-) -> TableTimes:
-    """Returns the times of a rank that holds these shards. ids: how often they name the same rows.
-
-    A row that the batch names comes from memory once for the lookup, and for the update is read and written with its
-    Adagrad state; each id's row comes from the cache, and its gradient.
-    """
-    row_bytes = id_columns = num_ids = 0.0
+) -> float:
+    """Returns the predicted microseconds of FBGEMM's forward and backward of a rank's tables in an iteration."""
+    widths, us = sorted(_FBGEMM_US_PER_MILLION_IDS), 0.0
     for shard in shards:
-        hot, rows = model.multi_hot_sizes[shard.table], model.rows[shard.table]
-        share = 1 / shard.row_parts
-        row_bytes += 4 * shard.columns * share * ids.distinct_rows(rows, hot, global_batch_size)
-        id_columns += shard.columns * share * global_batch_size * hot
-        num_ids += share * global_batch_size * hot
-    rate, slower = costs.memory_bytes_per_us, H200.memory_bytes_per_us / costs.memory_bytes_per_us
-    cache = rate * _CACHE_OVER_MEMORY
-    picking = 0.0
-    if any(shard.row_parts > 1 for shard in shards):
-        picking = costs.picking_us + sum(picking_us(s.table, model, global_batch_size, costs) for s in shards)
-    return TableTimes(
-        lookup=_LOOKUP_US + row_bytes / rate + 4 * id_columns / cache,
-        sort=SORT_FIXED_US + _SORT_US_PER_MILLION_IDS * num_ids / 1e6 * slower,
-        update=UPDATE_FIXED_US + 4 * row_bytes / rate + _VECTOR_BYTES * id_columns / cache,
-        picking=picking,
-    )
+        width = next((width for width in widths if shard.columns <= width), widths[-1])
+        hot = model.multi_hot_sizes[shard.table]
+        distinct = ids.distinct_rows(model.rows[shard.table], hot, global_batch_size)
+        million = (distinct + _FBGEMM_REPEATED_ID * (global_batch_size * hot - distinct)) / 1e6 / shard.row_parts
+        us += million * _FBGEMM_US_PER_MILLION_IDS[width] * max(1.0, shard.columns / widths[-1])
+    return _FBGEMM_US + us * H200.memory_bytes_per_us / costs.memory_bytes_per_us
 
 
 def elementwise_us(batch: int) -> float:

@@ -1,7 +1,7 @@
 """The work of one iteration on one GPU of many, from measured rates of one node and stated ones of a network.
 
-GPU work is that of the rank with most to do: the static pipeline's by its kernels' times, the others' by the planner's
-costs, which are FBGEMM's. One factor on it makes the model agree with a record, `Fit.gpu`. Host work is what a record's
+GPU work is that of the rank with most to do: the static pipeline's by the planner's costs, which are its kernels', the
+others' by FBGEMM's. One factor on it makes the model agree with a record, `Fit.gpu`. Host work is what a record's
 host does, whatever the number of nodes.
 """
 
@@ -10,17 +10,11 @@ from typing import Literal
 
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Limits
-from dlrm_bench.bench.scale.kernel_times import (
-    SORT_FIXED_US,
-    UPDATE_FIXED_US,
-    TableTimes,
-    elementwise_us,
-    table_times,
-)
+from dlrm_bench.bench.scale.kernel_times import elementwise_us, fbgemm_us
 from dlrm_bench.bench.scale.simulation import Task
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
-from dlrm_bench.dlrm.embedding.plan import rank_loads
+from dlrm_bench.dlrm.embedding.plan_costs import TableTimes, sort_sharers, table_times
 from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.gpu_costs import GpuCosts
 from dlrm_bench.dlrm.topology import Topology
@@ -121,16 +115,19 @@ def _planned(
     plan = make_plan(
         model, topology, batch, exchanged_bytes, memory_bytes=memory, split_rows=split, costs=costs, ids=ids
     )
-    loads = rank_loads(plan, model, OptimizerConfig(), batch, exchanged_bytes, costs, topology, ids)
     shards = [plan.of_rank(rank) for rank in ranks]
     tables = [{shard.table for shard in own} for own in shards]
     of_nodes = [set().union(*tables[first : first + size]) for first in range(0, topology.world_size, size)]
+    times = [
+        table_times(own, model, batch, costs, ids, sharers)
+        for own, sharers in zip(shards, sort_sharers(shards, topology), strict=True)
+    ]
     own_ids, node_ids = ([sum(model.multi_hot_sizes[t] for t in of) for of in each] for each in (tables, of_nodes))
     return Load(
         local_batch_size=local_batch_size,
-        fbgemm_us=max(load.tables_us for load in loads),
-        tables=max((table_times(own, model, batch, ids, costs) for own in shards), key=lambda times: times.all),
-        columns=max(load.columns for load in loads),
+        fbgemm_us=max(fbgemm_us(own, model, batch, ids, costs) for own in shards),
+        tables=max(times, key=lambda of_rank: of_rank.all),
+        columns=max(sum(shard.columns for shard in own) for own in shards),
         ids=max(own_ids),
         node_ids=max(node_ids),
         exchanged_bytes=exchanged_bytes,
@@ -195,10 +192,11 @@ def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit:
         tasks += _exchange("ids", 4.0 * load.ids, load, topology, system, INPUT_DIST, ("copy",))
     if kind != "static":
         return tasks
-    sort = load.tables.picking + load.tables.sort - SORT_FIXED_US
+    fixed = system.costs.sort_us
+    sort = load.tables.picking + load.tables.sort - fixed
     return [
         *tasks,
-        Task(name="sort's launches", resource="sort", us=SORT_FIXED_US * fit.gpu, stage=INPUT_DIST, after=("ids",)),
+        Task(name="sort's launches", resource="sort", us=fixed * fit.gpu, stage=INPUT_DIST, after=("ids",)),
         Task(name="sort", resource=GPU, us=sort * fit.gpu, stage=INPUT_DIST, after=("sort's launches",)),
     ]
 
@@ -210,7 +208,7 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
     dense = dense_us(system, batch, reference) * fit.gpu
     if kind == "static":
         dense += elementwise_us(batch) * fit.gpu
-        forward, update, fixed = load.tables.lookup, load.tables.update - UPDATE_FIXED_US, UPDATE_FIXED_US
+        forward, update, fixed = load.tables.lookup, load.tables.update - system.costs.update_us, system.costs.update_us
     else:
         forward, update, fixed = load.fbgemm_us * _LOOKUP_SHARE, load.fbgemm_us * (1 - _LOOKUP_SHARE), 0.0
     tasks, sent = [], load.columns * load.exchanged_bytes / halves

@@ -4,10 +4,11 @@ Some ranks hold column shards, all of one width, of the costliest tables; the ot
 Where ranks are too many for that, tables are split by rows as well, each into as many parts as bring its shards down to
 a rank's share of the work.
 
-No rank holds shards of two widths, because that gains nothing. With these costs and MLPerf's tables, placing all shards
-of a candidate on all ranks, the best plans of 8 to 128 ranks keep their times, at 512 samples a GPU and at a global
-batch of 135168, or take 0.7 % less (8 ranks, 135168 expanded ids): they have one width on all ranks. On two and four
-ranks, at 135168, they take up to 3 % less if a second width costs its rank no second call, and up to 1 % if it does.
+No rank holds shards of two widths, because that gains nothing. By FBGEMM's costs and with MLPerf's tables, placing all
+shards of a candidate on all ranks, the best plans of 8 to 128 ranks keep their times, at 512 samples a GPU and at a
+global batch of 135168, or take 0.7 % less (8 ranks, 135168 expanded ids): they have one width on all ranks. On two and
+four ranks, at 135168, they take up to 3 % less if a second width costs its rank no second call, and up to 1 % if it
+does.
 """
 
 import heapq
@@ -18,16 +19,8 @@ from itertools import product
 
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
 from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
-from dlrm_bench.dlrm.embedding.plan import (
-    Plan,
-    Shard,
-    all_to_alls_us,
-    bytes_of_rank,
-    imbalance,
-    picking_us,
-    shard_us,
-    shards_by_rank,
-)
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+from dlrm_bench.dlrm.embedding.plan_costs import all_to_alls_us, imbalance, picking_us, shard_us, sort_sharers
 from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts
 from dlrm_bench.dlrm.topology import Topology
 
@@ -86,13 +79,16 @@ class _Work:
     ) -> None:
         self.model, self.world_size, self.dim = model, topology.world_size, model.embedding_dim
         self._sizes, self._costs, self._ids = (model, global_batch_size, costs), costs, ids
-        self._exchange = (topology, global_batch_size, pooled_bytes, costs)
+        self._topology, self._exchange = topology, (topology, global_batch_size, pooled_bytes, costs)
         # Thousands of candidates ask for the same few.
         self._tables_us: dict[tuple[int, int, int], float] = {}
         self._exchange_us: dict[float, float] = {}
         self._shard_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
         """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
+        million = global_batch_size / 1e6
+        self._sort_us = [million * hot * costs.sort_us_per_million_ids for hot in model.multi_hot_sizes]
+        """What a rank that sorts for itself spends on each of its tables' ids."""
 
     def tables_us(self, shard: Shard) -> float:
         """Returns what a shard costs its rank without all-to-alls."""
@@ -116,26 +112,33 @@ class _Work:
         return self._shard_us[key]
 
     def iteration_us(self, shards: Sequence[Shard]) -> float:
-        """Returns plan.py's `iteration_us` of such shards, or more where parts of rows leave the tables imbalanced."""
+        """Returns plan_costs.py's `iteration_us` of such shards, or more where parts of rows leave the tables
+        imbalanced."""
         ranks = shards_by_rank(shards, self.world_size)
         columns = max(sum(shard.columns for shard in own) for own in ranks)
-        tables = [self._costs.us_per_call + self._rank_us(own) for own in ranks]
+        sharers = sort_sharers(ranks, self._topology)
+        tables = [self._costs.tables_us + self._rank_us(own, n) for own, n in zip(ranks, sharers, strict=True)]
         time = max(tables) + self.exchange_us(columns)
         imbalanced = any(shard.row_parts > 1 for shard in shards) and imbalance(tables) > _MOST_IMBALANCE
         return _IMBALANCED * time if imbalanced else time
 
-    def _rank_us(self, own: Sequence[Shard]) -> float:
+    def _rank_us(self, own: Sequence[Shard], sharers: int) -> float:
         time = sum(self.tables_us(shard) for shard in own)
+        time -= (1 - 1 / sharers) * sum(self._sort_us[shard.table] for shard in own)
         if any(shard.row_parts > 1 for shard in own):
             picked = sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
             time += self._costs.picking_us + picked
         return time
 
     def least_us(self, grids: Sequence["_Grid"]) -> float:
-        """Returns what no placement of these shards can be faster than: all ranks with as much to do."""
+        """Returns what no placement of these shards can be faster than: all ranks with as much to do, and on one node
+        no id sorted twice."""
         tables = sum(grid.count(self.dim) * self.tables_us(grid.shard) for grid in grids)
+        if self._topology.nodes == 1:
+            copies = ((grid.shard.table, self.dim // grid.shard.columns) for grid in grids)
+            tables -= sum((ranks - 1) * self._sort_us[table] for table, ranks in copies)
         columns = sum(grid.count(self.dim) * grid.shard.columns for grid in grids)
-        mean = self._costs.us_per_call + tables / self.world_size
+        mean = self._costs.tables_us + tables / self.world_size
         return mean + self.exchange_us(columns / self.world_size)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan import imbalance, rank_loads
+from dlrm_bench.dlrm.embedding.plan_costs import imbalance, rank_loads
 from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.dlrm.gpu_costs import costs_of, note
 from dlrm_bench.dlrm.ranks import Ranks

@@ -66,7 +66,7 @@ def test_costs_come_from_measured_limits():
         assert costs.all_to_all_us + amount * 3 / 4 / costs.all_to_all_bytes_per_us == pytest.approx(us, rel=0.01)
     assert costs.memory_bytes_per_us == pytest.approx(2 * 2**30 / 507.5, rel=1e-3)
     assert costs.memory_bytes == 150_100_000_000
-    assert costs.us_per_million_ids == pytest.approx(H200.us_per_million_ids, rel=0.01)
+    assert costs.cache_bytes_per_us == pytest.approx(H200.cache_bytes_per_us, rel=0.01)
     assert costs.measured_on.startswith(f"NVIDIA H200 (limits {LIMITS['id']}")
 
 
@@ -75,7 +75,7 @@ def test_a_gpu_of_half_the_memory_rate_takes_twice_as_long_for_its_tables():
     slow["machine"]["gpu"] = "NVIDIA Unknown"
     for ceiling in slow["ceilings"]:
         ceiling["ms"] *= 2
-    assert measured_costs(slow).us_per_million_ids[128] == pytest.approx(2 * H200.us_per_million_ids[128], rel=0.01)
+    assert measured_costs(slow).sort_us_per_million_ids == pytest.approx(2 * H200.sort_us_per_million_ids, rel=0.01)
     assert measured_costs(slow).all_to_all_us == pytest.approx(2 * measured_costs(LIMITS).all_to_all_us)
 
 

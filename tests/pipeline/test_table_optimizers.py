@@ -11,7 +11,7 @@ import torch
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan import rank_loads
+from dlrm_bench.dlrm.embedding.plan_costs import rank_loads
 from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.ranks import Ranks

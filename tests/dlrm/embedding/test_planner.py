@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard, imbalance, iteration_us, rank_loads
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
+from dlrm_bench.dlrm.embedding.plan_costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.embedding.planner import REPLICATED_ROWS, make_plan
 from dlrm_bench.dlrm.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.topology import Topology
@@ -90,20 +91,22 @@ def test_the_mlperf_model_is_balanced(local_batch_size, world_size, pooled_bytes
 
 
 def test_a_plan_fits_where_one_can():
-    """On two GPUs of 141 GB the fastest plan of the MLPerf model would want 156 GB of one: 209 GB are in all."""
+    """The fastest plan has the hot table alone on one rank, and both large ones, 10.2 GB with their state, on the
+    other."""
+    model = model_of([40_000_000, 40_000_000, 1_000_000], [1, 1, 20], dim=16)
 
     def gigabytes(plan: Plan) -> list[float]:
-        loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(), 1024, 2)
+        loads = rank_loads(plan, model, OptimizerConfig(), 1024, 2)
         return [(load.table_bytes + load.state_bytes) / 1e9 for load in loads]
 
-    assert max(gigabytes(plan_of(MLPERF_MODEL, 2, 1024))) > 141
-    fits = plan_of(MLPERF_MODEL, 2, 1024, memory_bytes=int(134e9))
-    assert max(gigabytes(fits)) <= 134
-    assert plan_of(MLPERF_MODEL, 2, 1024, memory_bytes=int(134e9)) == fits
+    assert max(gigabytes(plan_of(model, 2, 1024))) > 10
+    fits = plan_of(model, 2, 1024, memory_bytes=int(8e9))
+    assert max(gigabytes(fits)) <= 8
+    assert plan_of(model, 2, 1024, memory_bytes=int(8e9)) == fits
     with pytest.raises(
-        ValueError, match=r"the fullest rank's tables and optimizer state take at least 10\d\.\d GB of the 80"
+        ValueError, match=r"the fullest rank's tables and optimizer state take at least 5\.\d GB of the 4\.0 GB"
     ):
-        plan_of(MLPERF_MODEL, 2, 1024, memory_bytes=int(80e9))
+        plan_of(model, 2, 1024, memory_bytes=int(4e9))
 
 
 def test_too_many_ranks_are_refused():

@@ -28,15 +28,21 @@ def halves(*_: Any, **__: Any) -> Plan:
     )
 
 
+def whole(*_: Any, **__: Any) -> Plan:
+    """A plan whose ranks hold different tables, so that each sorts for itself."""
+    shards = (Shard(table % 2, table, 0, CONFIG.model.embedding_dim) for table in range(CONFIG.model.num_features))
+    return Plan(world_size=2, shards=tuple(sorted(shards)))
+
+
 def record(ranks: Ranks) -> dict[int, list[Event]]:
     """What this rank launches in a training with an evaluation: of small batches, and of such as go in two halves, from
     tables whose ids the ranks sort together."""
     events = {}
     for parts in (1, 2):
         with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
+            patch.setattr(static, "plan_for", halves if parts == 2 else whole)
             if parts == 2:
                 patch.setattr(batch_schedule, "_FILLING_BATCH", 1)
-                patch.setattr(static, "plan_for", halves)
             pipeline = static_pipeline(CONFIG, ranks)
             assert (pipeline.ebc._shared_sort is not None) == (parts == 2)
             batches = iter(batches_of(CONFIG, ranks.rank, ranks.world_size))

@@ -10,8 +10,8 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.batch import Batch, storage_bytes
-from dlrm_bench.dlrm.embedding.plan import rank_loads
-from dlrm_bench.dlrm.embedding.planner import make_plan
+from dlrm_bench.dlrm.embedding.plan_costs import rank_loads
+from dlrm_bench.dlrm.embedding.planner import plan_for
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.pipeline.static.memory import memory_gb
@@ -53,7 +53,8 @@ def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None
     first, second = run_ranks(2, describe, gpu=gpu)
     for (embedding, presort, peer_memory), ranks in zip(JOBS, first, strict=True):
         optimizer = OptimizerConfig(embedding=embedding)
-        plan = make_plan(MODEL, Topology.one_node(2), 2 * BATCH_SIZE, 4, embedding, replicate=not peer_memory)
+        made_for = config(embedding, presort, peer_memory)
+        plan = plan_for(made_for, Topology.one_node(2), int(1e9), replicate=not peer_memory)
         loads = rank_loads(plan, MODEL, optimizer, 2 * BATCH_SIZE, 4)
         for rank, (memory, load) in enumerate(zip(ranks, loads, strict=True)):
             assert memory["tables"] * 1e9 == pytest.approx(load.table_bytes, rel=0.01)
