@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -213,13 +212,10 @@ class Checkpoints:
     def _write(self, folder: Path, blocks: StateBlocks) -> float:
         """Returns the seconds that it took. Collective, on the thread of all ranks."""
         begun = time.monotonic()
-        cuda = self._ranks.device.type == "cuda"
-        if cuda:
+        if self._ranks.device.type == "cuda":
             torch.cuda.set_device(self._ranks.device)
         unfinished = folder.with_name(folder.name + _PARTIAL)
-        # A stream of its own: what is copied to the host does not queue behind the training, nor the other way round.
-        with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
-            write_state(unfinished, blocks, self._ranks.rank, self._group, self._count)
+        write_state(unfinished, blocks, self._ranks.rank, self._group, self._count)
         _on_rank_0(self._ranks, partial(_complete_folder, unfinished, folder), self._group)
         return time.monotonic() - begun
 

@@ -106,7 +106,8 @@ class TensorFileReader(FileSystemReader):
 
 @contextmanager
 def _staging(size: int, device: torch.device) -> Iterator[Tensor]:
-    """Gives host memory, uint8 [size], and for a GPU a stream of this thread's own."""
+    """Gives host memory, uint8 [size], and for a GPU a stream of this thread's own: its copies do not queue behind the
+    training, nor the other way round."""
     if device.type != "cuda":
         yield torch.empty(size, dtype=torch.uint8)
         return
