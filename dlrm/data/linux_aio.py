@@ -3,20 +3,21 @@
 What the page cache has is read within io_submit itself: one call copies all ranges to where they are wanted, and holds
 Python's interpreter lock at no time. A call a range would give the lock up and win it back as often, against the
 thread that launches the training. io_uring could do the same, but containers usually forbid it.
+
+What a call needs of the kernel is kept for the next one, of whatever thread, as long as the process lives: to give it
+back takes the kernel 30 to 80 ms (io_destroy waits until no CPU uses it), and an evaluation has readers of its own.
 """
 
 import ctypes
 import errno
 import os
 import platform
-import threading
-import weakref
 
 import numpy as np
 from numpy.typing import NDArray
 
-_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
-"""Numbers of io_setup, io_destroy, io_getevents, io_submit: arch/x86/entry/syscalls/syscall_64.tbl and
+_CALLS = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}
+"""Numbers of io_setup, io_getevents, io_submit: arch/x86/entry/syscalls/syscall_64.tbl and
 include/uapi/asm-generic/unistd.h of Linux."""
 
 # struct iocb and struct io_event of include/uapi/linux/aio_abi.h, little-endian.
@@ -46,16 +47,9 @@ _locked = ctypes.PyDLL(None).syscall
 for _syscall in (_unlocked, _locked):
     _syscall.restype = ctypes.c_long
 
-_local = threading.local()
-"""This thread's reader, or None where the system has none to give; no attribute before the first read."""
-
-
-def _forget() -> None:
-    global _local
-    _local = threading.local()
-
-
-os.register_at_fork(after_in_child=_forget)  # The kernel does not hand contexts down.
+_idle: "list[_Reader | None]" = []
+"""Readers that no call uses, and None for one that the system refused; at most as many as threads have read at once."""
+os.register_at_fork(after_in_child=_idle.clear)  # The kernel does not hand contexts down.
 
 
 def read_ranges(
@@ -68,12 +62,12 @@ def read_ranges(
     for the caller to read by other means, which also tell why. Any number of threads may call.
     """
     try:
-        reader: _Reader | None = _local.reader
-    except AttributeError:
-        reader = _local.reader = _open_reader()
-    if reader is None:
-        return np.zeros(len(sizes), dtype=np.int64)
-    return reader.read(files, offsets, addresses, sizes)
+        reader = _idle.pop()
+    except IndexError:
+        reader = _open_reader()
+    done = np.zeros(len(sizes), dtype=np.int64) if reader is None else reader.read(files, offsets, addresses, sizes)
+    _idle.append(reader)  # Not after an error: the kernel may still be at work for it.
+    return done
 
 
 def _open_reader() -> "_Reader | None":
@@ -87,14 +81,13 @@ def _open_reader() -> "_Reader | None":
 
 
 class _Reader:
-    """One thread's context, with the requests of a call and their results."""
+    """A context of the kernel, with the requests of a call and their results."""
 
     CAPACITY = 64
 
-    def __init__(self, context: ctypes.c_ulong, calls: tuple[int, int, int, int]) -> None:
+    def __init__(self, context: ctypes.c_ulong, calls: tuple[int, int, int]) -> None:
         self._context = context
-        _, destroy, self._get_events, self._submit = map(ctypes.c_long, calls)
-        weakref.finalize(self, _locked, destroy, context)
+        _, self._get_events, self._submit = map(ctypes.c_long, calls)
         self._requests = np.zeros(self.CAPACITY, dtype=_IOCB)
         self._requests["opcode"], self._requests["rw_flags"] = _PREAD, _NOWAIT
         self._requests["data"] = np.arange(self.CAPACITY)

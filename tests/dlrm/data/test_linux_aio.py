@@ -72,6 +72,17 @@ def test_threads_at_once(files: list[int]) -> None:
         assert all(pool.map(lambda _: read(files, ranges) == plain(files, ranges), range(40)))
 
 
+def test_threads_that_come_later_use_what_there_is(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, open_reader = [], linux_aio._open_reader
+    monkeypatch.setattr(linux_aio, "_idle", [])
+    monkeypatch.setattr(linux_aio, "_open_reader", lambda: opened.append(open_reader()) or opened[-1])
+    for _ in range(5):
+        with ThreadPoolExecutor(1) as new_thread:
+            assert new_thread.submit(read, files, [(0, 5, 20)]).result() == plain(files, [(0, 5, 20)])
+    assert len(opened) == 1
+    assert linux_aio._idle == opened
+
+
 def test_a_forked_process_has_a_context_of_its_own(files: list[int]) -> None:
     ranges = [(0, 5, 20), (2, 0, 5000)]
     assert read(files, ranges) == plain(files, ranges)
@@ -82,13 +93,13 @@ def test_a_forked_process_has_a_context_of_its_own(files: list[int]) -> None:
 
 def test_a_system_without_it_reads_nothing(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux_aio, "_CALLS", {})
-    with ThreadPoolExecutor(1) as new_thread:
-        assert new_thread.submit(read, files, [(0, 0, 10)]).result() == ([0], [b""])
+    monkeypatch.setattr(linux_aio, "_idle", [])
+    assert read(files, [(0, 0, 10)]) == ([0], [b""])
 
 
 def test_a_file_system_that_only_waits(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses the flag that asks for what is there, as Linux does with one that it does not know."""
     monkeypatch.setattr(linux_aio, "_NOWAIT", 1 << 30)
+    monkeypatch.setattr(linux_aio, "_idle", [])
     ranges = [(0, 5, 20), (2, 0, 5000)]
-    with ThreadPoolExecutor(1) as new_thread:
-        assert new_thread.submit(read, files, ranges).result() == plain(files, ranges)
+    assert read(files, ranges) == plain(files, ranges)
