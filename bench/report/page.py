@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dlrm_bench.bench.analysis.floor import WORK_SHOWN, best_cells
-from dlrm_bench.bench.analysis.ladder import HOST_COLUMNS, host_cells, proven
+from dlrm_bench.bench.analysis.ladder import HOST_COLUMNS, host_cells, lucky, proven
 from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, log_row
 from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.report import pictures
@@ -113,6 +113,7 @@ def _render(sources: Sources, sections: list[Section], published: Picture, encod
         "published_picture": published,
         "encoded": {name: base64.b64encode(png).decode() for name, png in encoded.items()},
         "proven": proven,
+        "lucky": lucky,
         "work_shown": WORK_SHOWN,
         "best_cells": best_cells,
         "host_columns": HOST_COLUMNS,
