@@ -1,10 +1,12 @@
 """CUDA C++ kernels: where they run, what their compiler says, and the matrices that their copies take."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from dlrm_bench.bench import ROOT
 from dlrm_bench.kernels._cuda import Kernel, available, tensor_map
 
 
@@ -25,6 +27,21 @@ def test_is_for_hopper_only() -> None:
 def test_tensor_map_refuses_what_the_copy_engine_cannot_read(matrix: torch.Tensor) -> None:
     with pytest.raises(AssertionError):
         tensor_map(matrix, 64, 64)
+
+
+BULK_COPIES = [source for source in ROOT.glob("kernels/**/*.cu") if "cp.async.bulk" in source.read_text()]
+READS_ARE_DONE = ("fence.proxy.async", "wgmma.wait_group")
+
+
+@pytest.mark.parametrize("source", BULK_COPIES, ids=lambda source: source.name)
+def test_memory_is_given_back_to_the_copy_engine_after_its_reads(source: Path) -> None:
+    """An arrival at a barrier named `empty`, which lets the next copy in, overtakes reads unless one of these waits for
+    them in the three lines before; on a GPU that shows in one launch of a hundred."""
+    lines = source.read_text().splitlines()
+    arrivals = [i for i, line in enumerate(lines) if re.search(r"\barrive\(\w*\.?\w*empty\b", line)]
+    assert arrivals
+    for i in arrivals:
+        assert any(wait in line for wait in READS_ARE_DONE for line in lines[i - 3 : i]), f"{source}:{i + 1}"
 
 
 @pytest.mark.gpu
