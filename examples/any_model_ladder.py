@@ -5,7 +5,8 @@
 
 Each row is one model and batch size under one schedule: milliseconds of an iteration (the slowest rank; the median of
 some rounds), milliseconds of CPU time, and, from a profiled run of the same, kernel and graph launches, stream syncs,
-copies to the host and the share of time in which the GPU had nothing to do. Losses are compared with stock's, from the
+copies to the host and the share of time in which the GPU had nothing to do: a collective that waits for another rank
+counts as work, so that without collectives is given too. Losses are compared with stock's, from the
 same weights; where a graph has room for more tokens than a batch has, or layers compute in bf16, they are alike and not
 equal. hstu-small needs 42 GiB on each of two GPUs at 32 samples, hstu-tiny trains on CPUs too.
 """
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ RUNGS: dict[str, tuple[FiveStageOptions | None, bool]] = {
     "+ launch_threads": (replace(GRAPH, launch_threads=2), True),
 }
 """Options, and whether collections are sharded by the trimming sharders; each with what the one before has."""
-SHORT = ("stock", "+ pinned_d2h", "+ cuda_graph", "+ trimmed")
-IN_FULL = ("two towers", "sequence, lengths vary")
+FIRST = ("stock", "+ pinned_d2h", "+ cuda_graph", "+ trimmed")
+"""Measured on all models and sizes before the others are."""
 
 
 def slowest(value: float, device: torch.device) -> float:
@@ -69,6 +70,8 @@ def measure(
 ) -> tuple[dict[str, Any], list[float]]:
     options, trimmed = RUNGS[rung]
     workload = WORKLOADS[name]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     model, optimizer = build(workload, size, device, trimmed)
     fixed = trimmed or (options is not None and options.cuda_graph != "none")
     data = stream(workload, workload.batches(size, dist.get_rank(), fixed))
@@ -107,6 +110,8 @@ def measure(
         **{call: round(summary.calls[call], 1) for call in ("kernel_launches", "graph_launches", "stream_syncs")},
         "d2h_copies": round(summary.calls["d2h_copies"], 1),
         "gpu_busy_ms": None if summary.gpu_busy_ms is None else round(summary.gpu_busy_ms, 4),
+        "gpu_computing_ms": None if summary.gpu_computing_ms is None else round(summary.gpu_computing_ms, 4),
+        "gpu_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
         "switched_off": getattr(pipeline, "switched_off", {}),
     }
     if row["gpu_busy_ms"] is not None:
@@ -120,22 +125,33 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows in Markdown."""
     lines = [
         "| model | samples a rank | schedule | ms | stock's over it | CPU, ms | launches + graphs, syncs, D2H "
-        "| GPU busy, ms | GPU idle | loss against stock's |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| GPU busy (without collectives), ms | GPU idle | GPU memory, GiB | loss against stock's |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     of_stock = {(row["model"], row["batch"]): row["ms"] for row in rows if row["schedule"] == "stock"}
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    for row in sorted(rows, key=lambda row: models.index(row["model"])):
+    models, rungs = list(dict.fromkeys(row["model"] for row in rows)), list(RUNGS)
+    for row in sorted(rows, key=lambda row: (models.index(row["model"]), row["batch"], rungs.index(row["schedule"]))):
         ratio = of_stock.get((row["model"], row["batch"]), float("nan")) / row["ms"]
         calls = (
             f"{row['kernel_launches']:g} + {row['graph_launches']:g}, {row['stream_syncs']:g}, {row['d2h_copies']:g}"
         )
-        gpu = ("", "") if row["gpu_busy_ms"] is None else (f"{row['gpu_busy_ms']:.2f}", f"{row['gpu_idle']:.0%}")
+        gpu = ("", "", "")
+        if row["gpu_busy_ms"] is not None:
+            busy = f"{row['gpu_busy_ms']:.2f} ({row['gpu_computing_ms']:.2f})"
+            gpu = (busy, f"{row['gpu_idle']:.0%}", f"{row['gpu_memory_gib']:.1f}")
         loss = "equal" if row["loss_difference"] == 0 else f"{row['loss_difference']:.0e}"
         times = f"{row['ms']:.2f}", f"{ratio:.2f}", f"{row['cpu_ms']:.2f}"
         cells = row["model"], row["batch"], row["schedule"], *times, calls, *gpu, loss
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def in_order(models: list[str], batch: list[int] | None, schedules: list[str]) -> list[tuple[str, int, str]]:
+    """Returns (model, samples of a rank, schedule): small batches of all models first, and FIRST before all else."""
+    of_models = [[(name, size) for size in batch or WORKLOADS[name].sizes] for name in models]
+    sizes = [one for of_size in zip_longest(*of_models) for one in of_size if one is not None]
+    parts = [[rung for rung in schedules if (rung in FIRST) == first] for first in (True, False)]
+    return [(name, size, rung) for part in parts for name, size in sizes for rung in part]
 
 
 def main() -> None:
@@ -144,9 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, nargs="+", help="samples of a rank, in the place of each model's own sizes"
     )
-    parser.add_argument(
-        "--schedules", nargs="+", choices=list(RUNGS), help="in the place of some, or for two models all"
-    )
+    parser.add_argument("--schedules", nargs="+", choices=list(RUNGS), default=list(RUNGS), help="those to measure")
     parser.add_argument("--iterations", type=int, default=20, help="of each round")
     parser.add_argument("--rounds", type=int, default=5, help="whose median is given")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after so many")
@@ -162,23 +176,21 @@ def main() -> None:
     begin, rows = time.perf_counter(), list[dict[str, Any]]()
     record = {"command": shlex.join(sys.argv), "commit": os.environ.get("SOURCE_COMMIT"), "rows": rows}
     record["machine"] = describe_machine()
-    of_models = [[(name, size) for size in arguments.batch or WORKLOADS[name].sizes] for name in arguments.models]
-    for name, size in filter(None, chain.from_iterable(zip_longest(*of_models))):  # small batches of all models first
-        stock: list[float] = []
-        for rung in arguments.schedules or (RUNGS if name in IN_FULL else SHORT):
-            if slowest(time.perf_counter() - begin, device) > arguments.seconds:
-                continue
-            row, losses = measure(name, rung, size, device, arguments.iterations, arguments.rounds)
-            gc.collect()  # models are in cycles, and two of the largest do not fit beside each other
-            if cuda:
-                torch.cuda.empty_cache()
-            stock = stock or losses
-            row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, stock, strict=True))
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print({k: v for k, v in row.items() if v not in ({}, None)}, flush=True)
-                arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-                arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
+    of_stock: dict[tuple[str, int], list[float]] = {}
+    for name, size, rung in in_order(arguments.models, arguments.batch, arguments.schedules):
+        if slowest(time.perf_counter() - begin, device) > arguments.seconds:
+            break
+        row, losses = measure(name, rung, size, device, arguments.iterations, arguments.rounds)
+        gc.collect()  # models are in cycles, and two of the largest do not fit beside each other
+        if cuda:
+            torch.cuda.empty_cache()
+        stock = of_stock.setdefault((name, size), losses)
+        row["loss_difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, stock, strict=True))
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print({k: v for k, v in row.items() if v not in ({}, None)}, flush=True)
+            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+            arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
     if dist.get_rank() == 0:
         print(table(rows))
     dist.destroy_process_group()

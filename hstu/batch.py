@@ -23,7 +23,9 @@ class HstuBatch(Pipelineable):
     (config.candidates a sample) and "user <table>" (one a sample). actions: int64 [E], the kind of each event. labels:
     fp32 [B * candidates], 1 where the user liked the candidate.
 
-    A padded batch has one more sequence, of events that belong to no sample, so that E is the same for all batches.
+    A padded batch has more sequences, of events that belong to no sample, so that E is the same for all batches. They
+    are as many in every batch, and none is longer than a history may be: FBGEMM's lookup and permutation of sequences
+    have one warp for each of them, so that a single long one takes longer than all samples.
     """
 
     features: KeyedJaggedTensor
@@ -53,6 +55,12 @@ def capacity(config: HstuConfig, batch_size: int) -> int:
     return min(batch_size * config.max_history, math.ceil(batch_size * config.mean_history + 4 * deviation))
 
 
+def spare_sequences(config: HstuConfig, batch_size: int) -> int:
+    """Returns how many sequences of a padded batch belong to no sample."""
+    most = capacity(config, batch_size) - batch_size * (config.mean_history - _spread(config))
+    return math.ceil(most / config.max_history)
+
+
 def batch_ids(config: HstuConfig, batch_size: int) -> dict[str, int]:
     """Returns the number of ids of each feature in a padded batch, as TrimmedECSharder takes it."""
     per_kind = {HISTORY: capacity(config, batch_size), CANDIDATE: batch_size * config.candidates, USER: batch_size}
@@ -71,6 +79,7 @@ def random_batches(
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
     low, high, room = config.mean_history - _spread(config), config.mean_history + _spread(config), 0
+    spare = spare_sequences(config, batch_size) if padded else 0
     while True:
         lengths = torch.randint(low, high + 1, (batch_size,), generator=generator, dtype=torch.int32)
         events = int(lengths.sum())
@@ -87,8 +96,10 @@ def random_batches(
         ):
             keys += [f"{kind} {table.name}" for table in tables]
             values += [_ids(generator, table.rows, count, more) for table in tables]
-            sizes += [_padded(of_kind, more) if padded else of_kind] * len(tables)
-        actions = _padded(torch.randint(config.actions, (events,), generator=generator), *[0] * room)
+            shares = [more // spare + (i < more % spare) for i in range(spare)]
+            sizes += [torch.cat([of_kind, of_kind.new_tensor(shares)])] * len(tables)
+        actions = torch.randint(config.actions, (events,), generator=generator)
+        actions = torch.cat([actions, actions.new_zeros(room)])
         item = values[keys.index(f"{CANDIDATE} {config.of_event()[0].name}")]
         labels = (item % 2 == torch.rand(candidates, generator=generator).lt(0.1)).float()
         features = KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(sizes))
@@ -105,7 +116,3 @@ def _ids(generator: torch.Generator, rows: int, count: int, more: int) -> Tensor
     named by all."""
     drawn = float(rows) ** torch.rand(count, generator=generator, dtype=torch.float64)
     return torch.cat([(drawn.long() - 1).clamp_(0, rows - 1), torch.arange(more) % rows])
-
-
-def _padded(tensor: Tensor, *more: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_tensor(more)])

@@ -92,7 +92,7 @@ def candidate_tokens(offsets: Tensor, candidates: int) -> Tensor:
 
 @torch.fx.wrap
 def of_samples(lengths: Tensor, labels: Tensor, candidates: int) -> Tensor:
-    """Returns the lengths of the samples' sequences, without that of a padded batch's last one."""
+    """Returns the lengths of the samples' sequences, without those of a padded batch that belong to none."""
     return lengths[: len(labels) // candidates]
 
 

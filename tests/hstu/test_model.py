@@ -94,6 +94,7 @@ def test_padding_changes_nothing() -> None:
     assert plain.actions.numel() < padded.actions.numel() == sizes["history item"]
     found = dict(zip(padded.features.keys(), padded.features.length_per_key(), strict=True))
     assert found == sizes
+    assert padded.features.lengths().max() <= TINY.max_history
     torch.testing.assert_close(ranker(padded), ranker(plain))
     losses = []
     for batch in (plain, padded):
