@@ -15,8 +15,9 @@ _NUMBER = "keep the number a tensor on the device, or give it as a field of the 
 _PAD = "pad to a length that is known before: to_padded_dense(desired_length=...)"
 _WHERE = "choose by torch.where or by a multiplication with the mask, whose shapes do not depend on the values"
 _INSTEAD = (
+    (r"\blen\w*(\(\))?\.a?max\(|\.lengths\(\)\.a?max\(|max_length|to_padded_dense\(\)", _PAD),
     (r"\.item\(|\.tolist\(|\bint\(|\bfloat\(|\bbool\(", _NUMBER),
-    (r"\.max\(|\.amax\(|max_length|to_padded_dense", _PAD),
+    (r"\.max\(|\.amax\(", _PAD),
     (r"nonzero|masked_select|unique|\[[^\]]*(mask|==|!=|>|<)[^\]]*\]", _WHERE),
     (r"\.cpu\(|\.numpy\(|\bprint\(|\.to\(", "read it after the step, from what progress() returns"),
     (

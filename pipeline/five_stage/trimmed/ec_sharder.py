@@ -3,8 +3,8 @@
     DistributedModelParallel(model, sharders=[TrimmedECSharder(sequence_lengths={"history": 200}), ...], ...)
 
 is all that a user changes where every sequence has as many ids. Sequences of other lengths are padded: each to a
-capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by one more
-sequence after those of the samples, which the model leaves out. That takes far fewer ids where lengths vary.
+capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by more
+sequences after those of the samples, which the model leaves out. That takes far fewer ids where lengths vary.
 
 Where all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a
 batch takes one all-to-all of values, of all sharding types together, and no host read. Otherwise the input dist is

@@ -77,24 +77,17 @@ def parity(ranks: Ranks, cases: list[Case], rtol: float, steps: int) -> dict[str
     return off
 
 
-ON_CPU = [Case(model, "mixed") for model in MODELS] + [
+CASES = [Case(model, "mixed") for model in MODELS] + [
     Case(model, plan) for model, plan in product(("sequence", "everything"), PLANS) if plan != "mixed"
 ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_trains_bit_by_bit_as_torchrec(run_ranks, world_size):
-    for off in run_ranks(world_size, parity, ON_CPU, 0, STEPS):
+    for off in run_ranks(world_size, parity, CASES, 0, STEPS):
         assert set(off) == set(MODELS)
-
-
-# Those whose kernels the slimmed FBGEMM has: no weights.
-ON_GPU = [
-    *(Case(model, "TW") for model in ("dlrm", "dcn", "projection", "deepfm", "two towers", "sequence")),
-    *(Case(model, "mixed") for model in ("two towers", "sequence")),
-]
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
 def test_trains_as_torchrec_gpu(run_ranks, world_size, gpu):
-    run_ranks(world_size, parity, ON_GPU, 1e-5, 12, gpu=gpu)
+    run_ranks(world_size, parity, CASES, 1e-5, 12, gpu=gpu)

@@ -1,10 +1,21 @@
 """A capture that fails names the line of the user's model, and what to write there instead."""
 
+import signal
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torchrec import JaggedTensor
 
+from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.capture_errors import told
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from tests.cases import GPU_PLACES
+from tests.pipeline.five_stage.any_models import LONGEST, PLANS, Sequence, batches, build
+from tests.pipeline.five_stage.torchrec_models import drain
 
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing\nFor debugging, set a variable."
 
@@ -13,12 +24,16 @@ class OnTheGpu(Tensor):
     """A tensor of a device that cannot be read while a stream is captured."""
 
     @classmethod
-    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Tensor:
         raise RuntimeError(NOT_PERMITTED)
 
 
 def longest(lengths: Tensor) -> None:
     lengths.max()
+
+
+def longest_number(lengths: Tensor) -> None:
+    int(lengths.max())
 
 
 def number(loss: Tensor) -> None:
@@ -37,6 +52,7 @@ def moved(x: Tensor) -> None:
     ("read", "line", "instead"),
     [
         (longest, "`lengths.max()`", "to_padded_dense(desired_length=...)"),
+        (longest_number, "`int(lengths.max())`", "to_padded_dense(desired_length=...)"),
         (number, "`loss.item()`", "keep the number a tensor on the device"),
         (masked, "`x.nonzero()`", "torch.where"),
         (moved, "`x.cpu()`", "what progress() returns"),
@@ -67,3 +83,65 @@ def test_other_errors_are_told_with_their_line():
     said = told(raised.value)
     assert said.startswith("RuntimeError: ")
     assert "`return x @ torch.ones(3)`" in said
+
+
+def by_longest(history: JaggedTensor) -> Tensor:
+    longest = int(history.lengths().max())
+    return history.to_padded_dense(LONGEST) * (longest > 0)
+
+
+def by_item(history: JaggedTensor) -> Tensor:
+    share = history.lengths().sum().item()
+    return history.to_padded_dense(LONGEST) * (share >= 0)
+
+
+def by_mask(history: JaggedTensor) -> Tensor:
+    mask = history.lengths() > 0
+    return history.to_padded_dense(LONGEST) * len(history.lengths()[mask].clamp(max=1))
+
+
+def by_condition(history: JaggedTensor) -> Tensor:
+    if history.lengths().sum() > 0:
+        return history.to_padded_dense(LONGEST)
+    return history.to_padded_dense(LONGEST) * 0
+
+
+READS: dict[Callable[[JaggedTensor], Tensor], tuple[str, str]] = {
+    by_longest: ("`longest = int(history.lengths().max())`", "to_padded_dense(desired_length=...)"),
+    by_item: ("`share = history.lengths().sum().item()`", "keep the number a tensor on the device"),
+    by_mask: ("`return history.to_padded_dense(LONGEST) * len(history.lengths()[mask].clamp(max=1))`", "torch.where"),
+    by_condition: ("`if history.lengths().sum() > 0:`", "torch.where"),
+}
+
+
+class Reading(Sequence):
+    def __init__(self, read: Callable[[JaggedTensor], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def of(self, found: dict[str, JaggedTensor]) -> Tensor:
+        return super().of(found) + self._read(found["history"]).sum(dim=(1, 2))
+
+
+def named(ranks: Ranks) -> list[str]:
+    """What the pipeline says of each model that reads the device; it trains as without a graph."""
+    signal.alarm(600)
+    said = []
+    for read in READS:
+        results: list[Any] = []
+        for options in (FiveStageOptions(), FiveStageOptions(cuda_graph="dense")):
+            model, optimizer = build(ranks, lambda read=read: Reading(read), PLANS["TW"])
+            with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
+                results.append(drain(pipeline, iter(batches(ranks, 8, full=True))).outputs)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        said.append(pipeline.switched_off["cuda_graph"])
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES[:1])
+def test_a_read_of_a_model_is_named_on_a_gpu(run_ranks, world_size, gpu):
+    (said,) = run_ranks(world_size, named, gpu=gpu)
+    for why, (line, instead) in zip(said, READS.values(), strict=True):
+        assert why.startswith(f"the dense part cannot be captured: {__file__}:")
+        assert f"{line} reads the device from the host, which no graph can: " in why
+        assert instead in why

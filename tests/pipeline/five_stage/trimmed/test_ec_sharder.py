@@ -2,15 +2,18 @@
 
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec import EmbeddingCollection
 from torchrec.distributed import TrainPipelineSparseDist
 
+from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
@@ -94,6 +97,34 @@ def test_trains_bit_by_bit_as_stock_without_a_read(run_ranks, world_size):
 def test_trains_as_stock_gpu(run_ranks, world_size, gpu):
     for cuda_graph in (False, True):
         run_ranks(world_size, parity, ["TW", "TW, CW"], cuda_graph, 1e-5, gpu=gpu)
+
+
+def waits(ranks: Ranks, folder: Path) -> dict[str, float]:
+    """Host calls of an iteration: input dists, dense graph and Adam's step, of unpooled embeddings."""
+    signal.alarm(600)
+    sharders = {EmbeddingCollection: TrimmedECSharder(LENGTHS)}
+    model, optimizer = build(ranks, Sequence, PLANS["TW, CW"], sharders=sharders)
+    data = iter(batches(ranks, 16, full=True))
+    options = FiveStageOptions(cuda_graph="dense")
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
+        for _ in range(10):
+            pipeline.progress(data)
+        with profile(activities=activities) as profiled:
+            for _ in range(3):
+                with record_function(ITERATION):
+                    pipeline.progress(data)
+            torch.cuda.synchronize()
+    path = folder / f"{ranks.rank}.json.gz"
+    profiled.export_chrome_trace(str(path))
+    return summarize_trace(read_trace(path)).calls
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
+def test_an_iteration_waits_for_no_gpu(run_ranks, tmp_path, world_size, gpu):
+    for calls in run_ranks(world_size, waits, tmp_path, gpu=gpu):
+        assert calls["graph_launches"] >= 2
+        assert calls["stream_syncs"] == calls["d2h_copies"] == 0
 
 
 def not_trimmed(ranks: Ranks) -> list[str]:
