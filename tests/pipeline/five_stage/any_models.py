@@ -248,7 +248,8 @@ PLANS: dict[str, Plan] = {
     "TW": lambda i, sequence: TW,
     "RW": lambda i, sequence: RW,
     "mixed": lambda i, sequence: ([TW, RW, CW, TW] if sequence else [TW, CW, RW, DP])[i % 4],
-    "TWRW": lambda i, sequence: TW if sequence else TWRW,
+    "TWRW": lambda i, sequence: TW if sequence else TWRW,  # there is no table-row-wise EmbeddingCollection
+    "DP": lambda i, sequence: DP,
 }
 
 

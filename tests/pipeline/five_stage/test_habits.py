@@ -124,7 +124,7 @@ def unscaled(model: Any, optimizer: CombinedOptimizer) -> Any:
 class Compiled(TwoTower):
     def __init__(self) -> None:
         super().__init__()
-        self.user.mlp.compile(backend="eager")
+        self.user.mlp.compile(backend="inductor" if torch.cuda.is_available() else "eager")
 
 
 HABITS: dict[str, tuple[Callable[[], Loss], Callable[[Any, CombinedOptimizer], Any] | None, Around | None]] = {
@@ -223,7 +223,9 @@ def vbe(ranks: Ranks) -> str:
     """Features of different batch sizes in one KJT."""
     signal.alarm(600)
     data = []
-    for batch in batches(ranks, 6):
+    if ranks.device.type == "cpu":
+        dense_graph_on_cpu()
+    for batch in batches(ranks, 8):
         size, keys = len(batch.labels), batch.bags.keys()
         strides = [size - 2, size - 2, size, size]
         random = torch.Generator().manual_seed(ranks.rank)
@@ -235,7 +237,7 @@ def vbe(ranks: Ranks) -> str:
         )  # fmt: skip
         data.append(batch)
     results = []
-    for options in (None, FiveStageOptions()):
+    for options in (None, FiveStageOptions(), GRAPH):
         model, optimizer = build(ranks, Distinct, PLANS["TW"], tables=RowWiseAdagrad)
         pipeline: Any = (
             TrainPipelineSparseDist(model, optimizer, ranks.device)
@@ -245,6 +247,9 @@ def vbe(ranks: Ranks) -> str:
         source = iter(copy.deepcopy(data))
         results.append([pipeline.progress(source)[1].detach().clone() for _ in data])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=1e-5)
+    assert pipeline._graph.captured
+    pipeline.close()
     return str(pipeline.switched_off["pinned_d2h"])
 
 
