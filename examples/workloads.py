@@ -52,7 +52,7 @@ class Workload:
     """DISTINCT batches of (samples, rank); and whether they have the form that graphs and trimmed input dists need."""
     trimming: Callable[[int], list[Any]]
     """Sharders for batches of so many samples."""
-    sizes: tuple[int, ...] = (64, 4096)
+    sizes: tuple[int, ...]
     """Samples of a rank: of small batches and large ones."""
     tables: Tables = field(default=(torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-8}))
     """The tables' optimizer; all else has Adam."""
@@ -170,13 +170,14 @@ class Sequence(Loss):
         return (x.mean(dim=1) * self.item(batch.bags)).sum(dim=1)
 
 
-def _of_bags(model: Callable[[], nn.Module], full: bool = True) -> Workload:
+def _of_bags(model: Callable[[], nn.Module], full: bool = True, sizes: tuple[int, ...] = (64, 16384)) -> Workload:
     """full: whether all histories are of the same length."""
     lengths = {"history": LONGEST} if full else {}
     return Workload(
         model=model,
         batches=lambda size, rank, fixed: pinned([draw(size, 100 * rank + i, full) for i in range(DISTINCT)]),
         trimming=lambda size: [TrimmedEBCSharder(dict.fromkeys([*USER, *ITEM], HOT)), TrimmedECSharder(lengths)],
+        sizes=sizes,
         again=lambda batch: replace(batch, bags=plain(batch.bags), history=plain(batch.history)),
     )
 
@@ -215,8 +216,8 @@ WORKLOADS = {
     "DLRM_Projection": _of_dlrm(DLRM_Projection, **BRANCH),
     "DeepFM": _of_bags(lambda: OfTorchRec(SimpleDeepFMNN(DENSE, bags([*USER, *ITEM]), 256, DIM), ends_in_sigmoid=True)),
     "two towers": _of_bags(TwoTower),
-    "sequence, lengths vary": _of_bags(Sequence, full=False),
-    "sequence, padded": _of_bags(Sequence),
+    "sequence, lengths vary": _of_bags(Sequence, full=False, sizes=(64, 4096)),
+    "sequence, padded": _of_bags(Sequence, sizes=(64, 4096)),
     **{preset: _of_hstu(preset) for preset in PRESETS},
 }
 
