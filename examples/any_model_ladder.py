@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed import TrainPipelineSparseDist
-from workloads import WORKLOADS, build, stream
+from workloads import WORKLOADS, Sharders, build, stream
 
 from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
@@ -40,17 +40,18 @@ WARM_UP, PROFILED, COMPARED = 12, 3, 10
 OFF = FiveStageOptions(avoid_record_streams=False, pinned_d2h=False)
 PINNED = FiveStageOptions()
 GRAPH = FiveStageOptions(cuda_graph="dense")
-RUNGS: dict[str, tuple[FiveStageOptions | None, bool]] = {
-    "stock": (None, False),
-    "five-stage": (OFF, False),
-    "+ avoid_record_streams": (replace(OFF, avoid_record_streams=True), False),
-    "+ pinned_d2h": (PINNED, False),
-    "+ cuda_graph": (GRAPH, False),
-    "+ trimmed": (GRAPH, True),
-    "+ launch_threads": (replace(GRAPH, launch_threads=2), True),
+RUNGS: dict[str, tuple[FiveStageOptions | None, Sharders]] = {
+    "stock": (None, "TorchRec's"),
+    "five-stage": (OFF, "TorchRec's"),
+    "+ avoid_record_streams": (replace(OFF, avoid_record_streams=True), "TorchRec's"),
+    "+ pinned_d2h": (PINNED, "TorchRec's"),
+    "+ cuda_graph": (GRAPH, "TorchRec's"),
+    "+ trimmed": (GRAPH, "trimming"),
+    "+ graphs of dists": (GRAPH, "trimming, graphs"),
+    "+ launch_threads": (replace(GRAPH, launch_threads=2), "trimming, graphs"),
 }
-"""Options, and whether collections are sharded by the trimming sharders; each with what the one before has."""
-FIRST = ("stock", "+ pinned_d2h", "+ cuda_graph", "+ trimmed")
+"""Each with what the one before has."""
+FIRST = ("stock", "+ pinned_d2h", "+ cuda_graph", "+ trimmed", "+ graphs of dists")
 """Measured on all models and sizes before the others are."""
 
 
@@ -68,12 +69,12 @@ def wait(device: torch.device) -> None:
 def measure(
     name: str, rung: str, size: int, device: torch.device, iterations: int, rounds: int
 ) -> tuple[dict[str, Any], list[float]]:
-    options, trimmed = RUNGS[rung]
+    options, sharders = RUNGS[rung]
     workload = WORKLOADS[name]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    model, optimizer = build(workload, size, device, trimmed)
-    fixed = trimmed or (options is not None and options.cuda_graph != "none")
+    model, optimizer = build(workload, size, device, sharders)
+    fixed = options is not None and options.cuda_graph != "none"
     data = stream(workload, workload.batches(size, dist.get_rank(), fixed))
     pipeline: Any = (
         TrainPipelineSparseDist(model, optimizer, device)
@@ -115,30 +116,31 @@ def measure(
         "gpu_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
         "switched_off": getattr(pipeline, "switched_off", {}),
     }
-    if row["gpu_computing_ms"] is not None:
-        row["gpu_idle"] = round(max(0.0, 1 - row["gpu_computing_ms"] / row["ms"]), 3)
     if hasattr(pipeline, "close"):
         pipeline.close()
     return row, [float(loss[0] if isinstance(loss, tuple) else loss) for loss in losses[:COMPARED]]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows in Markdown."""
+def table(runs: list[list[dict[str, Any]]]) -> str:
+    """Returns the rows of all runs in Markdown; ratios are within a run."""
     lines = [
         "| model | samples a rank | schedule | ms | stock's over it | CPU, ms | launches + graphs, syncs, D2H "
         "| GPU computing, ms | GPU idle | GPU memory, GiB | loss against stock's |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    of_stock = {(row["model"], row["batch"]): row["ms"] for row in rows if row["schedule"] == "stock"}
-    models, rungs = list(dict.fromkeys(row["model"] for row in rows)), list(RUNGS)
-    for row in sorted(rows, key=lambda row: (models.index(row["model"]), row["batch"], rungs.index(row["schedule"]))):
-        ratio = of_stock.get((row["model"], row["batch"]), float("nan")) / row["ms"]
+    rows = [(run, row) for run, of_run in enumerate(runs) for row in of_run]
+    of_stock = {(run, row["model"], row["batch"]): row["ms"] for run, row in rows if row["schedule"] == "stock"}
+    models, rungs = list(dict.fromkeys(row["model"] for _, row in rows)), list(RUNGS)
+    rows.sort(key=lambda of: (models.index(of[1]["model"]), of[1]["batch"], of[0], rungs.index(of[1]["schedule"])))
+    for run, row in rows:
+        ratio = of_stock.get((run, row["model"], row["batch"]), float("nan")) / row["ms"]
         calls = (
             f"{row['kernel_launches']:g} + {row['graph_launches']:g}, {row['stream_syncs']:g}, {row['d2h_copies']:g}"
         )
         gpu = ("", "", "")
         if row["gpu_computing_ms"] is not None:
-            gpu = f"{row['gpu_computing_ms']:.2f}", f"{row['gpu_idle']:.0%}", f"{row['gpu_memory_gib']:.1f}"
+            idle = max(0.0, 1 - row["gpu_computing_ms"] / row["ms"])
+            gpu = f"{row['gpu_computing_ms']:.2f}", f"{idle:.0%}", f"{row['gpu_memory_gib']:.1f}"
         loss = "equal" if row["loss_difference"] == 0 else f"{row['loss_difference']:.0e}"
         times = f"{row['ms']:.2f}", f"{ratio:.2f}", f"{row['cpu_ms']:.2f}"
         cells = row["model"], row["batch"], row["schedule"], *times, calls, *gpu, loss
@@ -156,7 +158,9 @@ def in_order(models: list[str], batch: list[int] | None, schedules: list[str]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a file for the rows; OUT.md has them as a table")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="a file for the rows; OUT.md has them as a table")
+    what.add_argument("--page", type=Path, nargs="+", help="such files of earlier runs, to print as one table")
     parser.add_argument(
         "--batch", type=int, nargs="+", help="samples of a rank, in the place of each model's own sizes"
     )
@@ -168,6 +172,9 @@ def main() -> None:
     fitting = [name for name in WORKLOADS if name != ("hstu-tiny" if cuda else "hstu-small")]
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=fitting)
     arguments = parser.parse_args()
+    if arguments.page:
+        print(table([json.loads(path.read_text())["rows"] for path in arguments.page]))
+        return
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -190,9 +197,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             print({k: v for k, v in row.items() if v not in ({}, None)}, flush=True)
             arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-            arguments.out.with_suffix(".md").write_text(table(rows) + "\n")
+            arguments.out.with_suffix(".md").write_text(table([rows]) + "\n")
     if dist.get_rank() == 0:
-        print(table(rows))
+        print(table([rows]))
     dist.destroy_process_group()
 
 

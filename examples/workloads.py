@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ USER, ITEM = [f"u{i}" for i in range(8)], [f"i{i}" for i in range(8)]
 DISTINCT = 8
 """Batches that a rank trains on in turn."""
 
+Sharders = Literal["TorchRec's", "trimming", "trimming, graphs"]
 Tables = tuple[type[torch.optim.Optimizer], dict[str, float]]
 
 
@@ -50,8 +51,8 @@ class Workload:
     """Tables on "meta"."""
     batches: Callable[[int, int, bool], list[Any]]
     """DISTINCT batches of (samples, rank); and whether they have the form that graphs and trimmed input dists need."""
-    trimming: Callable[[int], list[Any]]
-    """Sharders for batches of so many samples."""
+    trimming: Callable[[int, bool], list[Any]]
+    """Sharders for batches of so many samples; and whether they replay their exchanges as CUDA graphs."""
     sizes: tuple[int, ...]
     """Samples of a rank: of small batches and large ones."""
     tables: Tables = field(default=(torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-8}))
@@ -176,7 +177,10 @@ def _of_bags(model: Callable[[], nn.Module], full: bool = True, sizes: tuple[int
     return Workload(
         model=model,
         batches=lambda size, rank, fixed: pinned([draw(size, 100 * rank + i, full) for i in range(DISTINCT)]),
-        trimming=lambda size: [TrimmedEBCSharder(dict.fromkeys([*USER, *ITEM], HOT)), TrimmedECSharder(lengths)],
+        trimming=lambda size, graphs: [
+            TrimmedEBCSharder(dict.fromkeys([*USER, *ITEM], HOT), cuda_graph=graphs),
+            TrimmedECSharder(lengths, cuda_graph=graphs),
+        ],
         sizes=sizes,
         again=lambda batch: replace(batch, bags=plain(batch.bags), history=plain(batch.history)),
     )
@@ -202,7 +206,7 @@ def _of_hstu(preset: str) -> Workload:
     return Workload(
         model=lambda: HstuTrain(HstuRanker(config, tables_device=meta)),
         batches=batches,
-        trimming=lambda size: [TrimmedECSharder(batch_ids=batch_ids(config, size))],
+        trimming=lambda size, graphs: [TrimmedECSharder(batch_ids=batch_ids(config, size), cuda_graph=graphs)],
         sizes=(4, 32, 256),
         tables=(RowWiseAdagrad, {"lr": 0.02, "eps": 1e-8}),
         again=lambda batch: replace(batch, features=plain(batch.features)),
@@ -229,15 +233,15 @@ def stream(workload: Workload, batches: list[Any]) -> Iterator[Any]:
 
 
 def build(
-    workload: Workload, size: int, device: torch.device, trimmed: bool
+    workload: Workload, size: int, device: torch.device, kind: Sharders
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Returns a sharded model and its optimizer. Collective; the same weights with every call. trimmed: for batches of
-    `size` samples."""
+    """Returns a sharded model and its optimizer. Collective; the same weights with every call. kind: trimming sharders
+    are told of batches of `size` samples."""
     torch.manual_seed(0)
     model = workload.model()
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-    if trimmed:
-        sharders = workload.trimming(size)
+    if kind != "TorchRec's":
+        sharders = workload.trimming(size, kind == "trimming, graphs")
     by_type, plans, world, count = {s.module_type: s for s in sharders}, {}, dist.get_world_size(), 0
     for path, module in model.named_modules():
         if type(module) in by_type:
