@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 import torchrec
 
-_OTHERS = tuple(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__))
+from .. import cuda_graph
+
+_OTHERS = (*(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__)), cuda_graph.__file__)
 _CAPTURING = re.compile(r"captur", re.IGNORECASE)
 """What CUDA's errors say about a call that is not allowed in a capture."""
 _NUMBER = "keep the number a tensor on the device, or give it as a field of the batch that is no tensor"
@@ -30,9 +32,10 @@ _INSTEAD = (
 """What a line that reads the device looks like, and what to write there."""
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Returns the error with the innermost line of the user's own code, and what to write there instead if it read the
     device."""
+    error = _first(error)
     message = f"{type(error).__name__}: {_first_line(error)}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
     if not frames:
@@ -46,6 +49,17 @@ def told(error: Exception) -> str:
     return f"{place} reads the device from the host, which no graph can: {instead}"
 
 
-def _first_line(error: Exception) -> str:
+def _first(error: BaseException) -> BaseException:
+    """Returns what went wrong within a capture: the end of one that failed raises once more, of no line."""
+    chain = [error]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    capturing = [one for one in chain if _CAPTURING.search(str(one))]
+    if len(capturing) == 1 and capturing[0] is error and len(chain) > 1:
+        return chain[1]
+    return capturing[-1] if capturing else error
+
+
+def _first_line(error: BaseException) -> str:
     """CUDA's errors go on with advice about environment variables."""
     return str(error).split("\n", 1)[0] if _CAPTURING.search(str(error)) else str(error)

@@ -158,6 +158,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
                     features=sharding.feature_names_per_rank() if kind in _BY_TABLE else alike,
                     exchanged=kind != _LOCAL,
                     offset_type=get_embedding_table_offset_type(sharding.embedding_tables()[0].fused_params),
+                    width=self._embedding_dim,
                 )
             )
         return groups

@@ -26,6 +26,9 @@ from .batch_size_cache import BatchSizeCache
 
 _LOOKED_UP_AT_ONCE = 16
 """Ids of a bag in lookups without pooling: a warp of FBGEMM's kernel looks up one bag, id after id."""
+_INT32_ELEMENTS = 1 << 31
+"""As many elements as TorchRec's way back of unpooled vectors cannot count in int32. It multiplies lengths by the width
+and sums them, in the lengths' own type, and FBGEMM's permutation then reads past its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class Group:
     """Rows of each feature's table where rows are sharded, evenly; all ranks then have all features."""
     offset_type: torch.dtype = torch.int64
     """The type of offsets that the lookup takes."""
+    width: int = 1
+    """Elements of an id's vector, where vectors come back unpooled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +289,8 @@ class StaticDist:
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
             length_per_key = [batches * n for n in ids]
             offset_per_key = list(accumulate(length_per_key, initial=0))
-            on_device = lengths.to(device, dtype), offsets.to(device, group.offset_type)
+            countable = offset_per_key[-1] * group.width < _INT32_ELEMENTS
+            on_device = lengths.to(device, dtype if countable else torch.int64), offsets.to(device, group.offset_type)
             end = start + offset_per_key[-1]
             layout = KJTLayout(group, start, end, keys, *on_device, batches * bags, length_per_key, offset_per_key)
             layouts.append(layout)

@@ -73,6 +73,45 @@ def test_a_read_is_named_with_what_to_use_instead(read, line, instead):
     assert instead in said
 
 
+class Capture:
+    """Ends as a capture does that has failed."""
+
+    def __enter__(self) -> None:
+        """Begins nothing."""
+
+    def __exit__(self, *error: object) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def in_a_handler(loss: Tensor) -> None:
+    try:
+        {}["absent"]
+    except KeyError:
+        loss.item()
+
+
+@pytest.mark.parametrize("read", [number, in_a_handler])
+def test_the_end_of_a_capture_does_not_hide_the_line(read):
+    with pytest.raises(RuntimeError, match="previous error") as raised, Capture():
+        read(torch.ones(2).as_subclass(OnTheGpu))
+    first = raised.value.__context__
+    assert first is not None
+    trace = first.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not read.__code__:
+        trace = trace.tb_next
+    first.__traceback__ = trace
+    assert trace is not None
+    trace.tb_next = None
+    said = told(raised.value)
+    assert "`loss.item()` reads the device from the host" in said
+
+
+def test_an_error_of_the_model_is_told_before_that_of_the_captures_end():
+    with pytest.raises(RuntimeError, match="previous error") as raised, Capture():
+        wrong(torch.ones(2, 2))
+    assert "`return x @ torch.ones(3)`" in told(raised.value)
+
+
 def wrong(x: Tensor) -> Tensor:
     return x @ torch.ones(3)
 

@@ -17,7 +17,9 @@ from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trac
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed import static_dist
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
+from dlrm_bench.pipeline.five_stage.trimmed.static_dist import Group, RankGroup, Sizes, StaticDist
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.any_models import LONGEST, Sequence, batches, build, sequences
 from tests.pipeline.five_stage.torchrec_models import drain, state
@@ -28,6 +30,7 @@ PLANS = {
     "TW": lambda i, sequence: "table_wise",
     "CW": lambda i, sequence: "column_wise",
     "TW, CW": lambda i, sequence: ("table_wise", "column_wise")[i % 2],
+    "TW, int64": lambda i, sequence: "table_wise",
 }
 
 
@@ -62,6 +65,8 @@ def parity(ranks: Ranks, plans: list[str], cuda_graph: bool, rtol: float) -> lis
     torch.backends.cuda.matmul.allow_tf32 = False
     counts = []
     for plan in plans:
+        if "int64" in plan:
+            static_dist._INT32_ELEMENTS = 0
         sharder = {EmbeddingCollection: TrimmedECSharder(LENGTHS, cuda_graph=cuda_graph)}
         results = []
         for sharders in (None, sharder):
@@ -96,7 +101,17 @@ def test_trains_bit_by_bit_as_stock_without_a_read(run_ranks, world_size):
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
 def test_trains_as_stock_gpu(run_ranks, world_size, gpu):
     for cuda_graph in (False, True):
-        run_ranks(world_size, parity, ["TW", "TW, CW"], cuda_graph, 1e-5, gpu=gpu)
+        run_ranks(world_size, parity, ["TW", "TW, CW", "TW, int64"], cuda_graph, 1e-5, gpu=gpu)
+
+
+@pytest.mark.parametrize(("width", "counts"), [(1 << 20, torch.int32), (1 << 21, torch.int64)])
+def test_more_elements_than_int32_counts_are_counted_in_int64(width, counts):
+    group = Group(index=0, features=[["a"], []], exchanged=True, width=width)
+    ranks = RankGroup(group=None, rank=0, world_size=2, device=torch.device("cpu"))
+    static = StaticDist([group], ["a"], Sizes({}, {"a": 1000}), ranks, pooled=False)
+    (layout,) = static._lay_out(4, torch.int32).exchanged
+    assert layout.lengths.dtype == counts
+    assert layout.lengths.sum() == 2000
 
 
 def waits(ranks: Ranks, folder: Path) -> dict[str, float]:
