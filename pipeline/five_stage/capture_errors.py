@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 import torchrec
 
-from .. import cuda_graph
+from ..cuda_graph import record
 
-_OTHERS = (*(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__)), cuda_graph.__file__)
+_OTHERS = (
+    *(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__)),
+    record.__code__.co_filename,
+)
 _CAPTURING = re.compile(r"captur", re.IGNORECASE)
 """What CUDA's errors say about a call that is not allowed in a capture."""
 _NUMBER = "keep the number a tensor on the device, or give it as a field of the batch that is no tensor"
