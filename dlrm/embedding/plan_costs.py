@@ -49,12 +49,13 @@ def table_times(
     table's rows picks its ids out of those of all its tables first.
     """
     parts = [shard_times(shard, model, global_batch_size, costs, ids) for shard in shards]
+    saved = sum(shared_sort_us(shard.table, model, global_batch_size, costs) for shard in shards) * (1 - 1 / sharers)
     picking = 0.0
     if any(shard.row_parts > 1 for shard in shards):
         picking = costs.picking_us + sum(picking_us(shard.table, model, global_batch_size, costs) for shard in shards)
     return TableTimes(
         lookup=costs.lookup_us + sum(part.lookup for part in parts),
-        sort=costs.sort_us + sum(part.sort for part in parts) / sharers,
+        sort=costs.sort_us + sum(part.sort for part in parts) - saved,
         update=costs.update_us + sum(part.update for part in parts),
         picking=picking,
     )
@@ -103,6 +104,13 @@ def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list
         return [1] * len(by_rank)
     tables = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
     return [tables.count(own) for own in tables]
+
+
+def shared_sort_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+    """Returns the predicted microseconds that a rank saves for a table whose ids others sort and send it, which rather
+    receives eight bytes for each id."""
+    num_ids = global_batch_size * model.multi_hot_sizes[table]
+    return num_ids * (costs.sort_us_per_million_ids / 1e6 - 8 / costs.all_to_all_bytes_per_us)
 
 
 def picking_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:

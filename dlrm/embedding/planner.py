@@ -20,7 +20,14 @@ from itertools import product
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
 from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard, bytes_of_rank, shards_by_rank
-from dlrm_bench.dlrm.embedding.plan_costs import all_to_alls_us, imbalance, picking_us, shard_us, sort_sharers
+from dlrm_bench.dlrm.embedding.plan_costs import (
+    all_to_alls_us,
+    imbalance,
+    picking_us,
+    shard_us,
+    shared_sort_us,
+    sort_sharers,
+)
 from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts
 from dlrm_bench.dlrm.topology import Topology
 
@@ -86,9 +93,8 @@ class _Work:
         self._shard_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
         """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
-        million = global_batch_size / 1e6
-        self._sort_us = [million * hot * costs.sort_us_per_million_ids for hot in model.multi_hot_sizes]
-        """What a rank that sorts for itself spends on each of its tables' ids."""
+        self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(model.num_features)]
+        """What a rank saves for each of its tables whose ids another rank sorts."""
 
     def tables_us(self, shard: Shard) -> float:
         """Returns what a shard costs its rank without all-to-alls."""
@@ -124,7 +130,7 @@ class _Work:
 
     def _rank_us(self, own: Sequence[Shard], sharers: int) -> float:
         time = sum(self.tables_us(shard) for shard in own)
-        time -= (1 - 1 / sharers) * sum(self._sort_us[shard.table] for shard in own)
+        time -= (1 - 1 / sharers) * sum(self._shared_us[shard.table] for shard in own)
         if any(shard.row_parts > 1 for shard in own):
             picked = sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
             time += self._costs.picking_us + picked
@@ -136,7 +142,7 @@ class _Work:
         tables = sum(grid.count(self.dim) * self.tables_us(grid.shard) for grid in grids)
         if self._topology.nodes == 1:
             copies = ((grid.shard.table, self.dim // grid.shard.columns) for grid in grids)
-            tables -= sum((ranks - 1) * self._sort_us[table] for table, ranks in copies)
+            tables -= sum((ranks - 1) * max(0.0, self._shared_us[table]) for table, ranks in copies)
         columns = sum(grid.count(self.dim) * grid.shard.columns for grid in grids)
         mean = self._costs.tables_us + tables / self.world_size
         return mean + self.exchange_us(columns / self.world_size)
