@@ -52,6 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus}"))
 
 
+class _ResultPickler(pickle.Pickler):
+    """Pickles a view as its own elements, not as all of the memory that it is a view of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            return value.detach().clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
 def _rank_main(
     rank: int,
     world_size: int,
@@ -77,7 +86,8 @@ def _rank_main(
     if gpu and nodes > 1:  # of one machine
         ranks = replace(ranks, device=torch.device("cuda", rank))
     ranks.init_process_group()
-    (results / str(rank)).write_bytes(pickle.dumps(function(ranks, *args)))
+    with (results / str(rank)).open("wb") as file:
+        _ResultPickler(file).dump(function(ranks, *args))
     torch.distributed.barrier()
     if gpu:  # NCCL takes half a minute to destroy the communicators of a dozen pipelines, and nothing is learnt by it
         os._exit(0)

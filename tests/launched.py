@@ -60,12 +60,12 @@ def rank_environment(rank: int, world_size: int, port: int, nodes: int = 1) -> d
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, output: Path, gpu: bool, function: Callable[..., int], args: tuple[Any, ...]
+    environment: dict[str, str], output: Path, gpu: bool, function: Callable[..., int], args: tuple[Any, ...]
 ) -> None:
     sink = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    os.environ |= rank_environment(rank, world_size, port) | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    os.environ |= environment | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     import torch
 
     torch.set_num_threads(1)
@@ -78,17 +78,20 @@ def _rank_main(
     os._exit(status)
 
 
-def fork(world_size: int, folder: Path, function: Callable[..., int], *args: Any, gpu: bool = False) -> list[Any]:
+def fork(
+    world_size: int, folder: Path, function: Callable[..., int], *args: Any, gpu: bool = False, nodes: int = 1
+) -> list[Any]:
     """Processes that run function(*args), whose result is the exit status; rank r writes to folder/output_r.txt.
 
-    gpu: each rank has its own, else they run on the CPU."""
+    gpu: each rank has its own, else they run on the CPU. nodes: that they take this machine for."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     port = free_port()
     processes = []
     for rank in range(world_size):
         output = folder / f"output_{rank}.txt"
-        process = context.Process(target=_rank_main, args=(rank, world_size, port, output, gpu, function, args))
+        environment = rank_environment(rank, world_size, port, nodes)
+        process = context.Process(target=_rank_main, args=(environment, output, gpu, function, args))
         process.start()
         processes.append(process)
     return processes
@@ -129,10 +132,11 @@ def forked_launch(
     arguments: Sequence[str],
     before: Callable[[], None] | None = None,
     gpu: bool = False,
+    nodes: int = 1,
 ) -> Ended:
     """Runs launch/dlrm.py on forked ranks to its end."""
     folder.mkdir(exist_ok=True)
-    return wait(fork(world_size, folder, launch_main, list(arguments), before, gpu=gpu), folder)
+    return wait(fork(world_size, folder, launch_main, list(arguments), before, gpu=gpu, nodes=nodes), folder)
 
 
 def torchrun(output: Path, arguments: Sequence[str], options: Sequence[str] = ("--nproc_per_node=2",)) -> Any:

@@ -235,7 +235,7 @@ def test_ladder_host_limits_and_report_for_real(
 ) -> None:
     """The rungs of the CPU, each profiled too, limits beside one of them, and the page from all of it."""
     place = ["--nproc", "1", "--results-dir", str(tmp_path / "results")]
-    short = ["--iterations", "40", "--warmup-iterations", "10", "--target-auc", "None"]
+    short = ["--iterations", "20", "--warmup-iterations", "4", "--target-auc", "None"]
     assert main(["ladder", "--rungs", "cpu", "--rounds", "1", "--host", *place, *SMOKE, *short]) == 0
     out = capsys.readouterr().out
     assert "static-fp32" in out

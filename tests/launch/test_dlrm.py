@@ -27,7 +27,6 @@ from tests.launched import (
     Ended,
     end,
     forked_launch,
-    free_port,
     ranks_naming,
     torchrun,
     wait_until,
@@ -204,9 +203,9 @@ def started() -> Iterator[Callable[..., Any]]:
     """Starts torchrun; whatever it started is ended after the test."""
     runs = []
 
-    def start(folder: Path, *arguments: str, name: str = "output", **keywords: Any) -> Any:
+    def start(folder: Path, *arguments: str, **keywords: Any) -> Any:
         folder.mkdir(exist_ok=True)
-        process = torchrun(folder / name, ["--results-dir", str(folder / "results"), *arguments], **keywords)
+        process = torchrun(folder / "output", ["--results-dir", str(folder / "results"), *arguments], **keywords)
         runs.append((process, str(folder)))
         return process
 
@@ -221,18 +220,13 @@ def only_record(folder: Path) -> Record:
     return read_record(record)
 
 
-def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
-    one = forked_launch(2, tmp_path / "one", [*smoke, "--results-dir", str(tmp_path / "one" / "results")])
-    assert one.statuses == [0, 0], one.outputs
-    port = str(free_port())
-    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    both = [
-        started(tmp_path / "two", *smoke, name=f"output_{rank}", options=[*node, f"--node_rank={rank}"])
-        for rank in range(2)
-    ]
-    outputs = [tmp_path / "two" / f"output_{rank}" for rank in range(2)]
-    assert [agent.wait(PATIENCE_S) for agent in both] == [0, 0], [output.read_text() for output in outputs]
-
+def test_one_node_and_two_nodes_train_alike(smoke, tmp_path):
+    """Under torchrun, test_slurm.py has two hosts."""
+    ended = {}
+    for name, nodes in (("one", 1), ("two", 2)):
+        arguments = [*smoke, "--results-dir", str(tmp_path / name / "results")]
+        ended[name] = forked_launch(2, tmp_path / name, arguments, nodes=nodes)
+        assert ended[name].statuses == [0, 0], ended[name].outputs
     one_node, two_nodes = only_record(tmp_path / "one"), only_record(tmp_path / "two")
     np.testing.assert_allclose(two_nodes.losses, one_node.losses, rtol=1e-5)
     for record in (one_node, two_nodes):
@@ -240,10 +234,9 @@ def test_one_node_and_two_nodes_train_alike(smoke, started, tmp_path):
         log = record.folder / LOG_NAME
         assert check_compliance(log).passed
         assert log.read_text().count('"key": "run_start"') == 1
-    assert two_nodes.run["command"].startswith("torchrun --nnodes=2 --nproc_per_node=1 launch/dlrm.py --results-dir")
+    assert two_nodes.run["command"].startswith("torchrun --nnodes=2 --nproc_per_node=1 launch/dlrm.py --data.path")
     assert one_node.run["command"].startswith("torchrun --nproc_per_node=2 launch/dlrm.py --data.path")
-    assert "record " in outputs[0].read_text()
-    assert "record " not in outputs[1].read_text()
+    assert ["record " in output for output in ended["two"].outputs] == [True, False]
 
 
 def test_run_and_record_say_how_a_five_stage_run_was_scheduled(smoke, tmp_path):
@@ -266,16 +259,16 @@ def to_one_worker(process: Any, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "whom"),
-    [(signal.SIGTERM, to_torchrun), (signal.SIGKILL, to_torchrun), (signal.SIGTERM, to_one_worker)],
+    ("number", "whom", "ranks"),
+    [(signal.SIGTERM, to_torchrun, 1), (signal.SIGKILL, to_torchrun, 1), (signal.SIGTERM, to_one_worker, 2)],
     ids=["SIGTERM to torchrun", "SIGKILL to torchrun", "SIGTERM to one rank"],
 )
-def test_a_signal_ends_the_run(started, tmp_path, number, whom):
+def test_a_signal_ends_the_run(started, tmp_path, number, whom, ranks):
     arguments = ["--data.source=random", "--target-auc=None", "--iterations=1000000", "--local-batch-size=64"]
-    process = started(tmp_path, *arguments, "--run-id=x")
+    process = started(tmp_path, *arguments, "--run-id=x", options=[f"--nproc_per_node={ranks}"])
     log = tmp_path / "results" / "x" / LOG_NAME
     wait_until_training(log, lambda: ranks_naming(str(tmp_path)))
-    assert len(list(ranks_naming(str(tmp_path)))) == 2
+    assert len(list(ranks_naming(str(tmp_path)))) == ranks
     os.kill(whom(process, tmp_path), number)
     assert process.wait(PATIENCE_S) != 0
     wait_until(lambda: not list(ranks_naming(str(tmp_path))), "all ranks have ended")

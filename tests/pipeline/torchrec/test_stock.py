@@ -25,7 +25,7 @@ from tests.cases import PLACES
 from tests.pipelines import changed, stock_pipeline
 from tests.plain_dlrm import PlainDLRM
 
-STEPS = 30
+STEPS = 15
 EVALUATED_EVERY = 7
 EXACT: dict[str, dict[str, Any]] = {
     "sparse-dist": {},
