@@ -105,6 +105,31 @@ class Twins:
             torch.testing.assert_close(ours, theirs, rtol=self._rtol, atol=self._rtol)
 
 
+class Lamb(torch.optim.Optimizer):
+    """As people write their own, with the option `capturable`: the host reads its step count without it."""
+
+    def __init__(self, params: Any, lr: float, capturable: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "capturable": capturable})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, self.state[parameter], **group)
+
+    def _step(self, parameter: Tensor, state: dict[str, Any], lr: Any, betas: Any, eps: float, **of: Any) -> None:
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device if of["capturable"] else CPU)
+            state |= {"mean": torch.zeros_like(parameter), "var": torch.zeros_like(parameter)}
+        state["step"] += 1
+        count = state["step"] if of["capturable"] else state["step"].item()
+        state["mean"].lerp_(parameter.grad, 1 - betas[0])
+        state["var"].mul_(betas[1]).addcmul_(parameter.grad, parameter.grad, value=1 - betas[1])
+        update = state["mean"] / (1 - betas[0] ** count) / ((state["var"] / (1 - betas[1] ** count)).sqrt() + eps)
+        parameter -= lr * (parameter.norm() / update.norm()).clamp(0.01, 10) * update
+
+
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.1}
 KINDS = [
     *((Adagrad, 0, of) for of in ({}, {"weight_decay": 0.1}, {"maximize": True}, {"foreach": True})),
@@ -113,8 +138,10 @@ KINDS = [
     # torch's own arithmetic differs with `capturable`, by rounding.
     *((Adam, 1e-5, of) for of in ({}, {"weight_decay": 0.1, "amsgrad": True}, {"foreach": True})),
     *((AdamW, 1e-5, of) for of in ({}, {"maximize": True})),
+    (Lamb, 1e-5, {}),
     (Adam, 0, {"capturable": True}),
     (AdamW, 0, {"fused": True}),
+    (Lamb, 0, {"capturable": True}),
 ]
 ANEW = (1, 10 - WARM_UP)
 """Captures and replays of ten steps, from the first one that is another."""
