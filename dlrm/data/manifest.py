@@ -1,8 +1,10 @@
 """What a data set made by this program says about itself, in `manifest.json` beside the day files."""
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -16,6 +18,8 @@ from dlrm_bench.dlrm.data.checksums import Checksum
 MANIFEST = "manifest.json"
 MARKER = "generating.lock"
 """Stands in the directory from before the first day file until after the manifest."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a full quota, and a limit on the size of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,8 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
-    """Marks the directory as unfinished until the body ends without an error; ValueError if another process is at it.
+    """Marks the directory as unfinished until the body ends without an error; ValueError if another process is at it,
+    or the disk is full.
 
     The marker stays when the writer is interrupted, and tells the next one that day files may be leftovers.
     """
@@ -121,7 +126,16 @@ def sole_writer(directory: Path) -> Iterator[None]:
             raise ValueError(
                 f"{directory}: another process is generating here: wait for it, or choose another directory"
             ) from error
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            free = shutil.disk_usage(directory).free / 1e9
+            raise ValueError(
+                f"{directory} takes no more ({error.strerror}; {free:.1f} GB are free): make room, or choose another "
+                "directory"
+            ) from error
         (directory / MARKER).unlink(missing_ok=True)
 
 

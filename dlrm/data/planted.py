@@ -220,8 +220,10 @@ def _write_day(
     if config.raw:
         return [raw], labels
     paths = [first, criteo.one_hot_file(path, day), criteo.labels_file(path, day), criteo.multi_hot_file(path, day)]
-    np.save(paths[1], one_hot)
-    np.save(paths[2], labels[:, None])
+    for file_path, array in ((paths[1], one_hot), (paths[2], labels[:, None])):
+        with file_path.open("wb") as file:  # np.save would not say of a full disk that it is full
+            write_header(file, array.dtype, array.shape)
+            file.write(array.data)
     criteo.write_multi_hot(paths[3], one_hot, model.multi_hot_sizes, tables)
     return paths, labels
 

@@ -1,3 +1,4 @@
+import errno
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -5,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.data.manifest import MANIFEST, Manifest, read_manifest
+from dlrm_bench.dlrm.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, sole_writer
 
 
 @pytest.fixture
@@ -66,3 +67,14 @@ def test_another_model(tmp_path: Path, model: ModelConfig, manifest: Manifest, c
     manifest.check_model(tmp_path, model, one_hot=False)
     with pytest.raises(ValueError, match=message):
         replace(manifest, **change).check_model(tmp_path, model, one_hot=False)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=rf"{tmp_path} takes no more \(No space left on device; .* GB are free\)"),
+        sole_writer(tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (tmp_path / MARKER).exists()
+    with pytest.raises(PermissionError), sole_writer(tmp_path):
+        raise PermissionError
