@@ -28,6 +28,7 @@ from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedChe
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import (
     CheckpointError,
+    pin_memory,
     read_state,
     snapshot,
     snapshot_bytes,
@@ -152,6 +153,8 @@ class Checkpoints:
         self._bytes = state_bytes(blocks)
         if self._path is not None:
             _on_rank_0(ranks, partial(self._prepare, self._path, resumed))
+            if ranks.device.type == "cuda":
+                pin_memory()
 
     @property
     def saves(self) -> bool:
