@@ -114,7 +114,8 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
         title=f"{scaling.kind}, fitted to {scaling.fitted_to}: {how}",
         caption=(
             "bound by: what is busy all the time; dependencies: nothing is, its tasks wait for one another\n"
-            f"stages: their tasks' us, which overlap; needed: GB/s a GPU for {NEAR_IDEAL - 1:.0%} above no network"
+            f"stages: their tasks' us, which overlap; needed for {NEAR_IDEAL - 1:.0%} above no network: GB/s a GPU,\n"
+            "or, where no rate is enough, us a collective"
         ),
         title_justify="left",
         caption_justify="left",
@@ -124,7 +125,7 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
         table.add_column(name, justify="left" if name == "bound by" else "right", no_wrap=name == "bound by")
     for point in found:
         steady = point.steady
-        needed = "latency too long" if point.needed_gb_s is None else f"{point.needed_gb_s:g}"
+        needed = f"{point.needed_us:g} us" if point.needed_gb_s is None else f"{point.needed_gb_s:g}"
         table.add_row(
             str(point.topology.nodes),
             str(point.topology.world_size),

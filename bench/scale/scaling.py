@@ -16,6 +16,8 @@ from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1
 """How near to the ideal network's time is near enough."""
+_FASTEST_GB_S = 1000.0
+"""No network of today, nor NVLink, brings a GPU so much in one direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +30,11 @@ class Point:
     stages_us: dict[str, float]
     """Time of each stage's tasks, on whatever resource; stages overlap."""
     needed_gb_s: float | None
-    """GB/s a GPU at which an iteration is within NEAR_IDEAL of the ideal network's; 0 on one node, None where no rate
-    is enough, because the latencies alone take longer."""
+    """GB/s a GPU at which an iteration is within NEAR_IDEAL of the ideal network's; 0 on one node, None where none of
+    up to 1000 is enough, because the latencies take too long."""
+    needed_us: float | None
+    """Where no rate is enough: microseconds of a collective between two nodes with which one is, were the rate without
+    limit; further nodes' messages shorten with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class Scaling:
         """Returns what the model says of these nodes."""
         load = self.load(topology, local_batch_size)
         stages: dict[str, float] = {}
+        needed_gb_s, needed_us = self._needed(load, topology)
         for task in tasks_of(self.kind, load, topology, self.system, self.fit):
             if task.stage is not None and task.resource != HOST:
                 stages[task.stage] = stages.get(task.stage, 0.0) + task.us
@@ -69,21 +75,31 @@ class Scaling:
             global_batch_size=load.local_batch_size * topology.world_size,
             steady=self.steady(load, topology),
             stages_us=stages,
-            needed_gb_s=self._needed(load, topology),
+            needed_gb_s=needed_gb_s,
+            needed_us=needed_us,
         )
 
-    def _needed(self, load: Load, topology: Topology) -> float | None:
+    def _needed(self, load: Load, topology: Topology) -> tuple[float | None, float | None]:
+        """Returns the rate, or the latency, of Point."""
         if topology.nodes == 1:
-            return 0.0
+            return 0.0, None
+        stated = topology.network
 
         def us(network: Network) -> float:
             return self.steady(load, replace(topology, network=network)).iteration_us
 
+        def at_rate(gb_s: float) -> bool:
+            return us(replace(stated, bytes_per_us=gb_s * 1e3)) <= enough
+
+        def at_latency(shorter: float) -> bool:
+            latency, message = stated.latency_us / shorter, stated.message_us / shorter
+            network = Network(name="", bytes_per_us=float("inf"), latency_us=latency, message_us=message)
+            return us(network) <= enough
+
         enough = NEAR_IDEAL * us(IDEAL)
-        if us(replace(topology.network, bytes_per_us=float("inf"))) > enough:
-            return None
-        rate = _smallest(lambda gb_s: us(replace(topology.network, bytes_per_us=gb_s * 1e3)) <= enough, 0.1, 1e4)
-        return round(rate, 1)
+        if at_rate(_FASTEST_GB_S):
+            return round(_smallest(at_rate, 0.1, _FASTEST_GB_S), 1), None
+        return None, round(stated.latency_us / _smallest(at_latency, 1.0, 1e4), 1)
 
 
 def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) -> Scaling:

@@ -84,8 +84,13 @@ def test_a_faster_network_never_slows_and_what_is_needed_is_enough():
     assert us(IDEAL) <= us(needed) <= 1.1 * us(IDEAL)
     assert us(replace(needed, bytes_per_us=needed.bytes_per_us / 2)) > 1.1 * us(IDEAL)
     assert scaling.point(Topology.one_node(4)).needed_gb_s == 0
-    slow = replace(topology, network=replace(topology.network, latency_us=1e4))
-    assert scaling.point(slow).needed_gb_s is None
+    late = replace(topology.network, latency_us=1e4)
+    of_late = scaling.point(replace(topology, network=late))
+    assert of_late.needed_gb_s is None
+    assert of_late.needed_us is not None
+    late = replace(late, bytes_per_us=float("inf"), message_us=late.message_us * of_late.needed_us / late.latency_us)
+    assert us(replace(late, latency_us=of_late.needed_us)) <= 1.101 * us(IDEAL)
+    assert us(replace(late, latency_us=of_late.needed_us * 2)) > 1.1 * us(IDEAL)
 
 
 @pytest.mark.parametrize("kind", ["torchrec", "five-stage", "static"])
