@@ -81,9 +81,7 @@ class Ranks:
 
         On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Collective.
         """
-        if self.device.type != "cuda":
-            return dist.new_group()
-        return dist.new_group(pg_options=_high_priority())
+        return self._new_group(None)
 
     def new_group_of_node(self) -> dist.ProcessGroup:
         """Returns a communicator of its own of this node's ranks; by local rank. Collective over all ranks."""
@@ -99,20 +97,17 @@ class Ranks:
     def _group_of(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Returns the communicator of this rank's group of these, which have each rank once. Collective over all
         ranks."""
-        if self.device.type == "cuda":
-            # NCCL makes all of them at once, where new_group makes one after another and all ranks wait for each.
-            mine = dist.split_group(split_ranks=groups, pg_options=_high_priority())
-        else:
-            made = [dist.new_group(members) for members in groups]
-            mine = next(group for group, members in zip(made, groups, strict=True) if self.rank in members)
-        assert mine is not None
-        return mine
+        # split_group would make all of them at once. Where it gives them one name, they share a store as well, and the
+        # ranks of two nodes would take one another's addresses in symmetric memory's rendezvous for their own.
+        made = [self._new_group(members) for members in groups]
+        return next(group for group, members in zip(made, groups, strict=True) if self.rank in members)
+
+    def _new_group(self, members: list[int] | None) -> dist.ProcessGroup:
+        if self.device.type != "cuda":
+            return dist.new_group(members)
+        return dist.new_group(members, pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
     def destroy_process_group(self) -> None:
         """Waits for the other ranks, then leaves the group."""
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _high_priority() -> "dist.ProcessGroupNCCL.Options":
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
