@@ -43,7 +43,12 @@ class FlatAllToAll:
 
 
 class NodeAllToAll:
-    """An exchange inside each node through peer memory, then one between ranks of equal local rank."""
+    """An exchange inside each node through peer memory, then one between ranks of equal local rank.
+
+    After an exchange a rank still reads what was staged for it: before the next one on any rank of its node the caller
+    puts a barrier of theirs. In the pipeline there is one already: in training that of the other direction's exchange,
+    after an evaluated batch "evaluated".
+    """
 
     def __init__(
         self,
@@ -99,8 +104,6 @@ class NodeAllToAll:
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """See AllToAll."""
-        # No rank of the node sends any more what it staged the last time.
-        self._memory.barrier(f"{self._name} free")
         push_segments(sent.view(torch.int32), self._push, self._words)
         self._memory.barrier(f"{self._name} staged")
         staged = self._staged.own[: sum(self._send)]

@@ -12,7 +12,10 @@ from torch import Tensor
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.dense.peer_sums import peer_sums
 from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
+from dlrm_bench.kernels.input_dist.gather_segments import Segment
+from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # Tensors in the flat buffers start at multiples of this many elements: cuBLAS falls to kernels several times slower
@@ -184,30 +187,32 @@ class NodeBucket(Bucket):
 
         super().__init__(weights, ranks, True, zeros, of_node=memory.group)
         self._name, self._memory, self._across = name, memory, across
-        self._workings, grads = peers
-        self._grads_of_share = [grad[self._mine] for grad in grads.tensors]
-        self._summed = torch.zeros_like(self._grads_of_share[0])
+        workings, grads = peers
+        self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.local_rank)
+        self._summed = torch.zeros_like(self._grads_of_share.own)
+        # The working weights in words of 4 bytes, of which a rank writes its slice's to the others.
+        self._words = workings.viewed(torch.int32)
+        start, end = (place * dtype.itemsize // 4 for place in (self._mine.start, self._mine.stop))
+        slices = [
+            [Segment(start, start, end - start)] if rank != ranks.local_rank else []
+            for rank in range(ranks.local_world_size)
+        ]
+        self._push = SegmentPushTable(slices, ranks.device)
 
     def tensors(self) -> list[Tensor]:
         """All memory of Bucket's, and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
     def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
-        """Updates this rank's slice, and writes it to the working weights of all ranks of the node: a rank calls it
-        when it has read its own for the last time, and reads them again after it. Collective."""
+        """Updates this rank's slice, and writes it to the working weights of all ranks of the node; when, and the
+        barrier after it: see PeerBucket. Collective."""
         self._memory.barrier(f"{self._name} gradients")
-        total = self._grads_of_share[0].float()
-        for grad in self._grads_of_share[1:]:
-            total += grad
-        self._summed.copy_(total)
+        peer_sums(self._grads_of_share, self._summed)
         dist.all_reduce(self._summed, group=self._across)
         mine = self.working[self._mine]
         working = None if mine.dtype == torch.float32 else mine
         flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, stopped)
-        for rank, peer in enumerate(self._workings.tensors):
-            if rank != self._workings.rank:
-                peer[self._mine].copy_(mine)
-        self._memory.barrier(f"{self._name} weights")
+        push_segments(self._words.own, self._push, self._words)
 
     def all_gather(self) -> None:
         """Does nothing: `update` has done it."""

@@ -40,6 +40,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_flat_adagrad_kernel": ("flat_adagrad", DENSE_UPDATE),
     "_sharded_adagrad_kernel": ("sharded_adagrad", DENSE_UPDATE),
     "sharded_adagrad": ("sharded_adagrad", DENSE_UPDATE),
+    "_peer_sums_kernel": ("peer_sums", DENSE_UPDATE),
     "_pooled_lookup_kernel": ("pooled_lookup", EMBEDDING_FORWARD),
     "_push_columns_kernel": ("push_columns", EMBEDDING_BACKWARD),
 }

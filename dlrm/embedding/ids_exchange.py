@@ -148,8 +148,8 @@ class NodeIdsExchange:
 
     However many ranks of a node hold rows or columns of one table, its ids cross the network once.
 
-    An owner reads its buffer until the last lookup of its batch, two exchanges before the buffer's next: when the ranks
-    of a node meet at the barrier "ids free", in their streams' order, nobody there reads it any more.
+    The barrier "ids", and why there need be none before an exchange: see PeerIdsExchange, whose barriers "pooled" are
+    NodeAllToAll's here.
     """
 
     def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
@@ -202,7 +202,6 @@ class NodeIdsExchange:
         gather_segments(ids, self._send_segments, sent)
         received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)
         dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._group)
-        self._memory.barrier("ids free")
         push_segments(received, self._push_segments, out.peers)
         self._memory.barrier("ids")
 

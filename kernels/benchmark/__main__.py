@@ -18,6 +18,7 @@ from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_ca
 from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp
 from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.dense.peer_sums import peer_sums
 from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
 from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 from dlrm_bench.kernels.dense.small_mlp import small_mlp
@@ -309,6 +310,14 @@ def sharded_adagrad_cases() -> Iterator[Case]:
         )
 
 
+def peer_sums_cases() -> Iterator[Case]:
+    size = 3_542_400 // PEERS  # a cross layer's
+    for dtype in (BF16, torch.float32):
+        peers, out = local_peers(size, dtype), torch.empty(size, device="cuda", dtype=dtype)
+        traffic = (PEERS + 1) * out.nbytes
+        yield Case("peer_sums", f"[{size}] of {PEERS} local buffers, {dtype}", traffic, partial(peer_sums, peers, out))
+
+
 def push_columns_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         columns = 3328 // PEERS
@@ -363,6 +372,7 @@ CASES = {
     "loss": loss_cases,
     "flat_adagrad": flat_adagrad_cases,
     "sharded_adagrad": sharded_adagrad_cases,
+    "peer_sums": peer_sums_cases,
     "push_columns": push_columns_cases,
     "non_finite": non_finite_cases,
 }

@@ -101,7 +101,7 @@ class Iteration:
             # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, and its blocks are small.
             with self._streams.beside("sort", incoming, forward.parts[-1], priority=Priority.FILL):
                 self._sort_ids(ahead)
-            if self._memory is not None:  # over nodes each update has a barrier of its own
+            if self._memory is not None:
                 with self._streams.beside("weights", *self._updates):
                     self._memory.barrier("weights")
 

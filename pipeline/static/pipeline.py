@@ -76,8 +76,6 @@ class StaticPipeline:
                 costs=costs_of(self._gpu),
             )
         memory = PeerMemory(ranks) if options.peer_memory else None
-        # Over nodes peer memory is one of the two ways of what otherwise are collectives.
-        everywhere = memory if ranks.nodes == 1 else None
         self._memory = memory
         self.dense = ExplicitDense(model, config.seed, shape, ranks, memory)
         inputs = self.dense.x0s
@@ -97,8 +95,9 @@ class StaticPipeline:
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
-        self._guard = LossGuard(ranks, everywhere)
-        parts = (self.dense, self.ebc, everywhere, self._guard, self._streams, self._fetcher)
+        # Its flags are read at once, on all nodes.
+        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None)
+        parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
         self._iteration = Iteration(config, schedule, *parts)
         make_graphs = None
         if options.cuda_graph != "none":

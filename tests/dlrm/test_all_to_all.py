@@ -28,6 +28,7 @@ def exchange(ranks: Ranks) -> bool:
         for turn in range(ROUNDS):
             sent = (torch.arange(to, device=ranks.device) % 50 + 10 * ranks.rank + turn).to(dtype)
             got, expected = (torch.zeros(of, dtype=dtype, device=ranks.device) for _ in range(2))
+            memory.barrier("between exchanges")
             nodes.exchange(got, sent)
             flat.exchange(expected, sent)
             assert torch.equal(got, expected), f"{dtype} in turn {turn} on rank {ranks.rank}"

@@ -1,0 +1,53 @@
+"""Sum what all ranks of a node have of one slice: the reduce-scatter before an exchange with other nodes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+_BLOCK = 2048
+
+
+def peer_sums(peers: PeerTensors, out: Tensor) -> None:
+    """out = the sum of all ranks' tensors, in fp32 and rank order, rounded once.
+
+    peers: bf16 or fp32 [n], contiguous, 16-byte aligned. out: bf16 or fp32 [n], contiguous, none of them. The caller
+    puts a barrier of all ranks before this, so that all tensors are written, and one after it, before anybody writes
+    them again.
+    """
+    assert peers.own.dim() == 1 and peers.own.is_contiguous(), "tensors: [n]"
+    assert out.shape == peers.own.shape and out.is_contiguous(), "the sum: [n]"
+    sums = triton_peer_sums if out.is_cuda else plain_peer_sums
+    sums(peers, out)
+
+
+def plain_peer_sums(peers: PeerTensors, out: Tensor) -> None:
+    """What `peer_sums` does, in PyTorch."""
+    first, *others = peers.tensors
+    total = first.float()
+    for other in others:
+        total = total + other
+    out.copy_(total)
+
+
+def triton_peer_sums(peers: PeerTensors, out: Tensor) -> None:
+    """What `peer_sums` does, in one kernel."""
+    assert all(t.data_ptr() % 16 == 0 for t in peers.tensors), "tensors: 16-byte aligned"
+    if out.numel():
+        sizes = (out.numel(), len(peers), _BLOCK)
+        _peer_sums_kernel[(cdiv(out.numel(), _BLOCK),)](peers.own, peers.addresses, out, *sizes, num_warps=8)
+
+
+@jit
+def _peer_sums_kernel(own, peers, out, count, ranks: tl.constexpr, block: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < count
+    total = tl.zeros([block], tl.float32)
+    for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
+        # The own tensor gives the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
+        # the integer's.
+        peer = tl.multiple_of(tl.load(peers + rank).to(own.dtype), 16)
+        total += tl.load(peer + at, mask).to(tl.float32)
+    tl.store(out + at, total, mask)
