@@ -17,7 +17,7 @@ RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
 SMALL = "14-2xh200-512-a-gpu-fused-cross-network/before/09-old-512"
 LARGE = "13-2xh200-6912-a-gpu-fused-cross-network/before/01-old-6912"
-TENTH = "18-2xh200-as-two-nodes"
+TENTH, P2P = "18-2xh200-as-two-nodes", "36-4xh200-as-two-nodes-p2p"
 OF_TENTH = ("512-one-gpu", "512-peer", "6912-one-gpu", "6912-peer")
 
 
@@ -47,12 +47,20 @@ def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, o
     assert prediction(scaling, run) == pytest.approx(median_ms(run), rel=0.1)
 
 
+@pytest.mark.parametrize("job", [TENTH, P2P])
 @pytest.mark.parametrize("fitted_to", OF_TENTH)
 @pytest.mark.parametrize("path", OF_TENTH)
-def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tenth(fitted_to, path):
+def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tenth(job, fitted_to, path):
     """Of one job on one machine, tables of a tenth."""
-    run = record(f"{TENTH}/{path}")
-    assert prediction(fitted(f"{TENTH}/{fitted_to}"), run) == pytest.approx(median_ms(run), rel=0.1)
+    run = record(f"{job}/{path}")
+    assert prediction(fitted(f"{job}/{fitted_to}"), run) == pytest.approx(median_ms(run), rel=0.1)
+
+
+@pytest.mark.parametrize("fitted_to", OF_TENTH)
+def test_it_says_less_of_four_gpus_by_no_more_than_is_known(fitted_to):
+    """What grows from two to four GPUs is not in the model."""
+    run = record(f"{P2P}/512-four-gpus")
+    assert 0.85 < prediction(fitted(f"{P2P}/{fitted_to}"), run) / median_ms(run) < 0.92
 
 
 @pytest.mark.parametrize("path", ["512-sockets", "6912-sockets"])
