@@ -5,6 +5,7 @@ reach over NVLink or PCIe. On the CPU it is files that all processes map. A kern
 needs a value does in one pass what a collective does in three: put in order, exchange, put in place.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+LOGGER = logging.getLogger(__name__)
 
 
 class PeerMemory:
@@ -36,6 +39,11 @@ class PeerMemory:
         """This rank's tensors of all allocations; on GPUs PyTorch's allocator does not count them."""
         if self._cuda and not self._alone:
             _check_reach(self._size)
+            if ranks.nodes > 1 and ranks.rank == 0:
+                LOGGER.warning(
+                    "--peer-memory over nodes of several GPUs: its only trial, two nodes of two H200, hung before "
+                    "the first iteration; leave it out if this one does"
+                )
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             # An allocation, with signals of its own, for each tensor: in a pool its place would depend on what the

@@ -97,8 +97,6 @@ class Ranks:
     def _group_of(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Returns the communicator of this rank's group of these, which have each rank once. Collective over all
         ranks."""
-        # split_group would make all of them at once. Where it gives them one name, they share a store as well, and the
-        # ranks of two nodes would take one another's addresses in symmetric memory's rendezvous for their own.
         made = [self._new_group(members) for members in groups]
         return next(group for group, members in zip(made, groups, strict=True) if self.rank in members)
 
