@@ -4,11 +4,10 @@ Some ranks hold column shards, all of one width, of the costliest tables; the ot
 Where ranks are too many for that, tables are split by rows as well, each into as many parts as bring its shards down to
 a rank's share of the work.
 
-No rank holds shards of two widths, because that gains nothing. By FBGEMM's costs and with MLPerf's tables, placing all
-shards of a candidate on all ranks, the best plans of 8 to 128 ranks keep their times, at 512 samples a GPU and at a
-global batch of 135168, or take 0.7 % less (8 ranks, 135168 expanded ids): they have one width on all ranks. On two and
-four ranks, at 135168, they take up to 3 % less if a second width costs its rank no second call, and up to 1 % if it
-does.
+No rank holds shards of two widths, because that gains nothing: with MLPerf's tables, placing all shards of a candidate
+on all ranks leaves the best plans of 2 to 64 ranks as they are, at 512 samples a GPU and at a global batch of 135168,
+of uniform and of expanded ids. They have one width on all ranks. By FBGEMM's costs, which narrow shards bring down
+less, it took up to 3 % off on two ranks, 0.7 % on 8 and nothing on 16 to 128.
 """
 
 import heapq
