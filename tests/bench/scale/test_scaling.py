@@ -17,7 +17,7 @@ RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
 SMALL = "14-2xh200-512-a-gpu-fused-cross-network/before/09-old-512"
 LARGE = "13-2xh200-6912-a-gpu-fused-cross-network/before/01-old-6912"
-TENTH, P2P = "18-2xh200-as-two-nodes", "36-4xh200-as-two-nodes-p2p"
+TENTH, P2P = "18-2xh200-as-two-nodes", "40-4xh200-as-two-nodes-p2p"
 OF_TENTH = ("512-one-gpu", "512-peer", "6912-one-gpu", "6912-peer")
 
 
