@@ -379,4 +379,9 @@ CASES = {
 
 
 if __name__ == "__main__":
+    unknown = [name for name in sys.argv[1:] if name not in CASES]
+    if unknown:
+        sys.exit(f"error: no kernel is called {unknown[0]!r}: choose from {', '.join(CASES)}")
+    if not torch.cuda.is_available():
+        sys.exit("error: kernels are timed on a CUDA GPU, and there is none here")
     print_times(CASES, sys.argv[1:])
