@@ -7,6 +7,7 @@ All ranks count the same iterations, so that instruments slow them down together
 
 import atexit
 import json
+import multiprocessing
 import os
 import site
 import sys
@@ -80,7 +81,7 @@ class Examination:
             error = self._folder / f"rank{_rank()}.error"
             error.write_text(traceback.format_exc(), encoding="utf-8")
             if not self._settings.keep_running:
-                os._exit(1)  # other ranks end after their examination: this one would wait for them
+                _exit(1)  # other ranks end after their examination: this one would wait for them
         if self._steps != self._settings.warmup:  # whose turn belongs to no iteration that is timed
             self._hook_s += time.perf_counter() - begin
 
@@ -262,7 +263,14 @@ class Examination:
             time.sleep(0.05)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        _exit(0)
+
+
+def _exit(status: int) -> None:
+    """Ends this process at once, and its loaders' workers: those of a fork server would wait for it without end."""
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+    os._exit(status)
 
 
 _PID = os.getpid()

@@ -13,6 +13,7 @@ from dlrm_bench.bench.doctor.diagnosis import Diagnosis, diagnose, read_diagnosi
 from dlrm_bench.bench.doctor.examine import examine
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
 from dlrm_bench.dlrm.command_line import FailedError
+from tests.launched import ranks_naming, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLANTED = {
@@ -191,6 +192,7 @@ def test_a_script_that_trains_as_it_likes(tmp_path):
     assert len(diagnosis["ranks"]) == 1
     found = {finding["text"]: (finding["kind"], finding["count"]) for finding in diagnosis["findings"]}
     assert found == {"gradient.sum().item()": ("sync", 2), "torch.ones(3).tolist()": ("sync", 1)}
+    wait_until(lambda: not list(ranks_naming(str(tmp_path))), "the loader's processes have ended")
 
 
 COMPILES = """
