@@ -10,6 +10,9 @@ would do and stop, without torchrun: --print-config the resolved configuration, 
 static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
 those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have
 --gpus-per-node GPUS, 8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
+
+The exit status is 0 when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the
+target was missed, 4 when the compliance checker refuses the log; torchrun turns all but 0 into 1.
 """
 
 import argparse
