@@ -2,7 +2,9 @@
 
 torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--pipeline static] [--field value ...]
 
-Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of `launch/dlrm.py`.
+Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of `launch/dlrm.py`. The exit status is 0
+when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the target was missed, 4 when
+the compliance checker refuses the log; torchrun turns all but 0 into 1.
 
 --preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --pipeline takes
 torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
@@ -10,9 +12,6 @@ would do and stop, without torchrun: --print-config the resolved configuration, 
 static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
 those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have
 --gpus-per-node GPUS, 8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
-
-The exit status is 0 when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the
-target was missed, 4 when the compliance checker refuses the log; torchrun turns all but 0 into 1.
 """
 
 import argparse
@@ -34,8 +33,7 @@ if "dlrm_bench" not in sys.modules:
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     del sys.path[0]  # Python's own doing: the files here are modules of the package and have no other names
 
-# Kernels of many streams and communicators are in flight; in the eight hardware queues that CUDA takes by default they
-# could wait for one another.
+# In the eight hardware queues that CUDA takes by default, kernels of many streams could wait for one another.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
@@ -45,13 +43,12 @@ if not sys.warnoptions:
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # such as that a switch does not apply
 
+# None of these needs torch, which is imported once the flags are read: --help and a wrong flag answer at once.
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.dlrm.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
-
-# What needs torch is imported once the flags are read: --help and a wrong flag answer at once.
 
 
 def parse(arguments: list[str]) -> RunConfig:
