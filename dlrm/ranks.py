@@ -86,19 +86,15 @@ class Ranks:
     def new_group_of_node(self) -> dist.ProcessGroup:
         """Returns a communicator of its own of this node's ranks; by local rank. Collective over all ranks."""
         size = self.local_world_size
-        return self._group_of([list(range(node * size, (node + 1) * size)) for node in range(self.nodes)])
+        groups = [self._new_group(list(range(node * size, (node + 1) * size))) for node in range(self.nodes)]
+        return groups[self.node]
 
     def new_group_across_nodes(self) -> dist.ProcessGroup:
         """Returns a communicator of its own of the ranks that have this local rank on all nodes; by node. Collective
         over all ranks."""
         size = self.local_world_size
-        return self._group_of([list(range(local, self.world_size, size)) for local in range(size)])
-
-    def _group_of(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Returns the communicator of this rank's group of these, which have each rank once. Collective over all
-        ranks."""
-        made = [self._new_group(members) for members in groups]
-        return next(group for group, members in zip(made, groups, strict=True) if self.rank in members)
+        groups = [self._new_group(list(range(local, self.world_size, size))) for local in range(size)]
+        return groups[self.local_rank]
 
     def _new_group(self, members: list[int] | None) -> dist.ProcessGroup:
         if self.device.type != "cuda":
