@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 
+from .packed_ids import IdFormat
 from .static_dist import AllToAll, Group, InFlight, KJTLayout, RankGroup, gather
 
 
@@ -59,14 +60,16 @@ class DynamicDist:
 
     def start(self, features: KeyedJaggedTensor) -> InFlight:
         """Exchanges the lengths of one batch and issues the read."""
-        sources = [(features.lengths(), features.values())] if self._takes_input else []
+        form = IdFormat.of(features)
+        sources = [features] if self._takes_input else []
         for index, rows in enumerate(self._bucket_rows_tensors):
             if rows.dtype != features.values().dtype:
                 rows = self._bucket_rows_tensors[index] = rows.to(features.values().dtype)
             bucketized, _ = bucketize_kjt_before_all2all(features, self.rank_group.world_size, block_sizes=rows)
-            sources.append((bucketized.lengths(), bucketized.values()))
-        lengths, values = (_concatenated(tensors) for tensors in zip(*sources, strict=True))
-        return _DynamicInFlight(self, lengths.view(-1, features.stride()), values)
+            sources.append(bucketized)
+        lengths = _concatenated([source.lengths() for source in sources]).view(-1, features.stride())
+        weights = None if form.weights is None else _concatenated([source.weights() for source in sources])
+        return _DynamicInFlight(self, form, lengths, _concatenated([source.values() for source in sources]), weights)
 
     def all_to_all_of_lengths(self, sent: Tensor) -> Tensor:
         """[rows to send, by rank; stride] to [rank and feature, stride]."""
@@ -92,10 +95,13 @@ class DynamicDist:
 
 
 class _DynamicInFlight:
-    def __init__(self, dynamic: DynamicDist, lengths: Tensor, values: Tensor) -> None:
-        """lengths: [source rows, stride]; values: of all those rows."""
-        self._dynamic, self._lengths = dynamic, lengths
+    def __init__(
+        self, dynamic: DynamicDist, form: IdFormat, lengths: Tensor, values: Tensor, weights: Tensor | None
+    ) -> None:
+        """lengths: [source rows, stride]; values, weights: of all those rows."""
+        self._dynamic, self._format, self._lengths = dynamic, form, lengths
         self._values: Tensor | None = values
+        self._weights = weights
         self._num_sent = sum(dynamic.send_rows)
         self._kept_lengths = gather(lengths, dynamic.kept_rows)
         self._received_lengths = dynamic.all_to_all_of_lengths(self._kept_lengths[: self._num_sent])
@@ -110,26 +116,28 @@ class _DynamicInFlight:
         dynamic, num_sent = self._dynamic, self._num_sent
         sums, num_kept = self._read.wait(), len(self._kept_lengths)
         kept, self._received = sums[:num_kept], sums[num_kept:]
-        _, values = _permute(dynamic.kept_rows, self._lengths, self._values, sum(kept))
+        _, values, weights = _permute(dynamic.kept_rows, self._lengths, self._values, self._weights, sum(kept))
         send_splits = _sums(kept, dynamic.send_rows)
         receive_splits = _sums(self._received, [dynamic.own_rows] * dynamic.rank_group.world_size)
-        sent = values[: sum(send_splits)]
+        sent = sum(send_splits)
         if dynamic.exchanged:
-            self._all_to_all = AllToAll.start(sent, send_splits, receive_splits, dynamic.rank_group)
+            rows = self._format.pack(values[:sent], None if weights is None else weights[:sent])
+            self._all_to_all = AllToAll.start(rows, send_splits, receive_splits, dynamic.rank_group)
         local = _kjt_layouts(dynamic.local, dynamic.rank_group.rank, kept[num_sent:], self._kept_lengths[num_sent:])
-        self._result = {each.group.index: each.kjt(values[len(sent) :]) for each in local}
-        self._values = None
+        values, weights = values[sent:], None if weights is None else weights[sent:]
+        self._result = {each.group.index: each.kjt(values, weights) for each in local}
+        self._values = self._weights = None
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
         self.launch()
         if self._all_to_all is not None:
             dynamic, own = self._dynamic, self._dynamic.own_rows
-            values, total = self._all_to_all.wait(), sum(self._received)
-            lengths, values = _permute(dynamic.received_rows, self._received_lengths, values, total)
+            received, total = self._format.unpack(self._all_to_all.wait()), sum(self._received)
+            lengths, values, weights = _permute(dynamic.received_rows, self._received_lengths, *received, total)
             length_per_key = [sum(self._received[feature::own]) for feature in range(own)]
             lengths = lengths.reshape(own, dynamic.rank_group.world_size * lengths.shape[1])
             layouts = _kjt_layouts(dynamic.exchanged, dynamic.rank_group.rank, length_per_key, lengths)
-            self._result |= {each.group.index: each.kjt(values) for each in layouts}
+            self._result |= {each.group.index: each.kjt(values, weights) for each in layouts}
             self._all_to_all = None
         return self._result
 
@@ -183,12 +191,14 @@ def _rows(rows: list[int], total: int, device: torch.device) -> Tensor | None:
     return None if rows == list(range(total)) else torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-def _permute(rows: Tensor | None, lengths: Tensor, values: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Lengths and values of the rows, `total` values in all; without rows to pick, of all of them."""
+def _permute(
+    rows: Tensor | None, lengths: Tensor, values: Tensor, weights: Tensor | None, total: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Lengths, values and weights of the rows, `total` values in all; without rows to pick, of all of them."""
     if rows is None:
-        return lengths, values
-    lengths, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(rows, lengths, values, None, total)
-    return lengths, values
+        return lengths, values, weights
+    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(rows, lengths, values, weights, total)
+    return lengths, values, weights
 
 
 def _concatenated(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,8 @@ stay. What a batch takes, a rank, for each sharding type alone or all together:
 | DP with an undeclared feature | any | 0 | 1, the same |
 | TWRW, grid, virtual tables | any | TorchRec's own input dist | TorchRec's |
 
+Weights of bags travel beside their ids, in the same all-to-all.
+
 So one undeclared feature makes its whole sharding type dynamic: to split the type would cost another collective and
 save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and 7,
 5 and 12 for a mixed plan; later versions read more often.
@@ -51,6 +53,7 @@ from ...cuda_graph import GraphedFunction
 from ..groups import own_group
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist
+from .packed_ids import IdFormat
 from .static_dist import FirstWait, Group, InFlight, RankGroup, Sizes, StaticDist
 
 logger = logging.getLogger(__name__)
@@ -132,7 +135,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         problem = self._misfit(features)
         if self._validate:
             problem = problem or self._broken_promise(features) or self._wrong_number(features)
-            self._raise_on_all_ranks(features.stride(), problem)
+            self._raise_on_all_ranks(features, problem)
         elif problem := problem or self._wrong_number(features):
             raise ValueError(problem)
         ctx.inverse_indices = features.inverse_indices_or_none()
@@ -214,11 +217,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     def _misfit(self, features: KeyedJaggedTensor) -> str | None:
         """Returns what is so wrong with an input that its lengths cannot be checked."""
-        if features.variable_stride_per_key() or features.weights_or_none() is not None:
-            return (
-                "TrimmedEBCSharder has no weights and no variable batch per feature: use EmbeddingBagCollectionSharder"
-            )
-        keys = features.keys()
+        if features.variable_stride_per_key():
+            return "TrimmedEBCSharder has no variable batch per feature: use EmbeddingBagCollectionSharder"
+        keys, weights = features.keys(), features.weights_or_none()
+        if weights is not None and weights.shape != features.values().shape:
+            return f"the input has weights {list(weights.shape)} for ids {list(features.values().shape)}: one an id"
         if self._has_uninitialized_input_dist:
             missing = {name for config in self._embedding_bag_configs for name in config.feature_names} - set(keys)
             if missing:
@@ -245,14 +248,17 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             )
         return None
 
-    def _raise_on_all_ranks(self, stride: int, problem: str | None) -> None:
-        """ValueError if any rank has a problem or another stride. Collective, and waits."""
+    def _raise_on_all_ranks(self, features: KeyedJaggedTensor, problem: str | None) -> None:
+        """ValueError if any rank has a problem, another stride or other types. Collective, and waits."""
         found: list[Any] = [None] * self._rank_group.world_size
-        dist.all_gather_object(found, (stride, problem), group=self._rank_group.group)
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
-        strides = [stride for stride, _ in found]
+        own = features.stride(), str(IdFormat.of(features)), problem
+        dist.all_gather_object(found, own, group=self._rank_group.group)
+        problems = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(found) if text]
+        strides, formats = [stride for stride, _, _ in found], [of_rank for _, of_rank, _ in found]
         if len(set(strides)) > 1:
             problems.append(f"the ranks' batches have {strides} samples: give all ranks batches of one size")
+        if len(set(formats)) > 1:
+            problems.append(f"the ranks' ids and weights are {formats}: give all ranks the same types")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -308,8 +314,6 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> TrimmedEBC:
         """Collective. ValueError where the trimmed input dist has no way for the module or the environment."""
-        if module.is_weighted():
-            raise ValueError("TrimmedEBCSharder has no weighted bags: use EmbeddingBagCollectionSharder for them")
         if env.process_group is None or isinstance(env, ShardingEnv2D):
             raise ValueError("TrimmedEBCSharder shards over one process group: use EmbeddingBagCollectionSharder")
         return TrimmedEBC(

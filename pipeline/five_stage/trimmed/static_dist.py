@@ -23,6 +23,7 @@ from torchrec.distributed.types import Awaitable
 
 from ...cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
+from .packed_ids import IdFormat
 
 _LOOKED_UP_AT_ONCE = 16
 """Ids of a bag in lookups without pooling: a warp of FBGEMM's kernel looks up one bag, id after id."""
@@ -101,10 +102,10 @@ class AllToAll:
 
     @staticmethod
     def start(sent: Tensor, send_splits: list[int], receive_splits: list[int], rank_group: RankGroup) -> "AllToAll":
-        """Splits: elements for and from each rank. A rank alone receives what it sends."""
+        """Splits: rows for and from each rank. A rank alone receives what it sends."""
         if rank_group.world_size == 1:
             return AllToAll(sent, sent, None)
-        received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
+        received = torch.empty(sum(receive_splits), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
         group = rank_group.group
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
         return AllToAll(sent, received, work)
@@ -136,7 +137,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class KJTLayout:
-    """Everything of a group's KJT but its values, which are values[start:end] of the batch."""
+    """Everything of a group's KJT but its ids and weights, which are those from `start` to `end` of the batch."""
 
     group: Group
     start: int
@@ -148,11 +149,12 @@ class KJTLayout:
     length_per_key: list[int]
     offset_per_key: list[int]
 
-    def kjt(self, values: Tensor) -> KeyedJaggedTensor:
+    def kjt(self, values: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Complete: neither its lookup nor `sync` has to read the device."""
         return KeyedJaggedTensor(
             keys=self.keys,
             values=values[self.start : self.end],
+            weights=None if weights is None else weights[self.start : self.end],
             lengths=self.lengths,
             offsets=self.offsets,
             stride=self.stride,
@@ -236,13 +238,24 @@ class StaticDist:
         received = gather(all_to_all.wait(), layout.receive_index)
         return (received, kept) if layout.local else (received,)
 
-    def kept(self, features: KeyedJaggedTensor, layout: _Layout) -> Tensor:
-        """Values to send, by rank, then those looked up here."""
-        values = features.values()
+    def format_of(self, features: KeyedJaggedTensor) -> IdFormat:
+        """Returns how a batch's ids travel: with their weights, if they have any and are pooled."""
+        return IdFormat.of(features) if self._pooled else IdFormat(features.values().dtype, None)
+
+    def packed(self, features: KeyedJaggedTensor, form: IdFormat) -> Tensor:
+        """Returns the ids of the input, with their weights."""
+        return form.pack(features.values(), None if form.weights is None else features.weights())
+
+    def kept(self, features: KeyedJaggedTensor, form: IdFormat, layout: _Layout) -> Tensor:
+        """Returns the ids to send, by rank, then those looked up here, with their weights."""
         if self._all_declared:
-            return gather(values, layout.kept_index)
+            return gather(self.packed(features, form), layout.kept_index)
         lengths = features.lengths().view(len(self._keys), -1)
-        return torch.ops.fbgemm.permute_2D_sparse_data(self._kept_rows, lengths, values, None, layout.num_kept)[1]
+        weights = None if form.weights is None else features.weights()
+        _, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+            self._kept_rows, lengths, features.values(), weights, layout.num_kept
+        )
+        return form.pack(ids, weights)
 
     def all_to_all(self, kept: Tensor, layout: _Layout) -> AllToAll | None:
         """Starts the exchange; None where no group is exchanged."""
@@ -317,29 +330,34 @@ class _StaticInFlight:
     def __init__(self, static: StaticDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
         self._static, self._layout = static, layout
         self._features: KeyedJaggedTensor | None = features
+        self._format = static.format_of(features)
         self._all_to_all: AllToAll | None = None
         self._result: dict[int, KeyedJaggedTensor] = {}
 
     def launch(self) -> None:
         if self._features is None:
             return
-        layout = self._layout
+        static, layout = self._static, self._layout
         if layout.graphed is not None:
-            values, *kept = layout.graphed(self._features.values())
-            self._result = {each.group.index: each.kjt(values) for each in layout.exchanged}
+            received, *kept = layout.graphed(static.packed(self._features, self._format))
+            self._add(received, layout.exchanged)
         else:
-            kept = [self._static.kept(self._features, layout)]
-            self._all_to_all = self._static.all_to_all(kept[0], layout)
-        self._result |= {each.group.index: each.kjt(kept[0]) for each in layout.local}
+            kept = [static.kept(self._features, self._format, layout)]
+            self._all_to_all = static.all_to_all(kept[0], layout)
+        if layout.local:
+            self._add(kept[0], layout.local)
         self._features = None
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
         self.launch()
         if self._all_to_all is not None:
-            values = gather(self._all_to_all.wait(), self._layout.receive_index)
-            self._result |= {each.group.index: each.kjt(values) for each in self._layout.exchanged}
+            self._add(gather(self._all_to_all.wait(), self._layout.receive_index), self._layout.exchanged)
             self._all_to_all = None
         return self._result
+
+    def _add(self, rows: Tensor, layouts: Sequence[KJTLayout]) -> None:
+        ids, weights = self._format.unpack(rows)
+        self._result |= {each.group.index: each.kjt(ids, weights) for each in layouts}
 
 
 def gather(source: Tensor, index: Tensor | None) -> Tensor:

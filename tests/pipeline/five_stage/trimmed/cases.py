@@ -72,6 +72,7 @@ class Case:
     codecs: bool = False
     """Pooled vectors and their gradients go between ranks in fp16."""
     cuda_graph: bool = False
+    weighted: bool = False
 
 
 def plan_of(*shardings: Any) -> Callable[[], dict[str, Callable[..., Any]]]:
@@ -106,6 +107,10 @@ CASES = {
     "rw, lengths vary": Case(RW, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1),
     "rw, int32": Case(RW, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1, ids=torch.int32, fused_params=int32),
     "tw cw dp, all vary": Case(TW_CW_DP, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1),
+    "tw cw twcw dp, weighted": Case(TW_CW_DP, static=ALL, weighted=True),
+    "tw cw twcw dp, weighted, graphs": Case(TW_CW_DP, static=ALL, weighted=True, cuda_graph=True),
+    "tw cw twcw dp, unused varies, weighted": Case(TW_CW_DP, undeclared=("unused",), static=ALL, weighted=True),
+    "rw, lengths vary, weighted": Case(RW, undeclared=ALL, dynamic=ALL, all_to_alls=2, reads=1, weighted=True),
     "tw cw twcw dp, codecs": Case(TW_CW_DP, static=ALL, codecs=True),
     "twrw": Case(WITH_TWRW, static=("f0", "f1"), torchrec=("f0", "f2", "f3", "f4")),
     "dp varies": Case(DP, undeclared=("f2",), dynamic=ALL, all_to_alls=0, reads=1),
@@ -126,6 +131,14 @@ CASES |= {
         WITH_RW, undeclared=("f4",), static=("f0", "f1", "f3"), dynamic=("f0", "f2", "f4"), all_to_alls=3, reads=1,
         world_size=3,
     ),
+    "tw cw dp rw, some vary, int32, weighted": Case(
+        WITH_RW, undeclared=("f1", "f2"), static=("f0", "f3"), dynamic=("f0", "f1", "f2", "f4"), all_to_alls=3, reads=1,
+        weighted=True, ids=torch.int32, fused_params=int32,
+    ),
+    "1 rank, lengths vary, weighted": Case(
+        plan_of(table_wise(0), row_wise(), data_parallel()), undeclared=("f1",), static=("f0", "f2", "f4"),
+        dynamic=("f1",), all_to_alls=0, reads=1, world_size=1, weighted=True,
+    ),
     "1 rank": Case(plan_of(table_wise(0), table_wise(0), data_parallel()), static=THREE, all_to_alls=0, world_size=1),
     "1 rank, lengths vary": Case(
         plan_of(table_wise(0), row_wise(), data_parallel()), undeclared=ALL, dynamic=THREE, all_to_alls=0, reads=1,
@@ -144,7 +157,7 @@ class Model(nn.Module):
             )
             for name in case.plan()
         ]  # fmt: skip
-        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.ebc = EmbeddingBagCollection(tables=tables, is_weighted=case.weighted, device=torch.device("meta"))
         width = DIM * sum(len(table.feature_names) for table in tables)
         self.weights = nn.Parameter(torch.linspace(-1, 1, width, device=device))
 
@@ -211,8 +224,9 @@ def batches(case: Case, ranks: Ranks, strides: tuple[int, ...] = STRIDES) -> lis
             lengths.append(varying if key in case.undeclared else torch.full((stride,), size))
             values.append(torch.randint(0, 20, (int(lengths[-1].sum()),), generator=random))
         kjt = KeyedJaggedTensor(
-            keys=keys, values=torch.cat(values).to(case.ids), lengths=torch.cat(lengths).to(torch.int32), stride=stride
-        )
+            keys=keys, values=torch.cat(values).to(case.ids), lengths=torch.cat(lengths).to(torch.int32), stride=stride,
+            weights=torch.rand(sum(map(len, values)), generator=random) if case.weighted else None,
+        )  # fmt: skip
         if case.host_knows_lengths:
             kjt.sync()
         labels = torch.randint(0, 2, (stride,), generator=random).float()
@@ -226,6 +240,7 @@ def fresh(made: list[Batch]) -> Iterator[Batch]:
         old = batch.sparse_features
         kjt = KeyedJaggedTensor(
             keys=old.keys(), values=old.values(), lengths=old.lengths(), stride=old.stride(),
+            weights=old.weights_or_none(),
             length_per_key=old.length_per_key_or_none(), offset_per_key=old.offset_per_key_or_none(),
         )  # fmt: skip
         yield Batch(batch.dense_features, kjt, batch.labels)

@@ -223,6 +223,8 @@ def break_promises(ranks: Ranks) -> dict[str, str]:
         found[f"longer {known}"] = message(ebc, one_more if ranks.rank == 0 else kjt)
         found[f"stride {known}"] = message(ebc, (shorter if ranks.rank == 1 else batch).sparse_features)
         found[f"values {known}"] = message(ebc, changed(batch, values=kjt.values()[1:]) if ranks.rank == 1 else kjt)
+        weighted = changed(batch, weights=torch.ones(kjt.values().numel()))
+        found[f"types {known}"] = message(ebc, weighted if ranks.rank == 1 else kjt)
         ebc.input_dist(ebc.create_context(), kjt).wait().wait()
     ebc = trimmed(case, ranks).ebc
     found["missing"] = message(ebc, changed(batch, keys=["f3", "f0", "unused", "f2", "other", "f1"]))
@@ -231,7 +233,7 @@ def break_promises(ranks: Ranks) -> dict[str, str]:
     moved[8:12] += 1
     found["length_per_key"] = message(ebc, changed(batch, lengths=moved, length_per_key=[24, 22, 12, 12, 6, 6]))
     found["order"] = message(ebc, changed(batch, keys=kjt.keys()[::-1]))
-    found["weights"] = message(ebc, changed(batch, weights=torch.ones(kjt.values().numel())))
+    found["weights"] = message(ebc, changed(batch, weights=torch.ones(kjt.values().numel(), 1)))
     found["batch per feature"] = message(ebc, changed(batch, stride=None, stride_per_key_per_rank=[[6]] * 6))
     return found
 
@@ -244,32 +246,26 @@ def test_broken_promises_are_named_on_all_ranks(run_ranks):
             assert "rank 0: feature f0 has length 4 in sample 1, multi_hot_sizes declares 3" in found[f"longer {known}"]
             assert "the ranks' batches have [6, 4] samples" in found[f"stride {known}"]
             assert "rank 1: the input has 77 ids in 6 samples" in found[f"values {known}"]
+            assert "IdFormat(ids=torch.int64, weights=torch.float32)" in found[f"types {known}"]
         assert "no feature f4" in found["missing"]
         assert "77 ids in 6 samples, multi_hot_sizes declares 13 a sample" in found["number"]
         assert "feature f0 has 22 ids in 6 samples, multi_hot_sizes declares 3" in found["length_per_key"]
         assert "keep their order" in found["order"]
-        assert "EmbeddingBagCollectionSharder" in found["weights"]
-        assert found["batch per feature"] == found["weights"]
+        assert found["weights"] == "the input has weights [78, 1] for ids [78]: one an id"
+        assert "no variable batch per feature: use EmbeddingBagCollectionSharder" in found["batch per feature"]
 
 
-def refuse(ranks: Ranks) -> list[str]:
+def refuse(ranks: Ranks) -> None:
     table = EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=8, feature_names=["f0"])
-    weighted = EmbeddingBagCollection(tables=[table], is_weighted=True, device=torch.device("meta"))
-    sharder = TrimmedEBCSharder({"f0": 1})
-    errors = []
-    for env in (ShardingEnv.from_process_group(dist.GroupMember.WORLD), ShardingEnv.from_local(1, 0)):
-        with pytest.raises(ValueError, match="use EmbeddingBagCollectionSharder") as raised:
-            sharder.shard(weighted if env.process_group else EmbeddingBagCollection(tables=[table]), {}, env)
-        errors.append(str(raised.value))
+    collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    with pytest.raises(ValueError, match="one process group: use EmbeddingBagCollectionSharder"):
+        TrimmedEBCSharder({"f0": 1}).shard(collection, {}, ShardingEnv.from_local(1, 0))
     with pytest.raises(ValueError, match="mean pooling on row-wise"):
         trimmed(replace(CASES["rw"], pooling=PoolingType.MEAN), ranks)
-    return errors
 
 
 def test_what_it_has_no_way_for_is_refused(run_ranks):
-    ((weighted, no_group),) = run_ranks(1, refuse)
-    assert "weighted" in weighted
-    assert "one process group" in no_group
+    run_ranks(1, refuse)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
@@ -309,6 +305,8 @@ GPU_CASES = [
             "tw cw twcw dp, graphs",
             "tw cw twcw dp, int32",
             "tw cw dp rw, some vary",
+            "tw cw twcw dp, weighted, graphs",
+            "tw cw dp rw, some vary, int32, weighted",
         ],
         marks=pytest.mark.multi_gpu,
     ),
