@@ -46,14 +46,22 @@ class DenseGraph:
     an iteration is that of `all_reduce`.
     """
 
-    def __init__(self, model: nn.Module, sharded: Sequence[nn.Module], device: torch.device, ranks: list[int]) -> None:
-        """Collective over `ranks`. model: unwrapped, with its sharded modules. On the CPU nothing is captured."""
+    def __init__(
+        self,
+        model: nn.Module,
+        sharded: Sequence[nn.Module],
+        device: torch.device,
+        ranks: list[int],
+        processors: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """Collective over `ranks`. model: unwrapped, with its sharded modules. processors: parameters within those
+        whose gradients `keep_of_processors` is given. On the CPU nothing is captured."""
         self._model, self._sharded, self._device = model, list(sharded), device
         tables = {id(parameter) for module in sharded for parameter in module.parameters()}
         named = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tables}
         self._names, self._parameters = list(named), list(named.values())
         self._group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
-        self.gradients = FlatGradients(self._parameters, device, self._group)
+        self.gradients = FlatGradients([*self._parameters, *processors], device, self._group)
         self._by_backward: bool | None = None
         self._pool = GraphPool()
         self._batches = 0
@@ -72,8 +80,8 @@ class DenseGraph:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that gradients are made for."""
-        return self._parameters
+        """All that gradients are made for, feature processors' last."""
+        return self.gradients.parameters
 
     @property
     def captured(self) -> bool:
@@ -101,12 +109,15 @@ class DenseGraph:
         graph = None
         if self.failure is None:
             graph = self._graph_of(form_of(fields, outputs, self._device), batch, features, lookups, outputs)
-        result = graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
-        self.gradients.accumulate()
-        return result
+        return graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
+
+    def keep_of_processors(self, grads: Sequence[Tensor]) -> None:
+        """Takes the gradients of the feature processors' parameters, before the all-reduce of every batch."""
+        self.gradients.keep(grads, first=len(self._parameters))
 
     def all_reduce(self) -> None:
         """The mean of the gradients over all ranks, on the current stream, as `.grad` of the parameters. Collective."""
+        self.gradients.accumulate()
         if self._reduce is not None:
             self._reduce.replay()
         else:

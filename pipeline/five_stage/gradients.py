@@ -31,10 +31,11 @@ class FlatGradients:
         if any(grad is not None for grad in kept):
             self._accumulated = [None if grad is None else grad.clone() for grad in kept]
 
-    def keep(self, grads: Sequence[Tensor | None]) -> None:
-        """Copies what autograd has made into the buffers."""
-        self.used = [grad is not None for grad in grads]
-        pairs = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
+    def keep(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
+        """Copies what autograd has made into the buffers: the gradients of the parameters from the `first` one on."""
+        of = slice(first, first + len(grads))
+        self.used[of] = [grad is not None for grad in grads]
+        pairs = [(view, grad) for view, grad in zip(self.views[of], grads, strict=True) if grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 

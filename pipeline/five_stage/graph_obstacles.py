@@ -27,13 +27,7 @@ def why_not_graphed(model: DistributedModelParallel, modules: Sequence[Sharded],
         return "DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out"
     if getattr(model, "model_trackers", None):
         return "a model tracker counts the calls of the model, of which a graph makes none"
-    processors = [one.name for one in modules if one.has_processors]
-    if processors:
-        return (
-            f"the weights of the feature processors of {', '.join(processors)} get their gradients in the embedding "
-            "backward, after the graph's all-reduce"
-        )
-    return _hooked(model.module, [one.module for one in modules])
+    return _shared(model.module, modules) or _hooked(model.module, modules)
 
 
 def runs_in_graphs(hook: _Hook) -> _Hook:
@@ -50,10 +44,20 @@ def _calls_for_python(module: nn.Module, hooks: str) -> bool:
     return any(not getattr(hook, _IN_GRAPHS, False) for hook in (getattr(module, hooks, None) or {}).values())
 
 
-def _hooked(model: nn.Module, sharded: Iterable[nn.Module]) -> str | None:
-    """The first module or parameter outside `sharded` whose hooks a graph would not call."""
-    inside = {id(module) for one in sharded for module in one.modules()}
-    tables = {id(parameter) for one in sharded for parameter in one.parameters()}
+def _shared(model: nn.Module, sharded: Iterable[Sharded]) -> str | None:
+    """A feature processor's parameter that another module has too, whose gradients come from two stages then."""
+    for one in (one for one in sharded if one.has_processors):
+        own = {id(parameter) for parameter in one.module._feature_processors.parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in own and not name.startswith(f"{one.name}."):
+                return f"{name} is a parameter of the feature processors of {one.name} too: give each its own"
+    return None
+
+
+def _hooked(model: nn.Module, sharded: Sequence[Sharded]) -> str | None:
+    """The first module outside `sharded`, or parameter that is no table, whose hooks a graph would not call."""
+    inside = {id(module) for one in sharded for module in one.module.modules()}
+    tables = {id(parameter) for one in sharded for parameter in one.collection.parameters()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(_calls_for_python(module, hooks) for hooks in _HOOKS):
             return f"hooks of {name or 'the model'} ({type(module).__name__}) would run at captures only: remove them"

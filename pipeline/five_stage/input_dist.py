@@ -15,6 +15,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import KJTAllToAllForw
 from torchrec.distributed.types import Awaitable
 
 from .batch_fields import forward_replaced
+from .feature_processors import with_weights
 from .sharded_modules import Sharded
 from .splits_exchange import ExchangeRequest, SplitsExchange
 
@@ -151,17 +152,4 @@ def _all_to_alls(one: Sharded) -> list[KJTAllToAll]:
 
 def _own(one: Sharded, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """The KJT, or where feature processors write weights into it a copy that no other module shares."""
-    if not one.has_processors:
-        return features
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=features.weights_or_none(),
-        lengths=features.lengths_or_none(),
-        offsets=features.offsets_or_none(),
-        stride=None if features.variable_stride_per_key() else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
-        length_per_key=features.length_per_key_or_none(),
-        offset_per_key=features.offset_per_key_or_none(),
-        inverse_indices=features.inverse_indices_or_none(),
-    )
+    return with_weights(features, features.weights_or_none()) if one.has_processors else features

@@ -26,6 +26,7 @@ from .batch_fields import Path, follow
 from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
 from .embedding_outputs import EmbeddingOutputs, Lookups
+from .feature_processors import FeatureProcessors
 from .graph_obstacles import why_not_graphed
 from .groups import ready_group
 from .input_dist import Distribution, InputDist, Step
@@ -93,10 +94,8 @@ class FiveStagePipeline(Generic[In, Out]):
         self._lookups: Lookups | None = None
         self._streams = StageStreams(device)
         ranks = dist.get_process_group_ranks(model._env.process_group)
-        # Their weights get gradients in the embedding backward, for DistributedDataParallel to reduce in one with the
-        # others: stages 3 and 4 are one backward then.
-        self._joined = any(one.has_processors for one in self._modules)
-        self._update_last = self._joined or any(steps_on(optimizer, one.module) for one in self._modules)
+        processed = any(one.has_processors for one in self._modules)
+        self._update_last = processed or any(steps_on(optimizer, one.module) for one in self._modules)
         self._thread: LaunchingThread | None = None
         group = None
         if options.launch_threads == 2:
@@ -108,11 +107,16 @@ class FiveStagePipeline(Generic[In, Out]):
         self._graph: DenseGraph | None = None
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
-        if options.cuda_graph == "dense" and "cuda_graph" not in self._off:
-            self._graph = DenseGraph(model.module, [one.module for one in self._modules], device, ranks)
+        graphed = options.cuda_graph == "dense" and "cuda_graph" not in self._off
+        self._processors = FeatureProcessors(self._modules, apart=graphed)
+        if graphed:
+            sharded = [one.module for one in self._modules]
+            self._graph = DenseGraph(model.module, sharded, device, ranks, self._processors.parameters)
             self._graphed_update = DenseUpdate(optimizer, self._graph.parameters, device)
             if self._graphed_update.why_not is not None:
                 self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
+        # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
+        self._joined = processed and not graphed
         if (why := few_queues(options, device)) is not None:
             self._warn("%s", why)
         self._in_flight: deque[_InFlight[In]] = deque()
@@ -247,8 +251,7 @@ class FiveStagePipeline(Generic[In, Out]):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 for crossing in (cast(Any, now.batch), *distribution.contexts, *distribution.features):
                     crossing.record_stream(self._streams.current())
-            lookups = zip(self._lookups.called, distribution.contexts, distribution.features, strict=True)
-            awaited = [one.module.compute_and_output_dist(context, features) for one, context, features in lookups]
+            awaited = self._processors.look_up(self._lookups.called, distribution.contexts, distribution.features)
             return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
 
     def _dense_forward_backward(
@@ -275,6 +278,8 @@ class FiveStagePipeline(Generic[In, Out]):
             pairs = [(values, grad) for values, grad in of_outputs if grad is not None and values.requires_grad]
             if pairs:
                 torch.autograd.backward([values for values, _ in pairs], [grad for _, grad in pairs])
+            if self._graph is not None:
+                self._graph.keep_of_processors(self._processors.gradients())
 
     def _dense_update(self, after: torch.cuda.Event | None) -> None:
         with self._streams.on("dense_update", after):

@@ -41,14 +41,26 @@ def obstacles(ranks: Ranks) -> list[Any]:
             self.more = nn.Linear(1, 1)
             apply_optimizer_in_backward(torch.optim.SGD, self.more.parameters(), {"lr": 0.1})
 
-    plain = [why(model) for name, model in MODELS.items() if name != "everything"]
-    return [plain, why(Everything), why(Hooked), why(OfGradients), why(InBackward)]
+    class Shared(Everything):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = next(self.processed._feature_processors.parameters())
+
+    class HookedProcessor(Everything):
+        def __init__(self) -> None:
+            super().__init__()
+            next(self.processed._feature_processors.parameters()).register_hook(lambda grad: grad)
+
+    plain = [why(model) for model in MODELS.values()]
+    return [plain, *map(why, (Shared, HookedProcessor, Hooked, OfGradients, InBackward))]
 
 
 def test_hooks_and_the_like_are_named(run_ranks):
-    ((plain, processors, hooked, of_gradients, in_backward),) = run_ranks(1, obstacles)
-    assert plain == [None] * (len(MODELS) - 1)
-    assert "feature processors of processed get their gradients in the embedding backward" in processors
+    ((plain, shared, hooked_processor, hooked, of_gradients, in_backward),) = run_ranks(1, obstacles)
+    assert plain == [None] * len(MODELS)
+    assert shared == "weights is a parameter of the feature processors of processed too: give each its own"
+    assert hooked_processor.startswith("processed._feature_processors.")
+    assert "has gradient hooks" in hooked_processor
     assert hooked.startswith("hooks of item.mlp (Sequential) would run at captures only")
     assert of_gradients.startswith("user.mlp.0.bias has gradient hooks")
     assert in_backward.startswith("more.weight is updated in the backward")
