@@ -12,7 +12,7 @@ import numpy as np
 
 from dlrm_bench.bench.analysis.comparability import SM_CLOCK, absent
 from dlrm_bench.bench.analysis.sides import Side, read_side, rungs_of
-from dlrm_bench.bench.records.repetitions import detectable, drift_left, holm, runs_needed
+from dlrm_bench.bench.records.repetitions import detectable, drift_left, finds, holm, runs_needed
 from dlrm_bench.bench.records.series import CONFIDENCE, Metric, drift_within, spread_of_log, summary_statistics
 from dlrm_bench.bench.records.statistics import UNPROVEN, Comparison, Estimate, Ratio, Verdict, compare
 from dlrm_bench.bench.records.variance import Levels, agree_by_luck, levels
@@ -171,6 +171,9 @@ def _differences(a: Side, b: Side) -> Iterator[str]:
         if name == SM_CLOCK and abs(left[0] / right[0] - 1) < _CLOCK_TOLERANCE:
             continue
         yield f"{name} differs: {_brief(left)} in {a.label}, {_brief(right)} in {b.label}"
+    shared = set(a.keys) & set(b.keys)
+    if shared:
+        yield f"{len(shared)} runs are on both sides, and equal themselves: {a.label}, {b.label}"
     yield from a.warnings
     yield from b.warnings
 
@@ -226,7 +229,8 @@ def _notes_on_order(a: Side, b: Side, paired: bool) -> Iterator[str]:
 def _notes_on_runs(result: Result) -> Iterator[str]:
     runs = f"{result.comparison.runs[0]} and {result.comparison.runs[1]} runs"
     needed = result.runs_needed(abs(result.ratio.value - 1))
-    yield f"{runs} that differ like these find differences from {result.detectable:.2%} on" + (
+    assert result.detectable is not None
+    yield f"{runs} that differ like these {finds(result.detectable)}" + (
         f"; one of the size seen here takes about {needed} a side"
         if needed and needed > min(result.comparison.runs)
         else ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from json import dumps
 from pathlib import Path
 
@@ -63,10 +64,20 @@ def _print_tables(console: Console, results: Sequence[Result], checks: Sequence[
         for check in of_result:
             console.print(f"{check.outcome}: {name}{check.text}", soft_wrap=True, markup=False, highlight=False)
         for kind, texts in (("warning", result.differences), ("note", result.notes)):
-            for text in texts:
+            for text in map(partial(_of_any_rung, result) if of_ladders else str, texts):
                 if not of_ladders or text not in said:  # what is true of all rungs is said once
                     console.print(f"{kind}: {text}", soft_wrap=True, markup=False, highlight=False)
                 said.add(text)
+
+
+def _of_any_rung(result: Result, text: str) -> str:
+    """Returns a text about both sides with A and B for their labels, so that it reads the same for all its rungs."""
+    names = {result.a.label: "A", result.b.label: "B"}
+    if not all(label in text for label in names):
+        return text
+    for label in sorted(names, key=len, reverse=True):  # one may end in the other
+        text = text.replace(label, names[label])
+    return text
 
 
 def _print_json(results: Sequence[Result], checks: Sequence[Sequence[Check]]) -> None:

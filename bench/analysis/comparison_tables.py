@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.analysis.compare import Result
 from dlrm_bench.bench.analysis.sides import Side
+from dlrm_bench.bench.records.repetitions import finds_from
 from dlrm_bench.bench.records.series import Metric
 from dlrm_bench.bench.records.statistics import UNPROVEN, Ratio, Verdict
 
@@ -80,7 +81,7 @@ def rungs_table(results: Sequence[Result]) -> Table:
         table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
     for result in results:
         medians = (f"{side.metrics()[result.metric]:.3f}" for side in _sides(result))
-        finds = "unknown" if result.detectable is None else f"{result.detectable:.2%}"
+        finds = "unknown" if result.detectable is None else finds_from(result.detectable)
         table.add_row(result.name, *medians, *_ratio_cells(result.ratio), finds, _said(result, result.verdict, True))
     return table
 
@@ -88,14 +89,15 @@ def rungs_table(results: Sequence[Result]) -> Table:
 def verdict_in_words(result: Result) -> str:
     """The result in one sentence."""
     ratio, of_a = result.ratio, "A"
+    interval = (ratio.low, ratio.high)
     spread = f"{_NAMES[result.metric]}, {abs(ratio.value - 1):.2%} {'less' if ratio.value < 1 else 'more'} time"
     if result.per_sample:
         of_throughput = 1 / ratio.value - 1
         spread = f"{abs(of_throughput):.2%} {'more' if of_throughput > 0 else 'fewer'} samples per second"
-        of_a = "A's time of a sample"
+        interval, of_a = (1 / ratio.high, 1 / ratio.low), "A's"
     if math.isnan(ratio.low):
         return f"no difference proven: too few runs ({spread}; interval unknown)"
-    spread += f"; 95 % interval {ratio.low:.4f} to {ratio.high:.4f} of {of_a}"
+    spread += f"; 95 % interval {interval[0]:.4f} to {interval[1]:.4f} of {of_a}"
     if not result.comparison.between_runs:
         these = ratio.verdict if ratio.verdict != UNPROVEN else "not distinguishable"
         return f"no difference proven: too few runs. Of these runs alone, B's were {these} ({spread})"

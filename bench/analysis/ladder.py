@@ -14,7 +14,7 @@ from dlrm_bench.bench.analysis.sides import Side, side_of_records
 from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.ladder import HostCost, Ladder, RungResult, RungSpread, read_ladder
 from dlrm_bench.bench.records.record import Record, read_record
-from dlrm_bench.bench.records.repetitions import detectable, holm, runs_needed
+from dlrm_bench.bench.records.repetitions import detectable, finds, finds_from, holm, runs_needed
 from dlrm_bench.bench.records.series import CONFIDENCE, summary_statistics
 from dlrm_bench.bench.records.statistics import Estimate, Ratio, compare, student_t
 from dlrm_bench.bench.records.variance import agree_by_luck, levels
@@ -44,7 +44,7 @@ class Precision:
 
     def in_words(self, rounds: int, detect: float) -> str:
         """Such as '6 rounds find differences from 3.10%; 2.00% takes about 11'."""
-        found = f"{rounds} rounds find differences from {self.detectable:.2%}"
+        found = f"{rounds} rounds {finds(self.detectable)}"
         if self.detectable <= detect:
             return found
         needed = "too many" if self.rounds_needed is None else f"about {self.rounds_needed}"
@@ -190,7 +190,7 @@ def ladder_table(ladder: Ladder) -> Table:
             f"{rung['median_ms']:.3f}",
             f"{rung['p99_ms']:.3f}",
             *_cells(rung["speedup_vs_first"], rung["ci95"], rung["name"] in vs_first),
-            "" if (finds := rung.get("detectable")) is None else f"{finds:.2%}",
+            "" if (difference := rung.get("detectable")) is None else finds_from(difference),
             *_cells(rung["speedup_vs_previous"], rung["ci95_vs_previous"], rung["name"] in vs_previous),
             "unknown" if loss is None else f"{loss:.1e}",
         )

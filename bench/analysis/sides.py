@@ -10,8 +10,8 @@ import numpy as np
 
 from dlrm_bench.bench.analysis.comparability import caveats_of_side, different, machine_of, settings_of, unknown
 from dlrm_bench.bench.analysis.mlperf_logs import BENCHMARK, MLPerfRun, read_mlperf_log
-from dlrm_bench.bench.records.distinct import distinct
-from dlrm_bench.bench.records.ladder import LADDER_JSON, read_ladder_json
+from dlrm_bench.bench.records.distinct import distinct, record_key
+from dlrm_bench.bench.records.ladder import LADDER_JSON, members_of
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.records.series import Metric
 from dlrm_bench.bench.records.statistics import mean_statistics
@@ -34,6 +34,8 @@ class Side:
     mean_only: bool
     """Whether only the mean latency is known, as in MLPerf logs."""
     warnings: list[str]
+    keys: Sequence[tuple[str, str, str]] = ()
+    """What tells each run from all others, and not from its copies; empty of MLPerf logs."""
     unknown: Sequence[str] = ()
     """What records do not say, and --strict asks for."""
     logs: Sequence[MLPerfRun] = ()
@@ -48,24 +50,27 @@ class Side:
 def read_side(path: Path) -> Side:
     """Reads a side: a record, a folder of records, a ladder's rung (LADDER/RUNG), an MLPerf log or a folder of such.
 
+    A rung of a ladder that was interrupted, or still runs, is a side too, of the runs that have ended.
+
     ValueError, naming the file, if it is missing, damaged or of another kind.
     """
     if path.is_file():
         return _side_of_logs(str(path), read_mlperf_log(path))
-    if (path.parent / LADDER_JSON).exists() and not path.exists():
-        return _side_of_rung(path)
     if not path.exists():
+        members = members_of(path.parent)
+        if members is not None:
+            return _side_of_rung(path, members)
         ladders = [Path(folder) for folder in glob(str(path.parent))]
         if len(ladders) == 1 and ladders[0] != path.parent:  # shells leave LADDER*/RUNG as it is: a rung is no folder
             return read_side(ladders[0] / path.name)
         raise ValueError(f"{path} does not exist: name a record, a folder of records, a ladder's rung or an MLPerf log")
     if (path / RUN_JSON).exists():
         return side_of_records(str(path), [read_record(path)])
-    if (path / LADDER_JSON).exists():
-        rungs = [rung["name"] for rung in read_ladder_json(path)["rungs"]]
+    rungs = members_of(path)
+    if rungs is not None:
         raise ValueError(
             f"{path} is a ladder, and only two ladders are compared with each other: name one of its rungs, such as "
-            f"{path / rungs[0]} (it has {', '.join(rungs)})"
+            f"{path / next(iter(rungs))} (it has {', '.join(rungs)})"
         )
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
     finished = [folder for folder in folders if (folder / RUN_JSON).exists()]
@@ -88,10 +93,17 @@ def read_side(path: Path) -> Side:
 
 
 def rungs_of(path: Path) -> dict[str, Side] | None:
-    """The sides that the rungs of a ladder are, by their names; None if the folder is no ladder's."""
-    if not (path / LADDER_JSON).exists():
+    """The sides that the rungs of a ladder are, by their names; None if the folder is no ladder's.
+
+    Of an interrupted ladder, those rungs of which a run has ended; ValueError if there is none.
+    """
+    members = members_of(path)
+    if members is None:
         return None
-    return {rung["name"]: read_side(path / rung["name"]) for rung in read_ladder_json(path)["rungs"]}
+    begun = {name: _side_of_rung(path / name, members) for name, runs in members.items() if runs}
+    if not begun:
+        raise ValueError(f"{path} was interrupted before a run had ended: {_resuming(path)}")
+    return begun
 
 
 def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[str] = ()) -> Side:
@@ -115,16 +127,26 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         global_batch_size=_one_batch_size(label, [r.run["config"].get("global_batch_size") for r in records]),
         mean_only=False,
         warnings=[*warnings, *caveats_of_side(label, records)],
+        keys=[record_key(record) for record in records],
         unknown=unknown(label, records),
     )
 
 
-def _side_of_rung(path: Path) -> Side:
-    ladder = read_ladder_json(path.parent)
-    members = {rung["name"]: rung["records"] for rung in ladder["rungs"]}
+def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
+    """The side that a rung is; members: those of its ladder, which is at path.parent."""
     if path.name not in members:
         raise ValueError(f"{path.parent} has no rung {path.name!r}: choose one of {', '.join(members)}")
-    return side_of_records(str(path), [read_record(path.parent / member) for member in members[path.name]])
+    runs, cut = members[path.name], not (path.parent / LADDER_JSON).exists()
+    if not runs:
+        raise ValueError(
+            f"{path.parent} was interrupted before a run of {path.name} had ended: {_resuming(path.parent)}"
+        )
+    said = [f"{path.parent} was interrupted, and has {len(runs)} runs of {path.name}"] if cut else []
+    return side_of_records(str(path), [read_record(path.parent / member) for member in runs], said)
+
+
+def _resuming(ladder: Path) -> str:
+    return f"go on with dlrm-bench ladder --resume {ladder}"
 
 
 def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:

@@ -151,7 +151,12 @@ def diagnose(
 
 def read_diagnosis(path: Path) -> Diagnosis:
     """What --json wrote. ValueError if it is something else."""
-    content = read_json(path)
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): name a file that dlrm-bench doctor --json wrote"
+        ) from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or "findings" not in content:
         raise ValueError(f"{path} is no diagnosis of schema {SCHEMA}: write it with dlrm-bench doctor --json")
     return Diagnosis(**content)  # type: ignore[typeddict-item]

@@ -34,6 +34,7 @@ from dlrm_bench.bench.records.ladder import (
     Plan,
     PlannedRung,
     read_plan,
+    run_id,
 )
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.records.repetitions import balanced_orders
@@ -129,24 +130,24 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
     with _naming_what_is_kept(folder, order):
         for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):
             for rung in (rungs[i] for i in in_turn):
-                run_id = f"{number:02d}-{rung.name}"
-                members[rung.name].append(_run_or_read(plan, rung, folder, run_id))
-                order.append(run_id)
-                yield run_id
+                member = run_id(number, rung.name)
+                members[rung.name].append(_run_or_read(plan, rung, folder, member))
+                order.append(member)
+                yield member
             if _enough(plan, members, number + 1, time.monotonic() - begun, say):
                 break
         write()
         for rung in rungs if plan["host"] else ():
-            run_id = profiled_run_id(rung.name)
-            place = ["--results-dir", str(folder), "--run-id", run_id]
+            profiled = profiled_run_id(rung.name)
+            place = ["--results-dir", str(folder), "--run-id", profiled]
             try:
                 flags = ["host", *plan["flags"], *rung.flags, *place]
-                run_forked(flags, plan["processes"], folder / f"{run_id}.log", MEASURE)
-                host_costs[rung.name] = host_cost(read_record(folder / run_id))
+                run_forked(flags, plan["processes"], folder / f"{profiled}.log", MEASURE)
+                host_costs[rung.name] = host_cost(read_record(folder / profiled))
             except ValueError:  # must not cost the hours of timed rounds
                 host_costs[rung.name] = None
             write()
-            yield run_id
+            yield profiled
 
 
 def profiled_run_id(rung: str) -> str:
@@ -154,16 +155,16 @@ def profiled_run_id(rung: str) -> str:
     return f"host-{rung}"
 
 
-def _run_or_read(plan: Plan, rung: Rung, folder: Path, run_id: str) -> Record:
+def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
     """The record of a run: as it is there already, or of a run made now."""
-    if not (folder / run_id / RUN_JSON).exists():
-        _put_aside(folder / run_id)
-        flags, output = [*plan["flags"], *rung.flags], folder / f"{run_id}.log"
+    if not (folder / member / RUN_JSON).exists():
+        _put_aside(folder / member)
+        flags, output = [*plan["flags"], *rung.flags], folder / f"{member}.log"
         if "launch" in plan:  # maybe from another directory
-            run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", run_id], output)
+            run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", member], output)
         else:
-            run_forked([*flags, "--results-dir", str(folder), "--run-id", run_id], plan["processes"], output)
-    return _timed(read_record(folder / run_id))
+            run_forked([*flags, "--results-dir", str(folder), "--run-id", member], plan["processes"], output)
+    return _timed(read_record(folder / member))
 
 
 def _put_aside(unfinished: Path) -> None:

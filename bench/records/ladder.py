@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from dlrm_bench.bench.records.json_file import check_form, read_json
-from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.records.statistics import mean_statistics
 
 LADDER_JSON = "ladder.json"
@@ -128,6 +128,26 @@ def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> t
         if "p99_ms" not in rung:
             rung["p99_ms"] = mean_statistics([record.latencies_ms for record in members[rung["name"]]])["p99"]
     return ladder, members
+
+
+def members_of(folder: Path) -> dict[str, list[str]] | None:
+    """Returns the ids of each rung's timed runs that have ended, by its name; None if `folder` is no ladder's.
+
+    The ladder may have been interrupted, so that rungs differ in the number of their runs. ValueError, naming the file,
+    if ladder.json, or the plan of an interrupted ladder, is damaged.
+    """
+    if (folder / LADDER_JSON).exists():
+        return {rung["name"]: rung["records"] for rung in read_ladder_json(folder)["rungs"]}
+    if not (folder / PLAN_JSON).exists():
+        return None
+    plan = read_plan(folder)
+    ids = {rung["name"]: [run_id(number, rung["name"]) for number in range(plan["rounds"])] for rung in plan["rungs"]}
+    return {name: [member for member in of if (folder / member / RUN_JSON).exists()] for name, of in ids.items()}
+
+
+def run_id(number: int, rung: str) -> str:
+    """Id of a rung's timed run in round `number`, from 0 on."""
+    return f"{number:02d}-{rung}"
 
 
 def read_plan(folder: Path) -> Plan:

@@ -14,6 +14,8 @@ from dlrm_bench.bench.records.statistics import student_t
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
+_USELESS = 10.0
+"""A detectable difference from which on its digits say nothing: two rounds of noisy runs give 13 of them."""
 
 
 def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
@@ -58,6 +60,18 @@ def runs_needed(
         else:
             low = middle + 1
     return high if high <= most else None
+
+
+def finds(difference: float) -> str:
+    """Such as 'find differences from 3.10%', of so many runs; difference: what `detectable` returns."""
+    if difference >= _USELESS:
+        return f"find no difference below {_USELESS:.0%}"
+    return f"find differences from {difference:.2%}"
+
+
+def finds_from(difference: float) -> str:
+    """Returns the same for a table's cell, such as '3.10%'."""
+    return f"over {_USELESS:.0%}" if difference >= _USELESS else f"{difference:.2%}"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

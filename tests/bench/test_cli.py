@@ -107,6 +107,24 @@ def test_each_record_is_read_once(two: tuple[str, str], tmp_path: Path, monkeypa
     assert sorted(read) == sorted([*every, *members])
 
 
+def test_what_two_ladders_differ_in_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not of each rung again, with its labels."""
+    for name, ran_by in (("x", "1"), ("y", "2")):
+        pretend_runs(monkeypatch)
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, rounds=2)
+        for file in (tmp_path / name).glob("*/run.json"):
+            run = json.loads(file.read_text())
+            run["provenance"]["environment"]["NCCL_MAX_CTAS"] = ran_by
+            file.write_text(json.dumps(run))
+    assert main(["compare", str(tmp_path / "x"), str(tmp_path / "y")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("NCCL_MAX_CTAS") == 1
+    assert "warning: environment variable NCCL_MAX_CTAS differs: 1 in A, 2 in B\n" in out
+
+
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["compare", str(tmp_path)], "compare needs two sides"),

@@ -43,7 +43,7 @@ def test_a_proven_difference(tmp_path: Path) -> None:
     assert result.differences == []
     finds, varies, *windows = result.notes
     assert all("not steady" in note for note in windows)
-    assert re.fullmatch(r"5 and 5 runs that differ like these find differences from \d+\.\d+% on", finds)
+    assert re.fullmatch(r"5 and 5 runs that differ like these find differences from \d+\.\d+%", finds)
     level = r"iterations \d+\.\d\d%, processes \d+\.\d\d%, machines unknown"
     assert re.fullmatch(rf"a run's median varies by level \(standard deviation\): A {level}; B {level}", varies)
     throughput = throughput_ratio(result)
@@ -107,7 +107,7 @@ def test_balanced_pairs_of_the_same_program_under_drift_are_no_difference() -> N
         ({"git": {"commit": "0123abc", "dirty": True}}, "b: source tree differed from its commit in 2 of 2 runs"),
         ({"config": configured(local_batch_size=256)}, "global batch differs: 1024 in .*, 512 in"),
         ({"config": configured(precision="bf16")}, "precision differs"),
-        ({"world_size": 4}, "ranks differs: 2 in .*, 4 in"),
+        ({"world_size": 4}, "number of ranks differs: 2 in .*, 4 in"),
     ],
 )
 def test_what_should_be_equal_and_is_not(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -127,6 +127,7 @@ def test_a_side_that_is_mixed_says_so(tmp_path: Path) -> None:
     side = read_side(tmp_path / "a")
     result = compare_sides(side, side)
     assert any("precision varies within" in difference for difference in result.differences)
+    assert any(difference.startswith("2 runs are on both sides") for difference in result.differences)
 
 
 def test_mlperf_logs_give_a_mean(tmp_path: Path) -> None:
@@ -160,7 +161,12 @@ def test_across_batch_sizes_the_verdict_is_about_samples_per_second(tmp_path: Pa
     assert (result.metric, result.verdict) == ("mean", "slower")
     assert result.ratio.value == pytest.approx(2 * result.comparison.ratios["mean"].value)
     assert result.comparison.ratios["mean"].value < 1
-    assert re.match(r"B is slower \(\d+\.\d+% fewer samples per second; 95 % interval ", verdict_in_words(result))
+    said = re.fullmatch(
+        r"B is slower \((.*)% fewer samples per second; 95 % interval (.*) to (.*) of A's\)", verdict_in_words(result)
+    )
+    assert said
+    fewer, low, high = map(float, said.groups())
+    assert low < 1 - fewer / 100 < high < 1
     rows = list(zip(*(column.cells for column in result_table(result).columns), strict=True))
     assert [row[-1] for row in rows] == ["", "", "", "", "slower"]
     assert any("the verdict is about samples per second" in note for note in result.notes)

@@ -69,6 +69,27 @@ def test_a_rung_is_a_side_of_all_its_rounds(made: Path) -> None:
     assert len(read_side(made / "00-a").series) == 1  # a member is a record like any other
 
 
+def test_an_interrupted_ladder_has_the_runs_that_ended(made: Path) -> None:
+    """Its rungs are sides; its folder is none, which would mix them."""
+    (made / "ladder.json").unlink()
+    for member in ("03-b", *(f"{number:02d}-c" for number in range(4))):
+        (made / member / "run.json").unlink()
+    side = read_side(made / "b")
+    assert (len(side.series), len(read_side(made / "a").series)) == (3, 4)
+    assert f"{made} was interrupted, and has 3 runs of b" in side.warnings
+    rungs = rungs_of(made)
+    assert rungs is not None
+    assert list(rungs) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"interrupted before a run of c had ended: go on with .* --resume"):
+        read_side(made / "c")
+    with pytest.raises(ValueError, match=r"is a ladder, .* \(it has a, b, c\)"):
+        read_side(made)
+    for run in made.glob("*/run.json"):
+        run.unlink()
+    with pytest.raises(ValueError, match="interrupted before a run had ended"):
+        rungs_of(made)
+
+
 def test_one_side_has_one_batch_size(tmp_path: Path) -> None:
     write(tmp_path / "x" / "run0", RUNS[0])
     write(tmp_path / "x" / "run1", RUNS[1], config=configured(local_batch_size=256))

@@ -269,7 +269,7 @@ def test_the_command_writes_and_compares(tmp_path, monkeypatch, capfd):
         (["doctor", "--fail-on", "new-syncs", "--", "true"], "needs --baseline"),
         (["doctor", "--fail-on", "2%", "--", "true"], "new-syncs"),
         (["doctor", "--iterations", "0", "--", "true"], "--iterations 0"),
-        (["doctor", "--baseline", "none.json", "--", "true"], "none.json"),
+        (["doctor", "--baseline", "none.json", "--", "true"], "none.json cannot be read"),
         (["doctor", "--", "no-such-command"], "no-such-command"),
     ],
 )

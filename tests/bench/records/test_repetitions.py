@@ -15,6 +15,8 @@ from dlrm_bench.bench.records.repetitions import (
     balanced_orders,
     detectable,
     drift_left,
+    finds,
+    finds_from,
     holm,
     runs_needed,
 )
@@ -43,6 +45,11 @@ def test_more_comparisons_need_larger_differences() -> None:
 
 def test_one_run_detects_nothing() -> None:
     assert detectable(0.01, 1, True) == math.inf
+
+
+def test_what_so_many_runs_find_in_words() -> None:
+    assert (finds(0.031), finds_from(0.031)) == ("find differences from 3.10%", "3.10%")
+    assert (finds(1e10), finds_from(math.inf)) == ("find no difference below 1000%", "over 1000%")
 
 
 @pytest.mark.parametrize("paired", [True, False])

@@ -11,7 +11,7 @@ labels = torch.randint(0, 2, (64, 1), device=device).float()
 total = 0.0
 
 
-for _ in range(80):
+for _ in range(100):
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels)
     loss.backward()
     optimizer.step()

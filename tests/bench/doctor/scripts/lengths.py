@@ -11,7 +11,7 @@ lengths = torch.ones(64, dtype=torch.int64, device=device)
 values = torch.randn(64, 13, device=device)
 
 
-for _ in range(80):
+for _ in range(100):
     splits = lengths.view(8, 8).sum(1).tolist()  # planted
     dense = torch.cat([bag.mean(0, keepdim=True).expand(8, 13) for bag in values.split(splits)])
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels)

@@ -10,7 +10,7 @@ dense = torch.randn(64, 13, device=device)
 labels = torch.randint(0, 2, (64, 1), device=device).float()
 
 
-for _ in range(80):
+for _ in range(100):
     keep = torch.zeros(64, dtype=torch.bool, device=device)
     for i in range(64):
         keep[i] = dense[i, 0] > 0  # planted

@@ -12,7 +12,7 @@ labels = torch.randint(0, 2, (64, 1), device=device).float()
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-for _ in range(80):
+for _ in range(100):
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels)
     loss.backward()
     group = dist.new_group([0])  # planted

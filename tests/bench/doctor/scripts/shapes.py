@@ -10,7 +10,7 @@ samples = torch.randn(64, 13, device=device)
 targets = torch.randint(0, 2, (64, 1), device=device).float()
 
 
-for step in range(80):
+for step in range(100):
     dense = samples[: 64 - step % 2]  # planted
     labels = targets[: len(dense)]
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels)

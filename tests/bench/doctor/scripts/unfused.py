@@ -11,7 +11,7 @@ dense = torch.randn(64, 13, device=device)
 labels = torch.randint(0, 2, (64, 1), device=device).float()
 
 
-for _ in range(80):
+for _ in range(100):
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels)
     loss.backward()
     optimizer.step()  # planted

@@ -7,10 +7,10 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(13, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
 labels = torch.randint(0, 2, (64, 1), device=device).float()
-batches = iter(torch.randn(80, 64, 13))
+batches = iter(torch.randn(100, 64, 13))
 
 
-for _ in range(80):
+for _ in range(100):
     dense = next(batches).to(device, non_blocking=True)  # planted
     loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense), labels)
     loss.backward()
