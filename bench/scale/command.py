@@ -10,8 +10,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import read_limits
-from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.bench.records.schema import RunRecord
+from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.scale.scaling import (
     NEAR_IDEAL,
@@ -20,8 +19,8 @@ from dlrm_bench.bench.scale.scaling import (
     exchanged_bytes_of,
     fit,
     kind_of,
-    median_ms,
     model_of,
+    period_ms,
     prediction,
     topology_of,
 )
@@ -80,8 +79,8 @@ def scale(
         f"{costs.measured_on}",
         soft_wrap=True,
     )
-    runs = [read_record(path).run for path in records]
-    scalings = [fit(run, limits, costs, model_of(run)) for run in runs]
+    read = [read_record(path) for path in records]
+    scalings = [fit(record, limits, costs, model_of(record.run)) for record in read]
     curves: dict[str, list[Point]] = {}
     for scaling in scalings:
         curves[f"{scaling.kind} ({scaling.fitted_to})"] = found = [
@@ -89,7 +88,7 @@ def scale(
         ]
         console.print(_table(scaling, found))
     beside = _published(scalings, costs, network) if published else None
-    for table in (_checks(scalings, [read_record(path).run for path in checks], network), beside):
+    for table in (_checks(scalings, [read_record(path) for path in checks], network), beside):
         if table is not None:
             console.print(table)
     console.print(NOT_KNOWN, soft_wrap=True)
@@ -138,20 +137,27 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
     return table
 
 
-def _checks(scalings: Sequence[Scaling], runs: Sequence[RunRecord], network: Network) -> Table | None:
+def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Network) -> Table | None:
     """Other records, and what the models of the same pipeline and format say of them, over this network."""
     rows = []
-    for run in runs:
+    for record in records:
+        run = record.run
         for scaling in scalings:
             batch = run["config"]["local_batch_size"]
             # TorchRec's pipelines are fitted by their host time, which is of one batch size.
             same_batch = scaling.kind == "static" or scaling.local_batch_size == batch
             if (scaling.kind, scaling.exchanged_bytes) == (kind_of(run), exchanged_bytes_of(run)) and same_batch:
-                said, measured = prediction(scaling, run, network), median_ms(run)
+                said, measured = prediction(scaling, run, network), period_ms(record)
                 rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, said, measured))
     if not rows:
         return None
-    table = Table(title="checked against other records", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="checked against other records",
+        caption="measured: from one iteration to the next, the mean of the ranks; the slowest rank's latency is more",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for name in ("record", "nodes", "GPUs", "local batch", "fitted to", "model, ms", "measured, ms", "off by"):
         table.add_column(name, justify="left" if name in ("record", "fitted to") else "right")
     for name, topology, batch, fitted_to, said, measured in rows:

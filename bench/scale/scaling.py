@@ -4,12 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
+
 from dlrm_bench.bench.records.limits import Limits
+from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.scale.simulation import Steady, simulate
-from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_on, tasks_of
+from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_of, plan_on, tasks_of
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.gpu_costs import GpuCosts
 from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
 
@@ -53,10 +57,18 @@ class Scaling:
     """Whether what the ranks of a node exchange goes through peer memory."""
 
     def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
-        """Returns the plan's load on these nodes, which takes the planner about a second."""
+        """Returns the load on these nodes by the plan that the pipeline would make of them."""
         batch = local_batch_size or self.local_batch_size
-        load = load_on(topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids)
-        return replace(load, peer_memory=self.peer_memory)
+        of = (topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
+        return load_of(plan_on(*of), *of)
+
+    def load_in(self, record: RunRecord, topology: Topology) -> Load:
+        """Returns the load in a record, whose plan a planner of today may not make."""
+        plan, batch = plan_in(record), record["config"]["local_batch_size"]
+        if plan is None:
+            return self.load(topology, batch)
+        of = (topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
+        return load_of(plan, *of)
 
     def steady(self, load: Load, topology: Topology) -> Steady:
         """Returns an iteration as the model has it."""
@@ -102,12 +114,13 @@ class Scaling:
         return None, round(stated.latency_us / _smallest(at_latency, 1.0, 1e4), 1)
 
 
-def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) -> Scaling:
-    """Returns the model of a record's pipeline, fitted to the record's median.
+def fit(read: Record, limits: Limits, costs: GpuCosts, model: ModelConfig) -> Scaling:
+    """Returns the model of a record's pipeline, fitted to its `period_ms`.
 
     The static pipeline's, which replays a graph, by a factor on the GPU's work; the others' by their host time, as the
     GPU waits for the host. ValueError where that cannot be: the model then takes longer without any.
     """
+    record = read.run
     config = record["config"]
     kind = kind_of(record)
     scaling = Scaling(
@@ -121,8 +134,8 @@ def fit(record: RunRecord, limits: Limits, costs: GpuCosts, model: ModelConfig) 
         ids=ids_of(record),
         peer_memory=peer_memory_of(record),
     )
-    topology, target = topology_of(record), median_ms(record) * 1e3
-    load = scaling.load(topology)
+    topology, target = topology_of(record), period_ms(read) * 1e3
+    load = scaling.load_in(record, topology)
 
     def us(value: float) -> float:
         fitted = Fit(gpu=value) if kind == "static" else Fit(host_us=value * target)
@@ -160,12 +173,32 @@ def peer_memory_of(record: RunRecord) -> bool:
     return bool(record["config"]["pipeline"].get("peer_memory"))
 
 
-def median_ms(record: RunRecord) -> float:
-    """Returns the median of a record's iterations; ValueError where it has too few."""
-    latency = record["latency_ms"]
-    if latency is None:
-        raise ValueError(f"record {record['id']} has no latency: its run ended in the warm-up")
-    return latency["p50"]
+def period_ms(read: Record) -> float:
+    """Returns how far apart iterations are: the median over iterations of the mean over ranks.
+
+    It is what the model has. An iteration's latency, that of its slowest rank, is more: the slowest rank of one is the
+    fastest of the next, and the more ranks there are, the more so (by 3 % on four in record 40, 1 % on two).
+    ValueError where the record has too few iterations.
+    """
+    times = read.iterations_ms[:, read.run["warmup_iterations"] :]
+    if times.size == 0:
+        raise ValueError(f"record {read.run['id']} has no latency: its run ended in the warm-up")
+    return float(np.median(times.mean(axis=0)))
+
+
+def plan_in(record: RunRecord) -> Plan | None:
+    """Returns the plan that a record of the static pipeline trained by; None of another pipeline."""
+    if kind_of(record) != "static":
+        return None
+    model = model_of(record)
+    place = {name: table for table, name in enumerate(model.feature_names)}
+    shards = sorted(
+        Shard(rank, place[s["table"]], s["column"], s["columns"], s.get("row_part", 0), s.get("row_parts", 1))
+        for rank, of_rank in enumerate(record["pipeline"]["plan"])
+        for s in of_rank
+    )
+    replicated = set(place.values()) - {shard.table for shard in shards}
+    return Plan(world_size=record["config"]["world_size"], shards=tuple(shards), replicated=tuple(sorted(replicated)))
 
 
 def topology_of(record: RunRecord, network: Network = INFINIBAND_400G) -> Topology:
@@ -188,12 +221,11 @@ def ids_of(record: RunRecord) -> IdStatistics:
 
 
 def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAND_400G) -> float:
-    """Returns the milliseconds that the model says of another record's nodes, joined by this network, batch, tables and
-    ids."""
+    """Returns the milliseconds that the model says of another record's nodes, joined by this network, batch, tables,
+    plan and ids."""
     topology = topology_of(record, network)
     of_record = replace(scaling, model=model_of(record), ids=ids_of(record), peer_memory=peer_memory_of(record))
-    load = of_record.load(topology, record["config"]["local_batch_size"])
-    return of_record.steady(load, topology).iteration_us / 1e3
+    return of_record.steady(of_record.load_in(record, topology), topology).iteration_us / 1e3
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -13,7 +13,8 @@ from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Lim
 from dlrm_bench.bench.scale.kernel_times import elementwise_us, fbgemm_us
 from dlrm_bench.bench.scale.simulation import Task
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
+from dlrm_bench.dlrm.embedding.plan import Plan
 from dlrm_bench.dlrm.embedding.plan_costs import TableTimes, sort_sharers, table_times
 from dlrm_bench.dlrm.embedding.planner import make_plan
 from dlrm_bench.dlrm.gpu_costs import GpuCosts
@@ -78,43 +79,52 @@ class Load:
     """Ids a sample of the tables that the ranks of one node have shards of."""
     exchanged_bytes: int
     """Bytes of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
-    peer_memory: bool = False
+    peer_memory: bool
     """Whether what the ranks of a node exchange goes through peer memory."""
 
 
-_loads: dict[tuple[ModelConfig, Topology, int, int, str, IdStatistics], Load] = {}
+_plans: dict[tuple[ModelConfig, Topology, int, int, str, IdStatistics, bool], Plan] = {}
 
 
-def load_on(
+def plan_on(
     topology: Topology,
     model: ModelConfig,
-    local_batch_size: int,
-    exchanged_bytes: int,
-    costs: GpuCosts,
-    ids: IdStatistics = UNIFORM,
-) -> Load:
-    """Returns the load of the balanced plan; of TorchRec's pipelines, too, whose planner may find none as good. ids:
-    how often they name the same rows."""
-    key = (model, topology, local_batch_size, exchanged_bytes, costs.measured_on, ids)
-    if key not in _loads:
-        _loads[key] = _planned(*key[:4], costs, ids)
-    return _loads[key]
-
-
-def _planned(
-    model: ModelConfig,
-    topology: Topology,
     local_batch_size: int,
     exchanged_bytes: int,
     costs: GpuCosts,
     ids: IdStatistics,
+    peer_memory: bool,
+) -> Plan:
+    """Returns the plan that the static pipeline would make, which takes about a second; of TorchRec's pipelines, too,
+    whose planner may find none as good. ids: how often they name the same rows."""
+    key = (model, topology, local_batch_size, exchanged_bytes, costs.measured_on, ids, peer_memory)
+    if key not in _plans:
+        _plans[key] = make_plan(
+            model,
+            topology,
+            local_batch_size * topology.world_size,
+            exchanged_bytes,
+            memory_bytes=int(costs.memory_bytes * 0.95),
+            replicate=topology.nodes > 1 or not peer_memory,
+            split_rows=topology.nodes > 1,
+            costs=costs,
+            ids=ids,
+        )
+    return _plans[key]
+
+
+def load_of(
+    plan: Plan,
+    topology: Topology,
+    model: ModelConfig,
+    local_batch_size: int,
+    exchanged_bytes: int,
+    costs: GpuCosts,
+    ids: IdStatistics,
+    peer_memory: bool,
 ) -> Load:
+    """Returns the load of a plan; arguments as for `plan_on`."""
     batch, ranks, size = local_batch_size * topology.world_size, range(topology.world_size), topology.gpus_per_node
-    memory = int(costs.memory_bytes * 0.95)
-    split = topology.nodes > 1
-    plan = make_plan(
-        model, topology, batch, exchanged_bytes, memory_bytes=memory, split_rows=split, costs=costs, ids=ids
-    )
     shards = [plan.of_rank(rank) for rank in ranks]
     tables = [{shard.table for shard in own} for own in shards]
     of_nodes = [set().union(*tables[first : first + size]) for first in range(0, topology.world_size, size)]
@@ -131,6 +141,7 @@ def _planned(
         ids=max(own_ids),
         node_ids=max(node_ids),
         exchanged_bytes=exchanged_bytes,
+        peer_memory=peer_memory,
     )
 
 

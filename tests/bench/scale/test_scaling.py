@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.records.limits import read_limits
-from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, median_ms, model_of, prediction
+from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, model_of, period_ms, plan_in, prediction
 from dlrm_bench.bench.scale.simulation import simulate
 from dlrm_bench.bench.scale.work import tasks_of
 from dlrm_bench.dlrm.gpu_costs import H200
@@ -21,13 +22,13 @@ TENTH, P2P = "18-2xh200-as-two-nodes", "40-4xh200-as-two-nodes-p2p"
 OF_TENTH = ("512-one-gpu", "512-peer", "6912-one-gpu", "6912-peer")
 
 
-def record(path: str):
-    return read_record(RESULTS / path).run
+def record(path: str) -> Record:
+    return read_record(RESULTS / path)
 
 
 def fitted(path: str) -> Scaling:
-    run = record(path)
-    return fit(run, LIMITS, H200, model_of(run))
+    read = record(path)
+    return fit(read, LIMITS, H200, model_of(read.run))
 
 
 @pytest.mark.parametrize(
@@ -40,44 +41,59 @@ def fitted(path: str) -> Scaling:
     ],
 )
 def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, other):
-    scaling, run = fitted(path), record(other)
-    assert prediction(scaling, record(path)) == pytest.approx(median_ms(record(path)), rel=0.01)
-    assert run["config"]["world_size"] != record(path)["config"]["world_size"]
-    assert kind_of(run) == scaling.kind
-    assert prediction(scaling, run) == pytest.approx(median_ms(run), rel=0.1)
+    scaling, own, read = fitted(path), record(path), record(other)
+    assert prediction(scaling, own.run) == pytest.approx(period_ms(own), rel=0.01)
+    assert read.run["config"]["world_size"] != own.run["config"]["world_size"]
+    assert kind_of(read.run) == scaling.kind
+    assert prediction(scaling, read.run) == pytest.approx(period_ms(read), rel=0.1)
 
 
 @pytest.mark.parametrize("job", [TENTH, P2P])
 @pytest.mark.parametrize("fitted_to", OF_TENTH)
-@pytest.mark.parametrize("path", OF_TENTH)
-def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tenth(job, fitted_to, path):
-    """Of one job on one machine, tables of a tenth."""
-    run = record(f"{job}/{path}")
-    assert prediction(fitted(f"{job}/{fitted_to}"), run) == pytest.approx(median_ms(run), rel=0.1)
-
-
-@pytest.mark.parametrize("fitted_to", OF_TENTH)
-def test_it_says_less_of_four_gpus_by_no_more_than_is_known(fitted_to):
-    """What grows from two to four GPUs is not in the model."""
-    run = record(f"{P2P}/512-four-gpus")
-    assert 0.85 < prediction(fitted(f"{P2P}/{fitted_to}"), run) / median_ms(run) < 0.92
+def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tenth(job, fitted_to):
+    """Of one job on one machine, tables of a tenth; the most that is off is four GPUs by one, 9 % too little."""
+    scaling = fitted(f"{job}/{fitted_to}")
+    for path in (*OF_TENTH, *(["512-four-gpus"] if job == P2P else [])):
+        read = record(f"{job}/{path}")
+        assert prediction(scaling, read.run) == pytest.approx(period_ms(read), rel=0.1), path
 
 
 @pytest.mark.parametrize("path", ["512-sockets", "6912-sockets"])
 def test_fitted_to_one_gpu_it_predicts_two_nodes_over_a_slow_network(path):
     """4 GB/s, what loopback's sockets carried in that job."""
-    run, sockets = record(f"{TENTH}/{path}"), Network(name="sockets", bytes_per_us=4e3, latency_us=20.0)
-    assert prediction(fitted(f"{TENTH}/512-one-gpu"), run, sockets) == pytest.approx(median_ms(run), rel=0.15)
+    read, sockets = record(f"{TENTH}/{path}"), Network(name="sockets", bytes_per_us=4e3, latency_us=20.0)
+    assert prediction(fitted(f"{TENTH}/512-one-gpu"), read.run, sockets) == pytest.approx(period_ms(read), rel=0.15)
 
 
 def test_stages_agree_with_a_trace():
     """Those whose kernels do not wait for other ranks, by an eighth of an iteration."""
-    run = record("05-4xh200-512-a-gpu-full-ladder/host-peer-memory-bf16")
+    read = record("05-4xh200-512-a-gpu-full-ladder/host-peer-memory-bf16")
     point = fitted("05-4xh200-512-a-gpu-full-ladder/00-peer-memory-bf16").point(Topology.one_node(4))
-    stages = run["stages_ms"]
+    stages = read.run["stages_ms"]
     assert stages is not None
     for stage in ("embedding_backward", "embedding_forward", "input_dist"):
-        assert abs(point.stages_us[stage] / 1e3 - stages[stage]) < median_ms(run) / 8
+        assert abs(point.stages_us[stage] / 1e3 - stages[stage]) < period_ms(read) / 8
+
+
+def test_a_record_is_taken_by_its_own_plan():
+    """Four GPUs of record 40 are pairs with 64 columns, where a planner of today gives all of them all tables."""
+    run = record(f"{P2P}/512-four-gpus").run
+    plan = plan_in(run)
+    assert plan is not None
+    plan.check(model_of(run))
+    assert [len(plan.of_rank(rank)) for rank in range(4)] == [9, 9, 17, 17]
+    assert {shard.columns for shard in plan.shards} == {64}
+    assert plan.replicated == (), "in peer memory of one node"
+    assert plan_in(record("05-4xh200-512-a-gpu-full-ladder/00-stock").run) is None
+
+
+def test_a_period_is_no_slowest_rank():
+    read = record(f"{P2P}/512-four-gpus")
+    times = np.array([[1.0, 3.0, 1.0, 3.0], [3.0, 1.0, 3.0, 1.0]], np.float32)
+    turns = replace(read, run={**read.run, "warmup_iterations": 1}, iterations_ms=times)
+    assert period_ms(turns) == 2.0
+    with pytest.raises(ValueError, match="ended in the warm-up"):
+        period_ms(replace(turns, iterations_ms=times[:, :1]))
 
 
 def test_a_faster_network_never_slows_and_what_is_needed_is_enough():
@@ -114,7 +130,7 @@ def test_every_resource_has_its_work(kind, batch):
 
 
 def test_a_record_that_links_alone_make_slower_is_refused():
-    run = record(SMALL)
+    read = record(SMALL)
     slow = {**LIMITS, "ceilings": [{**c, "ms": c["ms"] * 100} for c in LIMITS["ceilings"]]}
     with pytest.raises(ValueError, match="give limits of its machine"):
-        fit(run, slow, H200, model_of(run))  # type: ignore[arg-type]
+        fit(read, slow, H200, model_of(read.run))  # type: ignore[arg-type]
