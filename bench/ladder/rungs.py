@@ -138,7 +138,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),
         Rung("files", (*_READING, "multi_hot"), "Nothing: the same on batches from the day files of --data.path."),
     ),
-    "same": _twice("stock"),
+    "same": _twice("same"),
     "same-pipelines": (
         *_twice("stock", *_TF32),
         *_twice("five-stage", *_FIVE_STAGE, "--trim-input-dist", "--cuda-graph", "dense", *_TF32),

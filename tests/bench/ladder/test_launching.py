@@ -229,7 +229,7 @@ def test_forked_ranks_have_a_gpu(tmp_path: Path) -> None:
     ]
     subprocess.run([*command, *SHORT], cwd=ROOT, check=True, timeout=300)
     (ladder,) = tmp_path.iterdir()
-    for run_id in ("00-stock-a", "00-stock-b", "host-stock-a", "host-stock-b"):
+    for run_id in ("00-same-a", "00-same-b", "host-same-a", "host-same-b"):
         run = read_record(ladder / run_id).run
         assert run["machine"]["gpus"] == 1
         assert (run["gpu"] is not None) == run_id.startswith("host")
