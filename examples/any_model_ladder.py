@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed import TrainPipelineSparseDist
-from workloads import WORKLOADS, Sharders, build, stream
+from workloads import DISTINCT, WORKLOADS, Sharders, build, stream
 
 from dlrm_bench.bench.measure.machine import describe_machine
 from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
-WARM_UP, PROFILED, COMPARED = 12, 3, 10
+WARM_UP, PROFILED, COMPARED = 2 * DISTINCT + 2, 3, 10  # graphs of all forms are captured in the second turn
 
 OFF = FiveStageOptions(avoid_record_streams=False, pinned_d2h=False)
 PINNED = FiveStageOptions()

@@ -196,11 +196,11 @@ def _of_dlrm(kind: Callable[..., nn.Module], **more: Any) -> Workload:
 
 
 def _of_hstu(preset: str) -> Workload:
-    """Batches of the form that is asked for have room for as many events as a batch may have."""
+    """Batches of the form that is asked for are padded to one of a few capacities."""
     config, meta = PRESETS[preset], torch.device("meta")
 
     def batches(size: int, rank: int, fixed: bool) -> list[Any]:
-        made = random_batches(config, size, seed=1, rank=rank, padded=fixed)
+        made = random_batches(config, size, seed=1, rank=rank, padded=fixed, ranks=dist.get_world_size())
         return pinned([next(made) for _ in range(DISTINCT)])
 
     return Workload(

@@ -23,9 +23,9 @@ class HstuBatch(Pipelineable):
     (config.candidates a sample) and "user <table>" (one a sample). actions: int64 [E], the kind of each event. labels:
     fp32 [B * candidates], 1 where the user liked the candidate.
 
-    A padded batch has more sequences, of events that belong to no sample, so that E is the same for all batches. They
-    are as many in every batch, and none is longer than a history may be: FBGEMM's lookup and permutation of sequences
-    have one warp for each of them, so that a single long one takes longer than all samples.
+    A padded batch has more sequences, of events that belong to no sample, so that E is one of `capacities`, the same on
+    all ranks. They are as many in every batch, and none is longer than a history may be: FBGEMM's lookup and
+    permutation of sequences have one warp for each of them, so that a single long one takes longer than all samples.
     """
 
     features: KeyedJaggedTensor
@@ -48,45 +48,55 @@ class HstuBatch(Pipelineable):
         return HstuBatch(self.features.pin_memory(), self.actions.pin_memory(), self.labels.pin_memory())
 
 
-def capacity(config: HstuConfig, batch_size: int) -> int:
-    """Returns the events of a padded batch: four standard deviations more than the mean of all batches, or as many as
-    the longest histories have, if that is less."""
-    deviation = 2 * _spread(config) / math.sqrt(12) * math.sqrt(batch_size)
-    return min(batch_size * config.max_history, math.ceil(batch_size * config.mean_history + 4 * deviation))
+def capacities(config: HstuConfig, batch_size: int) -> list[int]:
+    """Returns the numbers of events that padded batches have, ascending: each has the least of them that holds the
+    events of every rank's batch.
+
+    The most are four standard deviations more than the mean of all batches, or as many as the longest histories have,
+    if that is less. From there they go down by one deviation, or by a sixteenth of the mean, if that is more, for each
+    takes a graph and its memory, to one deviation below the mean: six at most.
+    """
+    mean, deviation = batch_size * config.mean_history, 2 * _spread(config) / math.sqrt(12) * math.sqrt(batch_size)
+    most = min(batch_size * config.max_history, math.ceil(mean + 4 * deviation))
+    step = max(1, math.ceil(max(deviation, mean / 16)))
+    return sorted({most, *range(most, max(0, math.floor(mean - deviation)), -step)})
 
 
 def spare_sequences(config: HstuConfig, batch_size: int) -> int:
     """Returns how many sequences of a padded batch belong to no sample."""
-    most = capacity(config, batch_size) - batch_size * (config.mean_history - _spread(config))
+    most = capacities(config, batch_size)[-1] - batch_size * (config.mean_history - _spread(config))
     return math.ceil(most / config.max_history)
 
 
-def batch_ids(config: HstuConfig, batch_size: int) -> dict[str, int]:
-    """Returns the number of ids of each feature in a padded batch, as TrimmedECSharder takes it."""
-    per_kind = {HISTORY: capacity(config, batch_size), CANDIDATE: batch_size * config.candidates, USER: batch_size}
+def batch_ids(config: HstuConfig, batch_size: int) -> list[dict[str, int]]:
+    """Returns the number of ids of each feature in padded batches of each capacity, as TrimmedECSharder takes it."""
     tables = {HISTORY: config.of_event(), CANDIDATE: config.of_event(), USER: config.of_user()}
-    return {f"{kind} {table.name}": per_kind[kind] for kind in tables for table in tables[kind]}
+    made = []
+    for capacity in capacities(config, batch_size):
+        per_kind = {HISTORY: capacity, CANDIDATE: batch_size * config.candidates, USER: batch_size}
+        made.append({f"{kind} {table.name}": per_kind[kind] for kind in tables for table in tables[kind]})
+    return made
 
 
 def random_batches(
-    config: HstuConfig, batch_size: int, seed: int, rank: int = 0, padded: bool = False
+    config: HstuConfig, batch_size: int, seed: int, rank: int = 0, padded: bool = False, ranks: int = 1
 ) -> Iterator[HstuBatch]:
-    """Yields batches of this rank without end; equal arguments give equal batches, padded or not.
+    """Yields batches of this rank without end; equal arguments give equal batches, padded or not. ranks: how many pad
+    theirs to one capacity, by their lengths, which each of them draws for all.
 
     Lengths are drawn uniformly from an interval about config.mean_history that ends at max_history at most, again
-    where a batch has more events than its capacity; ids as rows ** u of a uniform u, so that few rows are named often.
+    where a batch has more events than any capacity; ids as rows ** u of a uniform u, so that few rows are named often.
     A label depends on the candidate's first id, so that losses fall.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-    low, high, room = config.mean_history - _spread(config), config.mean_history + _spread(config), 0
+    generator, room = torch.Generator().manual_seed(seed * 1_000_003 + rank), 0
+    lengths_of = [_lengths(config, batch_size, seed, one) for one in range(max(ranks, rank + 1))]
     spare = spare_sequences(config, batch_size) if padded else 0
-    while True:
-        lengths = torch.randint(low, high + 1, (batch_size,), generator=generator, dtype=torch.int32)
+    for of_ranks in zip(*lengths_of, strict=True):
+        lengths = of_ranks[rank]
         events = int(lengths.sum())
-        if events > capacity(config, batch_size):
-            continue
         if padded:
-            room = capacity(config, batch_size) - events
+            most = max(int(of_rank.sum()) for of_rank in of_ranks)
+            room = next(room for room in capacities(config, batch_size) if room >= most) - events
         candidates = batch_size * config.candidates
         keys, values, sizes = [], [], []
         for kind, tables, count, of_kind, more in (
@@ -104,6 +114,16 @@ def random_batches(
         labels = (item % 2 == torch.rand(candidates, generator=generator).lt(0.1)).float()
         features = KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(sizes))
         yield HstuBatch(features, actions, labels)
+
+
+def _lengths(config: HstuConfig, batch_size: int, seed: int, rank: int) -> Iterator[Tensor]:
+    """Yields the lengths of the histories of a rank's batches, int32 [B]."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + 500_000 + rank)
+    low, high = config.mean_history - _spread(config), config.mean_history + _spread(config)
+    while True:
+        lengths = torch.randint(low, high + 1, (batch_size,), generator=generator, dtype=torch.int32)
+        if lengths.sum() <= capacities(config, batch_size)[-1]:
+            yield lengths
 
 
 def _spread(config: HstuConfig) -> int:

@@ -1,6 +1,7 @@
 """The HSTU model: against one sample at a time, its gradients, and that it learns."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
+from dlrm_bench.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
 from dlrm_bench.hstu.config import PRESETS, HstuConfig
 from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_users, sample_and_place
 
@@ -89,11 +90,11 @@ def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    ranker, sizes = model(), batch_ids(TINY, 4)
+    ranker = model()
     plain, padded = (next(random_batches(TINY, 4, seed=6, padded=padded)) for padded in (False, True))
-    assert plain.actions.numel() < padded.actions.numel() == sizes["history item"]
+    assert plain.actions.numel() < padded.actions.numel()
     found = dict(zip(padded.features.keys(), padded.features.length_per_key(), strict=True))
-    assert found == sizes
+    assert found in batch_ids(TINY, 4)
     assert padded.features.lengths().max() <= TINY.max_history
     torch.testing.assert_close(ranker(padded), ranker(plain))
     losses = []
@@ -103,6 +104,31 @@ def test_padding_changes_nothing() -> None:
         loss.backward()
         losses.append([loss, *(weight.grad.clone() for weight in ranker.parameters())])
     torch.testing.assert_close(*losses)
+
+
+def test_ranks_pad_to_the_least_capacity_that_holds_all() -> None:
+    sizes = capacities(TINY, 6)
+    of_ranks = [islice(random_batches(TINY, 6, seed=8, rank=rank, padded=True, ranks=3), 20) for rank in range(3)]
+    plain = [islice(random_batches(TINY, 6, seed=8, rank=rank), 20) for rank in range(3)]
+    found = set()
+    for padded, as_drawn in zip(zip(*of_ranks, strict=True), zip(*plain, strict=True), strict=True):
+        (capacity,) = {batch.actions.numel() for batch in padded}
+        most = max(batch.actions.numel() for batch in as_drawn)
+        assert capacity == min(size for size in sizes if size >= most)
+        found.add(capacity)
+    assert len(found) > 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 32, 256, 2048])
+def test_capacities_are_few_and_near_the_mean(batch_size: int) -> None:
+    config = PRESETS["hstu-small"]
+    sizes, mean = capacities(config, batch_size), batch_size * config.mean_history
+    assert len(sizes) <= 6
+    assert sizes[0] <= 1.03 * mean
+    assert mean < sizes[-1] <= batch_size * config.max_history
+    drawn = list(islice(random_batches(replace(config, tables=config.of_event()[:1]), min(batch_size, 32), 3), 20))
+    waste = [min(n for n in capacities(config, min(batch_size, 32)) if n >= b.actions.numel()) for b in drawn]
+    assert sum(waste) < 1.2 * sum(b.actions.numel() for b in drawn)
 
 
 def test_a_users_gradient_is_the_sum_over_its_tokens() -> None:

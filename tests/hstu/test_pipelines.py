@@ -51,8 +51,10 @@ def train(
 def parity(ranks: Ranks, rtol: float, steps: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     batches, padded = (
-        list(islice(random_batches(TINY, 5, seed=7, rank=ranks.rank, padded=padded), steps)) for padded in (False, True)
+        list(islice(random_batches(TINY, 5, seed=7, rank=ranks.rank, padded=padded, ranks=ranks.world_size), steps))
+        for padded in (False, True)
     )
+    assert len({batch.actions.numel() for batch in padded}) > 1
     if ranks.device.type == "cuda":
         batches, padded = ([batch.pin_memory() for batch in of] for of in (batches, padded))
     for plan in ("RW", "TW"):

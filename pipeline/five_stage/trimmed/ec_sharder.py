@@ -4,7 +4,8 @@
 
 is all that a user changes where every sequence has as many ids. Sequences of other lengths are padded: each to a
 capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by more
-sequences after those of the samples, which the model leaves out. That takes far fewer ids where lengths vary.
+sequences after those of the samples, which the model leaves out. That takes far fewer ids where lengths vary, fewer
+still with a choice of such numbers: then every batch has the smallest one that it fits on all ranks.
 
 Where all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a
 batch takes one all-to-all of values, of all sharding types together, and no host read. Otherwise the input dist is
@@ -17,7 +18,7 @@ The vectors' way back is TorchRec's: their splits are known on the host.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,7 +102,8 @@ class TrimmedEC(ShardedEmbeddingCollection):
         if self.why_not_trimmed is not None:
             return super().input_dist(ctx, features)
         features = maybe_td_to_kjt(features)
-        if (problem := self._misfit(features)) is not None:
+        kind = self._kind(features)
+        if (problem := self._misfit(features, kind)) is not None:
             raise ValueError(problem)
         with torch.no_grad():
             if self._static is None:
@@ -110,10 +112,10 @@ class TrimmedEC(ShardedEmbeddingCollection):
                     self._groups(), self._input_keys, self._sizes, self._rank_group, self._cuda_graph, pooled=False
                 )
                 self._has_uninitialized_input_dist = False
-            batch = self._static.start(features)
+            batch = self._static.start(features, kind)
             stride, lengths = features.stride(), features.lengths()
-            size = stride, lengths.dtype
-            before = self._before.get(size, self._rank_group.device, partial(self._lay_out, stride), None)
+            make = partial(self._lay_out, stride, kind)
+            before = self._before.get((stride, kind, lengths.dtype), self._rank_group.device, make, None)
             per_key = lengths.view(len(self._input_keys), stride)
             awaitables: list[Awaitable[Awaitable[KeyedJaggedTensor]]] = []
             for index, of in enumerate(before):
@@ -163,9 +165,9 @@ class TrimmedEC(ShardedEmbeddingCollection):
             )
         return groups
 
-    def _lay_out(self, stride: int) -> list[_Before]:
+    def _lay_out(self, stride: int, kind: int) -> list[_Before]:
         rank_group, before, keys = self._rank_group, [], self._input_keys
-        ids = partial(self._sizes.ids, stride=stride)
+        ids = partial(self._sizes.ids, stride=stride, kind=kind)
         known = self._need_indices and all(key in self._sizes for key in keys)
         for group, sharding in zip(self._groups(), self._sharding_type_to_sharding.values(), strict=True):
             names = sharding.feature_names()
@@ -182,7 +184,18 @@ class TrimmedEC(ShardedEmbeddingCollection):
             )
         return before
 
-    def _misfit(self, features: KeyedJaggedTensor) -> str | None:
+    def _kind(self, features: KeyedJaggedTensor) -> int:
+        """Returns which of the sizes' kinds of batches this is, by its number of ids; the first one where none is."""
+        kinds = range(len(self._sizes.per_batch))
+        if len(kinds) == 1 or any(key not in self._sizes for key in features.keys()):  # noqa: SIM118 no dict
+            return 0
+        found = features.values().numel()
+        return next((kind for kind in kinds if self._total(features, kind) == found), 0)
+
+    def _total(self, features: KeyedJaggedTensor, kind: int) -> int:
+        return sum(self._sizes.ids(key, features.stride(), kind) for key in features.keys())  # noqa: SIM118
+
+    def _misfit(self, features: KeyedJaggedTensor, kind: int) -> str | None:
         sizes, keys, stride = self._sizes, features.keys(), features.stride()
         if features.variable_stride_per_key():
             return "TrimmedECSharder has no variable batch per feature: use EmbeddingCollectionSharder"
@@ -192,15 +205,17 @@ class TrimmedEC(ShardedEmbeddingCollection):
             names = {name for config in self._embedding_configs for name in config.feature_names}
             if missing := names - set(keys):
                 return f"the input has no feature {', '.join(sorted(missing))}: the tables look them up"
-            if self._need_indices and (undeclared := sorted(key for key in keys if key not in sizes)):
+            undeclared = sorted(key for key in keys if key not in sizes)
+            if self._need_indices and undeclared:
                 return f"need_indices asks for the ids of fixed places: declare {', '.join(undeclared)} too"
+            if len(sizes.per_batch) > 1 and undeclared:
+                return f"batches of several batch_ids differ by their ids in all: declare {', '.join(undeclared)} too"
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
-            if key in sizes and length != sizes.ids(key, stride):
-                return _wrong(f"feature {key}", length, stride, sizes.ids(key, stride))
-        if all(key in sizes for key in keys):
-            declared, found = sum(sizes.ids(key, stride) for key in keys), features.values().numel()
-            if found != declared:
-                return _wrong("the input", found, stride, declared)
+            if key in sizes and length != sizes.ids(key, stride, kind):
+                return _wrong(f"feature {key}", length, stride, [sizes.ids(key, stride, kind)])
+        if all(key in sizes for key in keys) and self._total(features, kind) != features.values().numel():
+            declared = [self._total(features, of) for of in range(len(sizes.per_batch))]
+            return _wrong("the input", features.values().numel(), stride, declared)
         return None
 
 
@@ -214,19 +229,27 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
         qcomm_codecs_registry: dict[str, Any] | None = None,
         use_index_dedup: bool = False,
         cuda_graph: bool = False,
-        batch_ids: Mapping[str, int] | None = None,
+        batch_ids: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     ) -> None:
         """sequence_lengths: ids of every sequence of a feature, padding included. batch_ids: ids of a feature in every
-        batch of every rank, padding included. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is not a
-        positive integer, or a feature has both."""
+        batch of every rank, padding included; or several such mappings, one of which a batch is like on all ranks:
+        which one, each rank sees by its number of ids. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is
+        not a positive integer, a feature has both, or the mappings cannot be told apart or name different features."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
-        self._sizes, self._cuda_graph = Sizes(dict(sequence_lengths or {}), dict(batch_ids or {})), cuda_graph
-        for name, sizes in (("sequence_lengths", self._sizes.per_bag), ("batch_ids", self._sizes.per_batch)):
+        kinds = [batch_ids or {}] if isinstance(batch_ids, Mapping) or not batch_ids else batch_ids
+        self._sizes, self._cuda_graph = Sizes(dict(sequence_lengths or {}), tuple(map(dict, kinds))), cuda_graph
+        per_bag, per_batch = self._sizes.per_bag, self._sizes.per_batch
+        for name, sizes in (("sequence_lengths", per_bag), *(("batch_ids", of) for of in per_batch)):
             wrong = {feature: size for feature, size in sizes.items() if type(size) is not int or size < 1}
             if wrong:
                 raise ValueError(f"{name} must be positive integers, not {wrong}")
-        if both := sorted(self._sizes.per_bag.keys() & self._sizes.per_batch.keys()):
+        if both := sorted(per_bag.keys() & per_batch[0].keys()):
             raise ValueError(f"{', '.join(both)} is in sequence_lengths and in batch_ids: declare it in one of them")
+        if any(of.keys() != per_batch[0].keys() for of in per_batch):
+            raise ValueError("batch_ids name different features: name the same ones in all of them")
+        totals = [sum(of.values()) for of in per_batch]
+        if len(set(totals)) < len(totals):
+            raise ValueError(f"batch_ids have {totals} ids in all, by which batches are told apart: make these differ")
 
     def shard(
         self,
@@ -258,8 +281,8 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
         return TrimmedEC
 
 
-def _wrong(what: str, found: int, stride: int, declared: int) -> str:
+def _wrong(what: str, found: int, stride: int, declared: list[int]) -> str:
     return (
-        f"{what} has {found} ids in {stride} sequences, TrimmedECSharder was told {declared} in all: pad to that, or "
-        "leave a feature out of sequence_lengths and batch_ids"
+        f"{what} has {found} ids in {stride} sequences, TrimmedECSharder was told {' or '.join(map(str, declared))} in "
+        "all: pad to that, or leave a feature out of sequence_lengths and batch_ids"
     )

@@ -10,7 +10,7 @@ recorded after the second wait, and keeps the KJTs until an event of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -123,15 +123,16 @@ class Sizes:
 
     per_bag: Mapping[str, int]
     """Of those with as many in every bag."""
-    per_batch: Mapping[str, int] = field(default_factory=dict)
-    """Of unpooled features with as many in every batch, whatever the lengths of its sequences."""
+    per_batch: Sequence[Mapping[str, int]] = ({},)
+    """Of unpooled features with as many in a batch, whatever the lengths of its sequences; one or more kinds of
+    batches, which name the same features."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self.per_bag or name in self.per_batch
+        return name in self.per_bag or name in self.per_batch[0]
 
-    def ids(self, name: str, stride: int) -> int:
-        """Returns a feature's ids in a batch of `stride` bags."""
-        of_batch = self.per_batch.get(name)
+    def ids(self, name: str, stride: int, kind: int = 0) -> int:
+        """Returns a feature's ids in a batch of `stride` bags and of this kind."""
+        of_batch = self.per_batch[kind].get(name)
         return stride * self.per_bag[name] if of_batch is None else of_batch
 
 
@@ -217,10 +218,11 @@ class StaticDist:
         self._all_declared = all(key in sizes for key in keys)
         self._layouts = BatchSizeCache[_Layout]()
 
-    def start(self, features: KeyedJaggedTensor) -> InFlight:
-        """One batch, whose lengths are trusted. A stride seen for the first time puts its indices on the device."""
+    def start(self, features: KeyedJaggedTensor, kind: int = 0) -> InFlight:
+        """One batch, of a kind that the sizes have, whose lengths are trusted. A stride and kind seen for the first
+        time put their indices on the device."""
         lengths = features.lengths_or_none()
-        size = (features.stride(), features.offsets().dtype if lengths is None else lengths.dtype)
+        size = (features.stride(), kind, features.offsets().dtype if lengths is None else lengths.dtype)
         replay = self._replay if self._cuda_graph and self._all_declared else None
         layout = self._layouts.get(size, self._rank_group.device, partial(self._lay_out, *size), replay)
         return _StaticInFlight(self, layout, features)
@@ -267,9 +269,9 @@ class StaticDist:
     def _replay(self, layout: _Layout) -> None:
         layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
 
-    def _lay_out(self, stride: int, dtype: torch.dtype) -> _Layout:
+    def _lay_out(self, stride: int, kind: int, dtype: torch.dtype) -> _Layout:
         world_size, device = self._rank_group.world_size, self._rank_group.device
-        ids, kept_index = partial(self._sizes.ids, stride=stride), None
+        ids, kept_index = partial(self._sizes.ids, stride=stride, kind=kind), None
         if self._all_declared:
             kept_index = positions(*blocks_of(self._kept, self._keys, ids), device)
         # Received [rank][feature][sample]; looked up [feature][rank][sample].
@@ -285,18 +287,24 @@ class StaticDist:
             send_splits=send_splits,
             receive_splits=[per_rank] * world_size,
             receive_index=positions(blocks, world_size * per_rank, device),
-            exchanged=self._kjt_layouts(self._exchanged, 0, world_size, stride, dtype),
-            local=self._kjt_layouts(self._local, sum(send_splits), 1, stride, dtype),
+            exchanged=self._kjt_layouts(self._exchanged, 0, world_size, stride, ids, dtype),
+            local=self._kjt_layouts(self._local, sum(send_splits), 1, stride, ids, dtype),
         )
 
     def _kjt_layouts(
-        self, groups: Sequence[Group], start: int, batches: int, stride: int, dtype: torch.dtype
+        self,
+        groups: Sequence[Group],
+        start: int,
+        batches: int,
+        stride: int,
+        ids_of: Callable[[str], int],
+        dtype: torch.dtype,
     ) -> list[KJTLayout]:
         """batches: of how many ranks, each of `stride` bags."""
         layouts, device = [], self._rank_group.device
         for group in groups:
             keys = group.features[self._rank_group.rank]
-            ids = [self._sizes.ids(key, stride) for key in keys]
+            ids = list(map(ids_of, keys))
             bags = stride if self._pooled else -(-max(ids, default=1) // _LOOKED_UP_AT_ONCE)
             lengths = torch.cat([torch.empty(0, dtype=torch.int64), *(_even(n, bags).repeat(batches) for n in ids)])
             offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

@@ -108,8 +108,8 @@ def test_trains_as_stock_gpu(run_ranks, world_size, gpu):
 def test_more_elements_than_int32_counts_are_counted_in_int64(width, counts):
     group = Group(index=0, features=[["a"], []], exchanged=True, width=width)
     ranks = RankGroup(group=None, rank=0, world_size=2, device=torch.device("cpu"))
-    static = StaticDist([group], ["a"], Sizes({}, {"a": 1000}), ranks, pooled=False)
-    (layout,) = static._lay_out(4, torch.int32).exchanged
+    static = StaticDist([group], ["a"], Sizes({}, [{"a": 1000}]), ranks, pooled=False)
+    (layout,) = static._lay_out(4, 0, torch.int32).exchanged
     assert layout.lengths.dtype == counts
     assert layout.lengths.sum() == 2000
 
@@ -176,3 +176,16 @@ def test_lengths_are_positive_integers(length):
 def test_a_feature_is_declared_once():
     with pytest.raises(ValueError, match="a is in sequence_lengths and in batch_ids"):
         TrimmedECSharder({"a": 1}, batch_ids={"a": 3, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("batch_ids", "message"),
+    [
+        ([{"a": 3, "b": 2}, {"a": 2, "b": 3}], r"\[5, 5\] ids in all"),
+        ([{"a": 3}, {"b": 2}], "different features"),
+        ([{"a": 3}, {"a": 0}], r"positive integers, not \{'a': 0"),
+    ],
+)
+def test_several_kinds_of_batches_can_be_told_apart(batch_ids, message):
+    with pytest.raises(ValueError, match=message):
+        TrimmedECSharder(batch_ids=batch_ids)
