@@ -89,21 +89,29 @@ def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
     assert abs(lengths.float().mean() - TINY.mean_history) < 2
 
 
-def test_padding_changes_nothing() -> None:
-    ranker = model()
-    plain, padded = (next(random_batches(TINY, 4, seed=6, padded=padded)) for padded in (False, True))
+@pytest.mark.parametrize(
+    ("config", "dtype", "tolerance"),
+    [(TINY, torch.float32, 1e-5), (TINY, torch.float64, 1e-14), (replace(TINY, bf16=True), torch.float32, 1e-3)],
+    ids=["fp32", "fp64", "bf16"],
+)
+def test_padding_changes_sums_by_their_rounding_at_most(
+    config: HstuConfig, dtype: torch.dtype, tolerance: float
+) -> None:
+    ranker = model(config).to(dtype)
+    plain, padded = (next(random_batches(config, 4, seed=6, padded=padded)) for padded in (False, True))
     assert plain.actions.numel() < padded.actions.numel()
     found = dict(zip(padded.features.keys(), padded.features.length_per_key(), strict=True))
     assert found in batch_ids(TINY, 4)
     assert padded.features.lengths().max() <= TINY.max_history
-    torch.testing.assert_close(ranker(padded), ranker(plain))
+    torch.testing.assert_close(ranker(padded), ranker(plain), rtol=tolerance, atol=tolerance)
     losses = []
     for batch in (plain, padded):
         ranker.zero_grad()
+        batch.labels = batch.labels.to(dtype)
         loss, _ = HstuTrain(ranker)(batch)
         loss.backward()
         losses.append([loss, *(weight.grad.clone() for weight in ranker.parameters())])
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
 
 
 def test_ranks_pad_to_the_least_capacity_that_holds_all() -> None:

@@ -1,5 +1,7 @@
 """Cross-cutting: HSTU trains bit by bit as by TrainPipelineSparseDist, with the drop-in's switches off and on."""
 
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,7 +13,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
-from dlrm_bench.hstu.config import PRESETS
+from dlrm_bench.hstu.config import PRESETS, HstuConfig
 from dlrm_bench.hstu.model import HstuRanker, HstuTrain
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline, TrimmedECSharder
 from tests.cases import GPU_PLACES
@@ -26,16 +28,24 @@ OPTIONS = {
 }
 
 
-def plain() -> HstuTrain:
-    return HstuTrain(HstuRanker(TINY, torch.device("cpu"), torch.device("cpu")))
+BF16 = replace(TINY, bf16=True)
+
+
+def plain(config: HstuConfig) -> HstuTrain:
+    return HstuTrain(HstuRanker(config, torch.device("cpu"), torch.device("cpu")))
 
 
 def train(
-    ranks: Ranks, plan: str, options: FiveStageOptions | None, batches: list[HstuBatch], padded: bool = False
+    ranks: Ranks,
+    plan: str,
+    options: FiveStageOptions | None,
+    batches: list[HstuBatch],
+    padded: bool = False,
+    config: HstuConfig = TINY,
 ) -> Trained:
     """padded: batches are, and the input dist is trimmed."""
     sharders = {EmbeddingCollection: TrimmedECSharder(batch_ids=batch_ids(TINY, 5))} if padded else None
-    model, optimizer = build(ranks, plain, PLANS[plan], adam_of(ranks), sharders, RowWiseAdagrad)
+    model, optimizer = build(ranks, partial(plain, config), PLANS[plan], adam_of(ranks), sharders, RowWiseAdagrad)
     if options is None:
         pipeline: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
         trained = drain(pipeline, iter(batches))
@@ -57,12 +67,12 @@ def parity(ranks: Ranks, rtol: float, steps: int) -> None:
     assert len({batch.actions.numel() for batch in padded}) > 1
     if ranks.device.type == "cuda":
         batches, padded = ([batch.pin_memory() for batch in of] for of in (batches, padded))
-    for plan in ("RW", "TW"):
-        theirs = train(ranks, plan, None, batches)
+    for plan, config in (("TW", BF16), ("RW", TINY), ("TW", TINY)):
+        theirs = train(ranks, plan, None, batches, config=config)
         assert len(theirs.outputs) == steps
         for name, options in OPTIONS.items():
-            ours = train(ranks, plan, options, batches)
-            assert_equal(ours, theirs, rtol, f"{plan}, {name}")
+            ours = train(ranks, plan, options, batches, config=config)
+            assert_equal(ours, theirs, rtol, f"{plan}, {name}, {config.bf16}")
     ours = train(ranks, "TW", OPTIONS["all"], padded, padded=True)
     assert ours.captured == (ranks.device.type == "cuda")
     assert_equal(ours, theirs, 1e-5, "padded")  # sums over more rows are made in another order
