@@ -236,9 +236,9 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
         which one, each rank sees by its number of ids. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is
         not a positive integer, a feature has both, or the mappings cannot be told apart or name different features."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
-        kinds = [batch_ids or {}] if isinstance(batch_ids, Mapping) or not batch_ids else batch_ids
-        self._sizes, self._cuda_graph = Sizes(dict(sequence_lengths or {}), tuple(map(dict, kinds))), cuda_graph
-        per_bag, per_batch = self._sizes.per_bag, self._sizes.per_batch
+        kinds = [batch_ids] if isinstance(batch_ids, Mapping) else batch_ids or [{}]
+        per_bag, per_batch = dict(sequence_lengths or {}), [dict(kind) for kind in kinds]
+        self._sizes, self._cuda_graph = Sizes(per_bag, per_batch), cuda_graph
         for name, sizes in (("sequence_lengths", per_bag), *(("batch_ids", of) for of in per_batch)):
             wrong = {feature: size for feature, size in sizes.items() if type(size) is not int or size < 1}
             if wrong:
