@@ -96,9 +96,9 @@ class Rerun:
     """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison."""
 
     record: Positional[Path]
-    """Record of the run to repeat."""
+    """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), whose rounds are all compared with."""
     rounds: int = 2
-    """Runs; one alone proves nothing, and a record is one run itself."""
+    """Runs; one alone proves nothing, and neither does a record that is one run itself."""
     nproc: int | None = None
     """Processes; by default the record's."""
     results_dir: Path = Path("results")

@@ -1,5 +1,8 @@
 """dlrm-bench rerun RECORD: runs a record's configuration again, with the code of its commit, and compares the two.
 
+One run proves nothing of another. LADDER/RUNG names all rounds of a ladder's rung, which several reruns can be told
+from, or be proven equal to.
+
 The commit is checked out into a worktree of git's, which is removed afterwards. The flags come from that commit's own
 code, so that they mean there what they meant then. Packages and machine are today's: the comparison says what differs.
 Where there is no checkout, in a copy of one or an installed package, only records of these very files can be rerun,
@@ -20,6 +23,7 @@ from rich.console import Console
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.analysis.compare_command import compare_command
+from dlrm_bench.bench.analysis.sides import first_run_of
 from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.progress import StillBar, stderr_console
@@ -45,10 +49,13 @@ class Rerun(NamedTuple):
 
 
 def rerun_command(console: Console, path: Path, rounds: int, nproc: int | None, results_dir: Path) -> int:
-    """Reruns a record and prints the comparison; returns the exit status."""
+    """Reruns a record and prints the comparison; returns the exit status.
+
+    path: the record, or a rung of a ladder (LADDER/RUNG), of which the first run is repeated and all are compared with.
+    """
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}: at least one is needed")
-    done = rerun(path, rounds, nproc, results_dir)
+    done = rerun(first_run_of(path), rounds, nproc, results_dir)
     sides = (path, done.folder)
     status = compare_command(console, sides=sides, strict=False, fail_on=None, equivalent=None, json=False)
     for note in done.notes:

@@ -170,12 +170,22 @@ def _differences(a: Side, b: Side) -> Iterator[str]:
             continue
         if name == SM_CLOCK and abs(left[0] / right[0] - 1) < _CLOCK_TOLERANCE:
             continue
+        left, right = _where_they_differ(left, right)
         yield f"{name} differs: {_brief(left)} in {a.label}, {_brief(right)} in {b.label}"
     shared = set(a.keys) & set(b.keys)
     if shared:
         yield f"{len(shared)} runs are on both sides, and equal themselves: {a.label}, {b.label}"
     yield from a.warnings
     yield from b.warnings
+
+
+def _where_they_differ(left: list[Any], right: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the values of a setting on both sides; of one with fields, those fields only that differ."""
+    if not all(len(values) == 1 and isinstance(values[0], dict) for values in (left, right)):
+        return left, right
+    names = [name for name in left[0] | right[0] if left[0].get(name) != right[0].get(name)]
+    a, b = ([{name: values[0].get(name) for name in names}] for values in (left, right))
+    return a, b
 
 
 def _brief(values: list[Any]) -> str:

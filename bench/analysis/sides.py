@@ -132,6 +132,12 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
     )
 
 
+def first_run_of(path: Path) -> Path:
+    """Returns a side's first record: the path itself, unless it names a rung of a ladder (LADDER/RUNG)."""
+    members = None if path.exists() else members_of(path.parent)
+    return path.parent / members[path.name][0] if members and members.get(path.name) else path
+
+
 def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
     """The side that a rung is; members: those of its ladder, which is at path.parent."""
     if path.name not in members:

@@ -10,6 +10,7 @@ from dlrm_bench.bench import ROOT, rerun
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.rerun import Rerun
+from tests.bench.ladder.made_ladders import make, pretend_runs
 from tests.bench.made_records import configured, recorded_runs, write
 
 RUNS = recorded_runs()
@@ -107,4 +108,24 @@ def test_the_command_compares(
     said = capsys.readouterr().out
     assert "95 % interval" in said
     assert "warning: a doubt" in said
+    assert "1 and 2. With one run on a side" in said
     assert main(["rerun", str(record), "--rounds", "0"]) == 2
+
+
+def test_a_rung_is_compared_with_all_its_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_runs(monkeypatch)
+    make(tmp_path)
+    repeated: list[Path] = []
+
+    def pretend(path: Path, *_: Any) -> Rerun:
+        repeated.append(path)
+        return Rerun(tmp_path / "00-c", [])
+
+    monkeypatch.setattr(rerun, "rerun", pretend)
+    assert main(["rerun", str(tmp_path / "b")]) == 0
+    assert repeated == [tmp_path / "00-b"]
+    assert "runs: 4 and 1." in capsys.readouterr().out
+    assert main(["rerun", str(tmp_path / "01-b")]) == 0
+    assert repeated[1:] == [tmp_path / "01-b"]

@@ -53,6 +53,11 @@ def compared(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> Result:
             replace(configured(), warmup_iterations=WARMUP + 1),
             "number of warm-up iterations differs: 10 in .*, 11 in",
         ),
+        (
+            configured(model=replace(configured().model, cross_layers=2)),
+            configured(model=replace(configured().model, cross_layers=4)),
+            r"model differs: {'cross_layers': 2} in .*, {'cross_layers': 4} in",
+        ),
         (configured(), configured(loss_interval=1), "interval between checks of the loss differs: 100 in .*, 1 in"),
     ],
 )
