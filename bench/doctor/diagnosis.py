@@ -143,7 +143,13 @@ def diagnose(
         ranks=summaries,
         parts=parts,
         findings=findings,
-        predictions=predict(findings, iteration_ms, parts, any(s["calls"].get(cuda.GRAPH_LAUNCH) for s in summaries)),
+        predictions=predict(
+            findings,
+            iteration_ms,
+            parts,
+            graphs=any(s["calls"].get(cuda.GRAPH_LAUNCH) for s in summaries),
+            pipelined=first["found_by"] == "progress",
+        ),
         notes=_notes(ranks, summaries[slowest]),
     )
     return diagnosis, _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])

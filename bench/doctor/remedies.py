@@ -77,6 +77,8 @@ class Remedy(NamedTuple):
     """Whether it replays the dense network."""
     trims: bool = False
     """Whether it takes away what the input dist reads and makes of lists."""
+    anywhere: bool = False
+    """Whether it is for scripts without TorchRec too."""
 
 
 def suggestion(place: Place) -> str:
@@ -115,11 +117,13 @@ REMEDIES = (
         "the script's own lines changed as suggested",
         _own,
         "a wait that is left out may be met at the next one, if the GPU is behind",
+        anywhere=True,
     ),
     Remedy(
-        "TorchRec: inplace_copy_batch_to_gpu=True, and batches in pinned memory",
+        "batches in pinned memory, with TorchRec's pipelines inplace_copy_batch_to_gpu=True",
         lambda finding: finding["kind"] == judge.H2D,
         "the copy itself stays, beside other work",
+        anywhere=True,
     ),
     Remedy(
         "five-stage pipeline: pinned_d2h",
@@ -171,14 +175,21 @@ _LEAST_MS = 0.01
 """Parts below this are left out."""
 
 
-def predict(findings: Sequence[Finding], iteration_ms: float, parts: Parts, graphs: bool) -> list[Prediction]:
-    """What each remedy would take away here, most first. graphs: whether the script replays CUDA graphs already."""
+def predict(
+    findings: Sequence[Finding], iteration_ms: float, parts: Parts, *, graphs: bool, pipelined: bool
+) -> list[Prediction]:
+    """What each remedy would take away here, most first.
+
+    graphs: whether the script replays CUDA graphs already. pipelined: whether a TorchRec pipeline, or one in its place,
+    runs the iterations; without one, and without a finding in TorchRec, the five-stage pipeline has no place there.
+    """
+    for_torchrec = pipelined or any(map(_of_torchrec, findings))
     shape_changes = any(finding["kind"] == judge.SHAPE for finding in findings)
     predictions = []
     for remedy in REMEDIES:
         numbers = [number for number, finding in enumerate(findings, start=1) if remedy.removes(finding)]
         measured = [part for part in remedy.parts if parts[part] >= _LEAST_MS]
-        if not numbers and not measured:
+        if (not numbers and not measured) or not (for_torchrec or remedy.anywhere):
             continue
         if (remedy.graphs and graphs) or (remedy.trims and not any(map(in_input_dist, findings))):
             continue  # the script has it already

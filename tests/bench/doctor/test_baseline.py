@@ -147,7 +147,8 @@ def test_what_is_no_diagnosis_is_refused(tmp_path: Path, content):
 def test_predictions_stop_at_what_the_gpu_has_to_do():
     torchrec = finding(ms=3.0, library="torchrec/distributed/dist_data.py")
     parts = NOTHING | {"gpu_ms": 2.5}
-    predictions = {p["remedy"].partition(":")[2]: p for p in predict([torchrec, finding(ms=1.0)], 5.0, parts, False)}
+    found = [torchrec, finding(ms=1.0)]
+    predictions = {p["remedy"].partition(":")[2]: p for p in predict(found, 5.0, parts, graphs=False, pipelined=False)}
     trimmed = predictions[" trimmed input dist (TrimmedEBCSharder)"]
     assert (trimmed["findings"], trimmed["removes_ms"], trimmed["at_best_ms"]) == ([1], 3.0, 2.5)
     (own,) = (p for p in predictions.values() if p["remedy"].startswith("the script's own"))
@@ -157,9 +158,8 @@ def test_predictions_stop_at_what_the_gpu_has_to_do():
 def test_a_part_is_taken_away_once():
     loop, read = finding(judge.OPTIMIZER_LOOP, ms=0.5), finding(ms=1.0, library="torchrec/distributed/dist_data.py")
     parts = Parts(dense_ms=2.0, input_dist_ms=1.5, record_streams_ms=0.001, gpu_ms=0.0)
-    predictions = {
-        p["remedy"].removeprefix("five-stage pipeline: "): p for p in predict([loop, read], 5.0, parts, False)
-    }
+    made = predict([loop, read], 5.0, parts, graphs=False, pipelined=True)
+    predictions = {p["remedy"].removeprefix("five-stage pipeline: "): p for p in made}
     assert predictions["cuda_graph='dense'"]["removes_ms"] == 2.0
     together = predictions["trimmed input dist and cuda_graph='dense' together"]
     assert (together["findings"], together["removes_ms"], together["at_best_ms"]) == ([1, 2], 3.5, 1.5)
@@ -169,16 +169,27 @@ def test_a_part_is_taken_away_once():
 
 def test_what_a_script_has_already_is_not_predicted():
     parts = Parts(dense_ms=0.5, input_dist_ms=0.2, record_streams_ms=0.0, gpu_ms=0.0)
-    (left,) = predict([], 2.0, parts, graphs=True)
+    (left,) = predict([], 2.0, parts, graphs=True, pipelined=True)
     assert "launch_threads=2" in left["remedy"]
     reads = finding(judge.SYNCHRONIZE, ms=0.1, library="pipeline/five_stage/splits_exchange.py")
-    trimmed, _ = predict([reads], 2.0, parts, graphs=True)
+    trimmed, _ = predict([reads], 2.0, parts, graphs=True, pipelined=True)
     assert ("trimmed" in trimmed["remedy"], trimmed["removes_ms"]) == (True, 0.2)
+
+
+def test_a_script_without_torchrec_is_not_offered_its_pipelines():
+    found = [finding(judge.OPTIMIZER_LOOP, ms=0.5), finding(judge.H2D, ms=0.1)]
+    alone = [p["remedy"] for p in predict(found, 5.0, NOTHING, graphs=False, pipelined=False)]
+    assert [name.partition(",")[0] for name in alone] == [
+        "the script's own lines changed as suggested",
+        "batches in pinned memory",
+    ]
+    piped = [p["remedy"] for p in predict(found, 5.0, NOTHING, graphs=False, pipelined=True)]
+    assert [name for name in piped if name not in alone] == ["five-stage pipeline: cuda_graph='dense'"]
 
 
 def test_a_trimmed_input_dist_is_doubted_where_shapes_change():
     torchrec = finding(library="torchrec/distributed/dist_data.py")
-    predictions = predict([torchrec, finding(judge.SHAPE, ms=None)], 5.0, NOTHING, False)
+    predictions = predict([torchrec, finding(judge.SHAPE, ms=None)], 5.0, NOTHING, graphs=False, pipelined=True)
     assert any("shapes change in this script" in p["caution"] for p in predictions)
 
 

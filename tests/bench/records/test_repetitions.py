@@ -124,8 +124,8 @@ def test_drift_left(sides: str, left: float) -> None:
 
 
 RESULTS = ROOT / "results"
-AGAIN = ("07", "09", "10", "11", "14", "15", "22", "24", "26", "27", "28", "34")
-"""Records with several runs of one configuration on one machine; 15, 22 and 34 are A/A ladders."""
+AGAIN = ("07", "09", "10", "11", "14", "15", "22", "24", "26", "27", "28", "34", "38", "39", "47")
+"""Records with several runs of one configuration on one machine; 15, 22, 34 and 47 are A/A ladders."""
 KINDS = ("torchrec", "five-stage", "static")
 
 
@@ -181,7 +181,7 @@ def test_recorded_runs_of_the_same_thing_are_seldom_judged_different(kind: str) 
     assert np.mean(splits) <= 0.06  # seven of 126
 
 
-@pytest.mark.parametrize(("kind", "runs", "of"), [("torchrec", 34, 12), ("five-stage", 46, 16), ("static", 33, 11)])
+@pytest.mark.parametrize(("kind", "runs", "of"), [("torchrec", 49, 17), ("five-stage", 52, 17), ("static", 44, 14)])
 def test_so_are_runs_of_several_machines(kind: str, runs: int, of: int) -> None:
     """Five and ten a side, drawn from what runs of all records differ by within their machine."""
     (pool, _), rng = pooled(kind), np.random.default_rng(0)
@@ -193,7 +193,7 @@ def test_so_are_runs_of_several_machines(kind: str, runs: int, of: int) -> None:
 
 @pytest.mark.parametrize(("kind", "tries"), [("torchrec", 20), ("five-stage", 20), ("static", 150)])
 def test_2_percent_is_found_with_the_number_of_runs_that_is_printed(kind: str, tries: int) -> None:
-    """With a probability of 80 %, drawing runs from the recorded ones: 2 of static's, more than 300 of stock's."""
+    """With a probability of 80 %, drawing runs from the recorded ones: 2 of static's, more than 250 of the others'."""
     (pool, spread), rng = pooled(kind), np.random.default_rng(1)
     needed = runs_needed(spread, 0.02, paired=False)
     assert needed is not None
