@@ -1,5 +1,6 @@
 """Which graph runs a batch: one for each form that comes back, with room for a number of tokens, bounded in number."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ WARM_UP = 3
 MOST_GRAPHS = 16
 """All forms and numbers of tokens together."""
 _MOST_FORMS = 256  # told apart; those that never come back are forgotten
-_WASTE = 2.0  # the room of a graph that is replayed at most, by the tokens of the batch, while another may be captured
-_STEPS = 4  # numbers of tokens that there is a graph for, between a power of two and the next
+_WASTE = 1.25  # the room of a graph that is replayed at most, by the tokens of the batch, while another may be captured
+_WASTE_LATER = 2.0  # the same once half of all graphs are captured: the others are for batches that none fits
+_STEPS = 8  # numbers of tokens that there is a graph for, between a power of two and the next
+_LEAST_STEP = 32  # tokens: a GPU computes so many in no time
 
 
 class Plan(NamedTuple):
@@ -83,7 +86,10 @@ class GraphPool:
         of.least = [min(pair) for pair in zip(of.least, counts, strict=True)]
         fitting = [graph for graph in of.graphs if _fits(graph.rows, counts, pads)]
         best = min(fitting, key=lambda graph: sum(graph.rows), default=None)
-        if best is not None and (sum(best.rows) <= _WASTE * sum(counts) or self._count >= MOST_GRAPHS):
+        waste = _WASTE if self._count < MOST_GRAPHS // 2 else _WASTE_LATER
+        if self._count == MOST_GRAPHS - 1:
+            waste = math.inf  # the last one has room for all that there has been
+        if best is not None and (sum(best.rows) <= waste * sum(counts) or self._count >= MOST_GRAPHS - 1):
             return best, Plan(None, None)
         if self._batches <= WARM_UP or of.seen == 1:
             return best, Plan(None, None)
@@ -91,9 +97,10 @@ class GraphPool:
             return None, Plan(None, f"{MOST_GRAPHS} graphs are captured, the most that there may be")
         if not pads and not exact and any(jagged):
             return None, Plan(None, of.never_pads)
-        return None, Plan(
-            [_room(n, most, exact or not j) for n, most, j in zip(counts, of.most, jagged, strict=True)], None
-        )
+        rows = [_room(n, most, waste, exact or not j) for n, most, j in zip(counts, of.most, jagged, strict=True)]
+        if best is not None and sum(best.rows) <= sum(rows):
+            return best, Plan(None, None)
+        return None, Plan(rows, None)
 
     def capture(
         self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int], run: Run
@@ -120,10 +127,14 @@ def _fits(rows: Sequence[int], counts: Sequence[int], pads: bool) -> bool:
     return all(n <= room for n, room in zip(counts, rows, strict=True))
 
 
-def _room(count: int, most: int, exact: bool) -> int:
+def _room(count: int, most: int, waste: float, exact: bool) -> int:
     """Room for `count` tokens, in steps; for the most seen so far, where that is not much more."""
     if exact:
         return count
-    wanted = most if most <= _WASTE * count else count
-    step = max(1 << max(wanted - 1, 1).bit_length() - 1, 2 * _STEPS) // _STEPS
-    return -(-max(wanted, 1) // step) * step
+    for_most = _in_steps(most)
+    return for_most if for_most <= waste * count else _in_steps(count)
+
+
+def _in_steps(count: int) -> int:
+    step = max((1 << max(count - 1, 1).bit_length() - 1) // _STEPS, _LEAST_STEP)
+    return -(-max(count, 1) // step) * step

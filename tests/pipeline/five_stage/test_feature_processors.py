@@ -62,6 +62,6 @@ def parity(ranks: Ranks) -> None:
             assert_equal(ours, theirs, 0, f"{plan}, {threads}, {trimmed}")
 
 
-@pytest.mark.parametrize(("world_size", "gpu"), [(1, False), (2, False), *GPU_PLACES])
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
 def test_trains_bit_by_bit_beside_a_graph(run_ranks, world_size, gpu):
     run_ranks(world_size, parity, gpu=gpu)

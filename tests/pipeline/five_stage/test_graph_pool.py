@@ -1,7 +1,9 @@
 """Graphs for batches of several sizes and numbers of tokens: what is replayed, padded or eager trains as stock does."""
 
+import random
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -77,8 +79,9 @@ def test_sizes_that_come_back_are_captured(run_ranks, world_size, gpu):
 
 
 def jagged(ranks: Ranks) -> None:
+    dlrm_bench.pipeline.five_stage.graph_pool._LEAST_STEP = 2  # these are few
     pipeline = both(ranks, Sequence, batches(ranks, 24))
-    assert 1 <= pipeline.graphs <= 6
+    assert 2 <= pipeline.graphs <= 12
     assert pipeline._graph.eager_batches == 0
     pipeline = both(ranks, Sequence, batches(ranks, 12, full=True))
     assert pipeline.graphs == 1
@@ -153,10 +156,58 @@ def test_gradients_are_accumulated_as_ddp_does(run_ranks, world_size, gpu):
 
 
 def test_room_comes_in_steps():
-    assert [_room(n, n, exact=False) for n in (1, 9, 100, 129, 1000)] == [2, 10, 112, 160, 1024]
-    assert _room(70, 100, exact=False) == _room(100, 100, exact=False)
-    assert _room(30, 100, exact=False) == _room(30, 30, exact=False)
-    assert _room(70, 100, exact=True) == 70
+    assert [_room(n, n, 1.25, exact=False) for n in (1, 40, 1000, 1030, 10000)] == [32, 64, 1024, 1152, 10240]
+    assert _room(900, 1000, 1.25, exact=False) == _room(1000, 1000, 1.25, exact=False)
+    assert _room(700, 1000, 1.25, exact=False) == _room(700, 700, 1.25, exact=False)
+    assert _room(700, 1000, 2.0, exact=False) == _room(1000, 1000, 2.0, exact=False)
+    assert _room(700, 1000, 1.25, exact=True) == 700
+
+
+@dataclass
+class Room:
+    rows: list[int]
+
+
+DRAWS: dict[str, tuple[Callable[[], list[int]], float]] = {
+    "4 sequences": (lambda: [sum(random.randint(1234, 4086) for _ in range(4))], 1.1),
+    "32 sequences": (lambda: [sum(random.randint(1234, 4086) for _ in range(32))], 1.12),
+    "a long tail": (lambda: [int(random.lognormvariate(8, 0.5)) + 1], 1.3),
+    "4 features": (lambda: [random.randint(700, 1300) for _ in range(4)], 1.25),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_graphs_are_few_and_have_little_room_to_spare(name):
+    draw, most = DRAWS[name]
+    random.seed(1)
+    pool, form, graphs = GraphPool(), ((), ()), []
+    for i in range(2000):
+        if i == 1000:
+            captured, spare = len(pool), []
+        counts = draw()
+        graph, plan = pool.find(form, counts, [True] * len(counts), pads=True)
+        if plan.rows is not None:
+            graph = Room(plan.rows)
+            pool._forms[form].graphs.append(graph)
+            pool._count += 1
+            graphs.append(graph.rows)
+        if i >= 1000:
+            assert graph is not None
+            spare.append(sum(graph.rows) / sum(counts))
+    assert len(pool) <= min(14, captured + 1)
+    assert len(set(map(tuple, graphs))) == len(graphs)
+    assert 1 <= sum(spare) / len(spare) < most
+
+
+def test_the_last_graph_has_room_for_all():
+    pool, form = GraphPool(), ((), ())
+    pool.find(form, [5000], [True], pads=True)
+    for n in (10, 10, 10):
+        pool.find(form, [n], [True], pads=True)
+    pool._count = dlrm_bench.pipeline.five_stage.graph_pool.MOST_GRAPHS - 1
+    graph, plan = pool.find(form, [10], [True], pads=True)
+    assert graph is None
+    assert plan.rows == [_room(5000, 5000, 1.25, exact=False)]
 
 
 def test_forms_that_never_come_back_are_forgotten():
