@@ -1,8 +1,8 @@
 """What happened to the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
 
 One thread a rank asks NVML five questions about its own GPU, after the warm-up a hundred times a second, then ever less
-often down to twice: short runs get ten samples too. Each question takes microseconds, and none waits for the GPU or
-holds Python's interpreter lock.
+often down to twice: a window of 0.2 s has ten samples too. Each question takes microseconds, and none waits for the GPU
+or holds Python's interpreter lock.
 """
 
 import gc
