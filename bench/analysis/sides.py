@@ -50,19 +50,16 @@ class Side:
 def read_side(path: Path) -> Side:
     """Reads a side: a record, a folder of records, a ladder's rung (LADDER/RUNG), an MLPerf log or a folder of such.
 
-    A rung of a ladder that was interrupted, or still runs, is a side too, of the runs that have ended.
-
-    ValueError, naming the file, if it is missing, damaged or of another kind.
+    A rung of a ladder that was interrupted, or still runs, is a side too, of the runs that have ended. ValueError,
+    naming the file, if it is missing, damaged or of another kind.
     """
+    path = _in_ladder(path)
     if path.is_file():
         return _side_of_logs(str(path), read_mlperf_log(path))
     if not path.exists():
         members = members_of(path.parent)
         if members is not None:
             return _side_of_rung(path, members)
-        ladders = [Path(folder) for folder in glob(str(path.parent))]
-        if len(ladders) == 1 and ladders[0] != path.parent:  # shells leave LADDER*/RUNG as it is: a rung is no folder
-            return read_side(ladders[0] / path.name)
         raise ValueError(f"{path} does not exist: name a record, a folder of records, a ladder's rung or an MLPerf log")
     if (path / RUN_JSON).exists():
         return side_of_records(str(path), [read_record(path)])
@@ -134,8 +131,15 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
 
 def first_run_of(path: Path) -> Path:
     """Returns a side's first record: the path itself, unless it names a rung of a ladder (LADDER/RUNG)."""
+    path = _in_ladder(path)
     members = None if path.exists() else members_of(path.parent)
     return path.parent / members[path.name][0] if members and members.get(path.name) else path
+
+
+def _in_ladder(path: Path) -> Path:
+    """Returns LADDER/RUNG for LADDER*/RUNG, which shells leave as it is, because a rung is no folder."""
+    ladders = [] if path.exists() else glob(str(path.parent))
+    return Path(ladders[0]) / path.name if len(ladders) == 1 else path
 
 
 def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:

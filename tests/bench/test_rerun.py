@@ -127,5 +127,6 @@ def test_a_rung_is_compared_with_all_its_rounds(
     assert main(["rerun", str(tmp_path / "b")]) == 0
     assert repeated == [tmp_path / "00-b"]
     assert "runs: 4 and 1." in capsys.readouterr().out
+    assert main(["rerun", str(tmp_path.parent / f"{tmp_path.name}*" / "b")]) == 0  # which no shell expands
     assert main(["rerun", str(tmp_path / "01-b")]) == 0
-    assert repeated[1:] == [tmp_path / "01-b"]
+    assert repeated[1:] == [tmp_path / "00-b", tmp_path / "01-b"]
