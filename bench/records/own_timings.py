@@ -46,8 +46,12 @@ def write_timings(
     times = np.atleast_2d(np.asarray(times_ms, dtype=np.float32))
     if times.ndim != 2 or times.shape[1] <= warmup:
         raise ValueError(f"times are {list(np.shape(times_ms))} and the warm-up {warmup}: nothing is left to compare")
-    if not np.isfinite(times).all() or (times <= 0).any():
-        raise ValueError("times must be positive and finite: every iteration takes some")
+    bad = np.argwhere(~(np.isfinite(times) & (times > 0)))
+    if len(bad):
+        rank, iteration = bad[0]
+        raise ValueError(
+            f"iteration {iteration} of rank {rank} took {times[rank, iteration]} ms: times must be positive and finite"
+        )
     if samples < 1 or warmup < 0:
         raise ValueError(f"samples ({samples}) must be positive, and the warm-up ({warmup}) not negative")
     loss = np.full(times.shape[1], np.nan, np.float32) if losses is None else np.asarray(losses, dtype=np.float32)

@@ -84,7 +84,7 @@ def create_run_folder(results_dir: Path, run_id: str) -> Path:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ValueError(
-            f"{folder} exists and records are never overwritten: choose another --run-id or --results-dir"
+            f"{folder} exists and records are never overwritten: choose another --run-id, --results-dir or --out"
         ) from None
     except OSError as error:
         raise ValueError(f"{folder} cannot be made ({error.strerror}): choose another --results-dir") from error

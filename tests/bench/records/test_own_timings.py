@@ -70,8 +70,8 @@ def test_what_holds_no_times(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     for times, samples, warmup, said in (
-        ([1.0, 0.0], 1, 0, "positive and finite"),
-        ([1.0, np.nan], 1, 0, "positive and finite"),
+        ([1.0, 0.0], 1, 0, r"iteration 1 of rank 0 took 0\.0 ms: times must be positive and finite"),
+        ([[1.0, 2.0], [np.nan, 1.0]], 1, 0, "iteration 0 of rank 1 took nan ms"),
         ([1.0], 1, 1, "nothing is left"),
         ([1.0], 0, 0, "samples"),
     ):
