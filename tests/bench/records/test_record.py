@@ -263,7 +263,7 @@ def test_run_ids_sort_by_date(earlier: datetime, seconds: int) -> None:
 def test_run_folders_are_new(tmp_path: Path) -> None:
     folder = create_run_folder(tmp_path / "deep" / "results", "id")
     assert folder.is_dir()
-    with pytest.raises(ValueError, match=f"{folder} exists .*--run-id or --results-dir"):
+    with pytest.raises(ValueError, match=f"{folder} exists .*--run-id, --results-dir or --out"):
         create_run_folder(tmp_path / "deep" / "results", "id")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot be made \(Not a directory\).*--results-dir"):
