@@ -280,7 +280,7 @@ def lucky(ladder: Ladder) -> Iterator[str]:
 
 def _cells(speedup: float, interval: list[float] | None, is_proven: bool) -> tuple[str, str]:
     if interval is None:
-        return f"{speedup:.3f} x", "one round: unknown"
+        return f"{speedup:.3f} x ~", "one round: unknown"
     low, high = interval
     if low == high:  # the rung itself
         return "", ""

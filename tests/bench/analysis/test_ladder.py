@@ -69,7 +69,9 @@ def test_one_round_has_no_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     make(tmp_path, rounds=1)
     ladder, _ = read_ladder(tmp_path)
     assert ladder["rungs"][1]["ci95"] is None
-    assert "one round: unknown" in list(ladder_table(ladder).columns[4].cells)
+    table = ladder_table(ladder)
+    assert list(table.columns[4].cells) == ["", "one round: unknown", "one round: unknown"]
+    assert [str(cell).endswith(" ~") for cell in table.columns[3].cells] == [False, True, True]
 
 
 def drawn_ladder(rounds: int, effects: list[float], rng: np.random.Generator) -> Ladder:
