@@ -11,7 +11,7 @@ from torchrec import KeyedJaggedTensor
 
 from dlrm_bench.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
 from dlrm_bench.hstu.config import PRESETS, HstuConfig
-from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_users, sample_and_place
+from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_actions, of_users, sample_and_place
 
 TINY = PRESETS["hstu-tiny"]
 
@@ -150,6 +150,13 @@ def test_a_users_gradient_is_the_sum_over_its_tokens() -> None:
     found, expected = of_users(users, offsets, sample, place, 5), users[sample]
     assert torch.equal(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(of, users, grad)[0] for of in (found, expected)))
+
+
+def test_an_actions_gradient_is_the_sum_over_its_events() -> None:
+    weight, actions, grad = torch.randn(5, 3, requires_grad=True), torch.randint(5, (40,)), torch.randn(40, 3)
+    found, expected = of_actions(weight, actions), nn.functional.embedding(actions, weight)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(of, weight, grad)[0] for of in (found, expected)))
 
 
 def test_it_learns() -> None:
