@@ -140,7 +140,12 @@ def _compare_ladders(paths: Sequence[Path], a: dict[str, Side], b: dict[str, Sid
             f"{paths[0]} and {paths[1]} have no rung in common ({', '.join(a)}; {', '.join(b)}): name two rungs, "
             f"such as {paths[0] / next(iter(a))}"
         )
-    return compare_all([(name, a[name], b[name]) for name in shared])
+    results = compare_all([(name, a[name], b[name]) for name in shared])
+    alone = [name for name in a | b if name not in shared]
+    if not alone:
+        return results
+    said = f"rungs that one of the ladders alone has are left out: {', '.join(alone)}"
+    return [replace(result, notes=[*result.notes, said]) for result in results]
 
 
 def _per_sample(a: Side, b: Side) -> bool:

@@ -151,7 +151,7 @@ def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
         raise ValueError(
             f"{path.parent} was interrupted before a run of {path.name} had ended: {_resuming(path.parent)}"
         )
-    said = [f"{path.parent} was interrupted, and has {len(runs)} runs of {path.name}"] if cut else []
+    said = [f"{path.parent} was interrupted, and has {len(runs)} run(s) of {path.name}"] if cut else []
     return side_of_records(str(path), [read_record(path.parent / member) for member in runs], said)
 
 

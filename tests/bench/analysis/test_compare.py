@@ -210,9 +210,15 @@ def test_two_ladders_are_compared_rung_by_rung(tmp_path: Path, monkeypatch: pyte
     table = rungs_table(results)
     assert list(table.columns[0].cells) == ["a", "b", "c"]
     assert str(table.title).endswith(f"A = {tmp_path / 'x'}\nB = {tmp_path / 'y'}")
+    assert not any("left out" in note for note in results[0].notes)
     ladder = json.loads((tmp_path / "y" / "ladder.json").read_text())
+    ladder["rungs"][1]["name"] += "-new"
+    (tmp_path / "y" / "ladder.json").write_text(json.dumps(ladder))
+    results = compare_paths([tmp_path / "x", tmp_path / "y"])
+    assert [result.name for result in results] == ["a", "c"]
+    assert results[0].notes[-1] == "rungs that one of the ladders alone has are left out: b, b-new"
     for rung in ladder["rungs"]:
-        rung["name"] += "-new"
+        rung["name"] = rung["name"].removesuffix("-new") + "-new"
     (tmp_path / "y" / "ladder.json").write_text(json.dumps(ladder))
     with pytest.raises(ValueError, match=r"have no rung in common \(a, b, c; a-new"):
         compare_paths([tmp_path / "x", tmp_path / "y"])

@@ -76,7 +76,7 @@ def test_an_interrupted_ladder_has_the_runs_that_ended(made: Path) -> None:
         (made / member / "run.json").unlink()
     side = read_side(made / "b")
     assert (len(side.series), len(read_side(made / "a").series)) == (3, 4)
-    assert f"{made} was interrupted, and has 3 runs of b" in side.warnings
+    assert f"{made} was interrupted, and has 3 run(s) of b" in side.warnings
     rungs = rungs_of(made)
     assert rungs is not None
     assert list(rungs) == ["a", "b"]
