@@ -139,8 +139,8 @@ class TrimmedEC(ShardedEmbeddingCollection):
                     input_splits=of.input_splits,
                     output_splits=of.output_splits,
                     batch_size_per_rank=[stride] * self._rank_group.world_size,
-                    own_ids=of.own_ids,
                 )
+                context.own_ids = of.own_ids
                 ctx.sharding_contexts.append(context)
                 awaitables.append(FirstWait(batch, index))
         return KJTListSplitsAwaitable(awaitables, ctx, self._module_fqn, list(self._sharding_type_to_sharding))

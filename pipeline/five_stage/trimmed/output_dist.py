@@ -5,7 +5,6 @@ unpooled ones where all numbers of ids are known before.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,9 +84,9 @@ class TrimmedOutputDist(nn.Module):
         )
 
 
-@dataclass
 class KnownSequences(SequenceShardingContext):
-    """TorchRec's context of one lookup of unpooled embeddings, whose sizes the host knows."""
+    """TorchRec's context of one lookup of unpooled embeddings, whose sizes the host knows. `own_ids` is set after its
+    construction: TorchRec 1.6's has a constructor, later ones are dataclasses."""
 
     own_ids: tuple[int, ...] = ()
     """Ids of each feature that this rank looks up, of one rank's batch; alike on all ranks."""

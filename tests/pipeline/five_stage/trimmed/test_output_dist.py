@@ -67,12 +67,12 @@ def sequences_both_ways(output_dist: Any, ranks: Ranks, ids: list[list[int]]) ->
     torch.manual_seed(ranks.rank)
     embs = torch.randn(world_size * sum(own), WIDTH, device=ranks.device, requires_grad=True)
     context = KnownSequences(
-        own_ids=tuple(own),
         input_splits=list(map(sum, ids)),
         output_splits=[sum(own)] * world_size,
         batch_size_per_rank=[1] * world_size,
         lengths_after_input_dist=torch.tensor([[n] * world_size for n in own], device=ranks.device),
     )
+    context.own_ids = tuple(own)
     result = output_dist(embs, context).wait()
     grad = torch.randn(result.shape[::-1], device=ranks.device).t()
     result.backward(grad if isinstance(output_dist, TrimmedSequenceDist) else grad.contiguous())
