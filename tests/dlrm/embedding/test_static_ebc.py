@@ -185,12 +185,27 @@ class World:
         """What this rank's shards look up, in the layout of `columns_held`: of their rows alone."""
         held = []
         for shard in self.ebc.shards:
-            rows = torch.zeros(len(self.tables[shard.table]), 1, device=self.device)
-            rows[shard.row_part :: shard.row_parts] = 1
-            block = self.global_blocks(batch)[shard.table].long()
-            bags = functional.embedding_bag(block, self.tables[shard.table] * rows, mode="sum")
+            bags = self.pooled_of_rows(batch, shard.table, shard.row_part, shard.row_parts)
             held.append(bags[:, shard.column : shard.column + shard.columns])
         return self.by_part(torch.cat(held, dim=1))
+
+    def pooled_of_rows(self, batch: int, table: int, row_part: int, row_parts: int) -> Tensor:
+        """The plain pooled vectors of one table's part of rows, [G, DIM]."""
+        rows = torch.zeros(len(self.tables[table]), 1, device=self.device)
+        rows[row_part::row_parts] = 1
+        block = self.global_blocks(batch)[table].long()
+        return functional.embedding_bag(block, self.tables[table] * rows, mode="sum")
+
+    def pooled_in_parts(self, batch: int) -> Tensor:
+        """The plain pooled matrix of the global batch where the parts of a table's rows travel in `dtype`: each is
+        rounded before they are added up."""
+        row_parts = {shard.table: shard.row_parts for shard in self.case.plan.shards}
+        pooled = []
+        for table in range(MODEL.num_features):
+            count = row_parts.get(table, 1)
+            of_parts = [self.pooled_of_rows(batch, table, part, count).to(self.case.dtype) for part in range(count)]
+            pooled.append(torch.stack(of_parts).float().sum(0))
+        return torch.cat(pooled, dim=1)
 
     def by_part(self, matrix: Tensor) -> Tensor:
         """The rows of a matrix of the global batch, [rank][part] of them, in the order [part][rank]."""
@@ -265,7 +280,7 @@ def check_input_dist(ranks: Ranks, world: World) -> None:
 def check_forward(ranks: Ranks, world: World) -> None:
     case = world.case
     ids = world.input_dist(0)
-    expected = world.pooled(0, world.tables)
+    expected = world.pooled_in_parts(0)
     pooled = world.lookup(ids)
     if not case.peers:
         held = torch.cat([part for part in pooled if part is not None])
