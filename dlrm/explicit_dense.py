@@ -44,6 +44,10 @@ class ExplicitDense:
     after one another; weight gradients come once all parts are through, for the whole batch.
     """
 
+    in_eight_bits = False
+    """Whether some products have factors of eight bits: `copy_weights` then comes before the first forward after each
+    update."""
+
     def __init__(
         self,
         model: ModelConfig,
@@ -116,7 +120,7 @@ class ExplicitDense:
         self._y = matrices(*[width] * layers)
         # Gradients by the layers' outputs, and by y. The fused kernels keep all of them, as the first layer's adds x0's
         # gradient up; else the first share a buffer, and the others take y's place.
-        self._fused = fused_cross.applies(self.shape.part_samples, width, model.cross_rank, dtype, device)
+        self._fused = self._is_fused(width, device)
         self._dx = matrices(*[width] * layers) if self._fused else matrices(width) * layers
         self._dy = matrices(*[width] * layers) if self._fused else self._y
         # Inputs of the top MLP's layers; gradients by them, before their ReLU, and by the logits.
@@ -127,6 +131,10 @@ class ExplicitDense:
         self._bottom = [self._dense, *matrices(*model.bottom_mlp)] if self._small else []
         """The inputs of the bottom MLP's layers, and its output."""
         self._make_partial_sums(device)
+
+    def _is_fused(self, width: int, device: torch.device) -> bool:
+        shape = self.shape
+        return fused_cross.applies(shape.part_samples, width, self.model.cross_rank, shape.dtype, device)
 
     def _make_partial_sums(self, device: torch.device) -> None:
         """Partial sums of the biases' gradients and of the loss: adding them up goes with the weight gradients, so that
@@ -177,6 +185,9 @@ class ExplicitDense:
         padded[:, : weight.shape[1]] = weight
         return padded
 
+    def copy_weights(self) -> None:
+        """Does nothing: products read the working weights."""
+
     def bottom_forward(self, dense: Tensor) -> None:
         """dense: fp32 [batch, dense_in_features]."""
         layers = [f"bottom_mlp.{i}" for i in range(len(self.model.bottom_mlp))]
@@ -206,11 +217,14 @@ class ExplicitDense:
     def top_hidden_forward(self, part: int = 0) -> Tensor:
         """Input of the top MLP's last layer [rows of the part, its width]."""
         rows = self._rows[part]
-        for i in range(len(self.model.top_mlp) - 1):
-            weight, bias = self.working[f"top_mlp.{i}.weight"].t(), self.working[f"top_mlp.{i}.bias"]
-            # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
-            torch._addmm_activation(bias, self._top[i][rows], weight, out=self._top[i + 1][rows])
+        for layer in range(len(self.model.top_mlp) - 1):
+            self._top_layer_forward(layer, rows)
         return self._top[-1][rows]
+
+    def _top_layer_forward(self, layer: int, rows: slice) -> None:
+        weight, bias = self.working[f"top_mlp.{layer}.weight"].t(), self.working[f"top_mlp.{layer}.bias"]
+        # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
+        torch._addmm_activation(bias, self._top[layer][rows], weight, out=self._top[layer + 1][rows])
 
     def top_forward(self, part: int = 0) -> Tensor:
         """Logits [rows of the part], in `dtype`, where no loss follows."""
@@ -235,12 +249,15 @@ class ExplicitDense:
 
     def top_backward(self, part: int = 0) -> None:
         """Gradient by the cross network's output; keeps what `top_weight_gradients` needs."""
+        for layer in range(len(self.model.top_mlp) - 2, -1, -1):
+            self._top_layer_backward(layer, part)
+
+    def _top_layer_backward(self, layer: int, part: int) -> None:
         rows = self._rows[part]
-        for i in range(len(self.model.top_mlp) - 2, -1, -1):
-            dh = self._dz_top[i][rows]
-            torch.mm(self._dz_top[i + 1][rows], self.working[f"top_mlp.{i}.weight"], out=dh)
-            if i > 0:
-                mlp.bias_relu_backward(dh, self._top[i][rows], dh, self._partials[f"top_mlp.{i - 1}"][part])
+        dh = self._dz_top[layer][rows]
+        torch.mm(self._dz_top[layer + 1][rows], self.working[f"top_mlp.{layer}.weight"], out=dh)
+        if layer > 0:
+            mlp.bias_relu_backward(dh, self._top[layer][rows], dh, self._partials[f"top_mlp.{layer - 1}"][part])
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
         """One cross layer, last layer first; keeps what its `cross_weight_gradients` needs.

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _MAP_BYTES = 128  # of a CUtensorMap, which cuTensorMapEncodeTiled wants at a multiple of 64
 # Values of cuda.h's CUtensorMap* enumerations.
-_BFLOAT16, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS = 9, 0, 3, 3, 0
+_UINT8, _BFLOAT16, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS = 0, 9, 0, 3, 3, 0
 
 
 @functools.cache
@@ -73,7 +73,12 @@ class Kernel:
 
 def _compile(source: Path, defines: dict[str, int]) -> bytes:
     nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-    options = [b"-arch=sm_90a", b"-std=c++17", *(f"-D{name}={value}".encode() for name, value in defines.items())]
+    options = [
+        b"-arch=sm_90a",
+        b"-std=c++17",
+        f"-I{source.parent}".encode(),
+        *(f"-D{name}={value}".encode() for name, value in defines.items()),
+    ]
     _, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, None, None)
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -95,17 +100,18 @@ class TensorMap(ctypes.Structure):
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
     """For boxes of so many rows and columns, 128 bytes wide and in shared memory with the 128-byte swizzle.
 
-    matrix: bf16, its rows at multiples of 16 bytes, contiguous but for its rows, which may lie apart. What a box has
-    outside of it is read as 0, and not written.
+    matrix: bf16 or in eight bits, its rows at multiples of 16 bytes, contiguous but for its rows, which may lie apart.
+    What a box has outside of it is read as 0, and not written.
     """
-    assert matrix.dtype == torch.bfloat16 and matrix.dim() == 2 and matrix.stride(1) == 1, "a bf16 matrix"
+    formats = {torch.bfloat16: _BFLOAT16, torch.float8_e4m3fn: _UINT8, torch.float8_e5m2: _UINT8}
+    assert matrix.dtype in formats and matrix.dim() == 2 and matrix.stride(1) == 1, "a matrix in bf16 or eight bits"
     assert box_columns * matrix.itemsize == 128 and matrix.stride(0) * matrix.itemsize % 16 == 0, "aligned rows"
     memory = ctypes.create_string_buffer(_MAP_BYTES + 64)
     at = -(-ctypes.addressof(memory) // 64) * 64
     rows, columns = matrix.shape
     error = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
-        _BFLOAT16,
+        formats[matrix.dtype],
         2,
         ctypes.c_void_p(matrix.data_ptr()),
         (ctypes.c_uint64 * 2)(columns, rows),

@@ -2,10 +2,12 @@
 
 torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke --data.path DIR [--field value ...]
 
+With --pipeline static --precision bf16 --fp8: the static pipeline with products in eight bits with the one in bf16.
+
 All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
 the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
-runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU both sides are fp32, and no
-graph is captured.
+runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU no graph is captured, and
+stock and static are fp32.
 """
 
 import json
@@ -57,11 +59,7 @@ def _main() -> int:
     config = replace(
         config, target_auc=manifest.best_auc, evaluations_per_epoch=1, iterations=None, warmup_iterations=0
     )
-    static = StaticOptions(cuda_graph="iteration" if cuda else "none", overlap=cuda, presort_ids=True, peer_memory=True)
-    sides = {
-        "stock": replace(config, precision="tf32" if cuda else "fp32", pipeline=TorchRecOptions()),
-        "static": replace(config, precision="bf16" if cuda else "fp32", pipeline=static),
-    }
+    sides = _sides(config, cuda)
     aucs: dict[str, list[float]] = {side: [] for side in sides}
     for seed in range(SEEDS):
         for side, its in sides.items():
@@ -77,6 +75,20 @@ def _main() -> int:
     return 0
 
 
+def _sides(config: RunConfig, cuda: bool) -> dict[str, RunConfig]:
+    """What is compared with what, by name."""
+    static = StaticOptions(cuda_graph="iteration" if cuda else "none", overlap=cuda, presort_ids=True, peer_memory=True)
+    if isinstance(config.pipeline, StaticOptions) and config.pipeline.fp8:
+        return {
+            "bf16": replace(config, precision="bf16", pipeline=static),
+            "fp8": replace(config, precision="bf16", pipeline=replace(static, fp8=True)),
+        }
+    return {
+        "stock": replace(config, precision="tf32" if cuda else "fp32", pipeline=TorchRecOptions()),
+        "static": replace(config, precision="bf16" if cuda else "fp32", pipeline=static),
+    }
+
+
 def _auc(config: RunConfig, ranks: Ranks) -> float:
     training = run(config, ranks, ranks.command_line("-m", [MODULE, *sys.argv[1:]])).record["training"]
     assert training is not None
@@ -87,10 +99,11 @@ def _auc(config: RunConfig, ranks: Ranks) -> float:
 
 
 def _summary(aucs: dict[str, list[float]]) -> dict[str, Any]:
-    differences = [static - stock for stock, static in zip(aucs["stock"], aucs["static"], strict=True)]
+    (one, of_one), (other, of_other) = aucs.items()
+    differences = [b - a for a, b in zip(of_one, of_other, strict=True)]
     pairs, mean = len(differences), statistics.mean(differences)
     half = student_t(0.975, pairs - 1) * statistics.stdev(differences) / pairs**0.5
-    return {"auc": aucs, "static_minus_stock": {"mean": mean, "ci95": [mean - half, mean + half]}}
+    return {"auc": aucs, f"{other}_minus_{one}": {"mean": mean, "ci95": [mean - half, mean + half]}}
 
 
 if __name__ == "__main__":

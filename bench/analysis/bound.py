@@ -99,13 +99,14 @@ class Bound(NamedTuple):
 
 
 def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
-    """The bound of a record's configuration on its GPUs; None where their rates are not known, and without GPUs.
+    """The bound of a record's configuration on its GPUs; None where their rates are not known (those of eight bits are
+    not), and without GPUs.
 
     limits: whose measured rates count; ValueError if they are of another GPU.
     """
     gpu, config = run["machine"]["gpu"], run["config"]
     rates = _KNOWN.get(gpu or "")
-    if rates is None or config["data"].get("variable_lengths"):
+    if rates is None or config["data"].get("variable_lengths") or config["pipeline"].get("fp8"):
         return None
     if limits is not None:
         if limits["machine"]["gpu"] != gpu:

@@ -184,6 +184,8 @@ def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
             found.append(f"{name} {of_run}, beside a floor of {of_floor}")
     if data.get("variable_lengths"):
         found.append("bags of varying length, beside a floor of full ones")
+    if config["pipeline"].get("fp8"):
+        found.append("products in eight bits, beside a floor without any")
     return found
 
 

@@ -134,6 +134,10 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     ),
     "full": _FULL,
     "ends": (_FULL[0], _FULL[-1]),
+    "fp8": (
+        _FULL[-1],
+        Rung("fp8", (*_FULL[-1].flags, "--fp8"), "A third of the largest products' time, by factors of eight bits."),
+    ),
     "reading": (
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),
         Rung("files", (*_READING, "multi_hot"), "Nothing: the same on batches from the day files of --data.path."),

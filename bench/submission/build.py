@@ -32,7 +32,7 @@ FIRST_LOG = RESULT_NAMES[0]
 IMPLEMENTATION = "dlrm-bench"
 
 _FLOORS = ("bench", "dlrm", "kernels", "launch", "pipeline")
-_SOURCES = (".py", ".cu", ".html")
+_SOURCES = (".py", ".cu", ".cuh", ".html")
 _FILES = ("pyproject.toml", "README.md", "LICENSE", "requirements/cpu.txt", "requirements/gpu.txt")
 
 _OF_A_RUN = ("seed", "run_id", "results_dir")

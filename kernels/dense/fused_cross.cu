@@ -12,31 +12,34 @@
 // where each warp stores its rows in pieces of 128 bytes: the copy engine would do that, too, but the next inputs would
 // wait for it.
 //
-// No headers: NVRTC comes with none. Given on the command line: MODE, PAIRS, STEPS = ceil(depth / 64), at most 8.
+// a and b may be in eight bits, b then always [width, depth]: acc is their product times unscale. The second output may
+// be stored once more, times scale, in eight bits.
+//
+// Given on the command line: MODE, PAIRS, STEPS = ceil(depth / DEPTH), at most 8, SLOTS, and the formats FACTORS of a
+// and OUTPUT of the second output's copy (BF16: there is none).
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "hopper.cuh"
 
 constexpr int FORWARD = 0, BACKWARD = 1, INPUT = 2;
 constexpr int ROWS = 64, COLUMNS = 128, CHUNK = 64;  // of a tile; what one copy brings is at most 64 wide
 constexpr int A_BYTES = ROWS * CHUNK * 2, B_BYTES = COLUMNS * CHUNK * 2, PIECE = ROWS * CHUNK * 2;
-// Of a; and of the epilogue's inputs, each for a pair of them. Together with b they fill shared memory. On an H200, at
-// 3456 rows, FORWARD and INPUT of three layers: 36 and 48 us; 40 and 46 with 4 and 4, 38 and 54 with 8 and 2.
-constexpr int STAGES = STEPS < 6 ? STEPS : 6, SLOTS = 3;
+// Of a; SLOTS of the epilogue's inputs, each for a pair of them. Together with b they fill shared memory. On an H200,
+// at 3456 rows, FORWARD and INPUT of three layers: 36 and 48 us; 40 and 46 with 4 and 4, 38 and 54 with 8 and 2. With
+// factors in eight bits, 4, 6 and 8 slots are equal within 1 us.
+constexpr int STAGES = STEPS < 6 ? STEPS : 6;
+constexpr Format A_FORMAT = Format(FACTORS), OUT_FORMAT = Format(OUTPUT);
+constexpr int DEPTH = FACTORS ? 128 : 64;  // of what one copy brings
 constexpr int STEPS_OF_EPILOGUE = 2 * PAIRS;  // each for 64 columns and a pair of inputs
 constexpr int OUTPUTS = MODE == INPUT ? 1 : 2;
-constexpr bool B_ROWS_ARE_DEPTH = MODE != FORWARD;
-
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
+constexpr bool B_ROWS_ARE_DEPTH = MODE != FORWARD && !FACTORS;
 
 struct Arguments {
   TensorMap a, b, inputs[2 * PAIRS];
   u16* outputs[2];
   const u16* bias;  // of FORWARD
   float* partials;
+  u8* quantised;  // of the second output
+  float scale, unscale;
   int batch, width, row_tiles, column_tiles, blocks_of_columns;
 };
 
@@ -82,88 +85,6 @@ struct Tiles {
   }
 };
 
-__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u32 barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra end;\n"
-      "bra again;\n"
-      "end:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void load(u32 to, const TensorMap* from, int column, int row, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-      :
-      : "r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) {  // 128-byte swizzle
-  return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | address >> 4;
-}
-
-// acc (or 0) + 64 rows of a times 128 columns of b over a depth of 16.
-__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
-#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulate, 1, 1, 0, %67;\n"
-      "}\n"
-      : R16(0), R16(16), R16(32), R16(48)
-      : "l"(a), "l"(b), "r"(accumulate), "n"(B_ROWS_ARE_DEPTH ? 1 : 0));
-#undef R16
-#undef R4
-}
-
-// 16 rows of two blocks of 8 columns: each lane's pairs of columns, as in an accumulator's fragment.
-__device__ __forceinline__ void read(u32 address, u32* pairs) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-__device__ __forceinline__ void write(u32 address, const u32* pairs) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(pairs[0]),
-               "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-               : "memory");
-}
-
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
 // One thread's: the tiles of a, and with the first one of other columns those of b. A stage that is free again says
 // that all products of STAGES steps ago are through: as STAGES is at most STEPS, those of the tile before that read the
 // chunk of b that is overwritten here are among them.
@@ -176,14 +97,14 @@ __device__ void bring_factors(const Arguments& p, const Memory& memory, const Ti
       const u32 full = memory.full + 8 * stage;
       if (round > 0) wait(memory.empty + 8 * stage, (round - 1) & 1);
       expect(full, n != columns ? A_BYTES + B_BYTES : A_BYTES);
-      load(memory.a + stage * A_BYTES, &p.a, k * CHUNK, m * ROWS, full);
+      load(memory.a + stage * A_BYTES, &p.a, k * DEPTH, m * ROWS, full);
       if (n != columns) {
         const u32 b = memory.b + k * B_BYTES;
         if (B_ROWS_ARE_DEPTH) {
           load(b, &p.b, n * COLUMNS, k * CHUNK, full);
           load(b + B_BYTES / 2, &p.b, n * COLUMNS + CHUNK, k * CHUNK, full);
         } else {
-          load(b, &p.b, k * CHUNK, n * COLUMNS, full);
+          load(b, &p.b, k * DEPTH, n * COLUMNS, full);
         }
       }
     }
@@ -204,24 +125,6 @@ __device__ void bring_inputs(const Arguments& p, const Memory& memory, const Til
       for (int j = 0; j < 2; ++j)
         load(memory.piece(slot, j), &p.inputs[i % PAIRS * 2 + j], column + i / PAIRS * CHUNK, row, full);
     }
-  }
-}
-
-// The warp's 16 rows of a piece of 64 columns.
-__device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
-#pragma unroll
-  for (int i = 0; i < 16; i += 4) {
-    const int row = warp_row + i + lane / 8;
-    u32 values[4];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-                 : "r"(piece + row * 128 + ((lane ^ row) % 8 << 4))
-                 : "memory");
-    if (first_row + row < p.batch && column < p.width)
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + u64(first_row + row) * p.width + column),
-                   "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
-                   : "memory");
   }
 }
 
@@ -287,7 +190,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& me
     for (int kk = 0; kk < CHUNK / 16; ++kk) {
       const u64 of_a = a + (stage * A_BYTES + kk * 32 >> 4);
       const u64 of_b = b + (k * B_BYTES + kk * (B_ROWS_ARE_DEPTH ? 2048 : 32) >> 4);
-      multiply(acc, of_a, of_b, k + kk > 0);
+      multiply<A_FORMAT, B_ROWS_ARE_DEPTH>(acc, of_a, of_b, k + kk > 0);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (k > 0) {
@@ -303,6 +206,7 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   // Of the lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two blocks of columns.
   const u32 at = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
+  const float unscale = FACTORS ? p.unscale : 1;
   float acc[64];
   float sums[4] = {0, 0, 0, 0};
   int columns = tiles.columns(0);  // that `sums` are of
@@ -341,15 +245,16 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
           float &d0 = d[2 * i], &d1 = d[2 * i + 1];
           const float one0 = low(one[i]), one1 = high(one[i]), other0 = low(other[i]), other1 = high(other[i]);
           if (MODE == FORWARD) {
-            d0 += low(bias[i / 2]), d1 += high(bias[i / 2]);
+            d0 = d0 * unscale + low(bias[i / 2]), d1 = d1 * unscale + high(bias[i / 2]);
             one[i] = pack(d0, d1);
             other[i] = pack(one0 * d0 + other0, one1 * d1 + other1);
           } else if (MODE == BACKWARD) {
-            d0 += one0, d1 += one1;
+            d0 = d0 * unscale + one0, d1 = d1 * unscale + one1;
             one[i] = pack(d0, d1);
             d0 *= other0, d1 *= other1;
             other[i] = pack(d0, d1);
           } else {
+            if (pair == 0) d0 *= unscale, d1 *= unscale;
             d0 += pair == 0 ? one0 * other0 + one0 : one0 * other0;
             d1 += pair == 0 ? one1 * other1 + one1 : one1 * other1;
             if (pair == PAIRS - 1) one[i] = pack(d0, d1);
@@ -362,8 +267,9 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
             if (MODE != INPUT) write(second + (at ^ block << 4), other + 2 * block);
           }
           __syncwarp();
-          for (int j = 0; j < OUTPUTS; ++j)
-            store(p, p.outputs[j], first + j * PIECE, first_row, n * COLUMNS + half * CHUNK);
+          const int column = n * COLUMNS + half * CHUNK;
+          store<BF16>(p, p.outputs[0], first, first_row, column);
+          if (OUTPUTS == 2) store<OUT_FORMAT>(p, p.outputs[1], second, first_row, column);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();

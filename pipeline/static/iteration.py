@@ -57,7 +57,8 @@ class _EmbeddingForward:
     local: Branch
     """The replicated tables' lookup and the bottom MLP."""
     weights: list[Branch]
-    """The all-gathers of the cross layers' and of the top MLP's weights, where there are any."""
+    """The all-gathers of the cross layers' and of the top MLP's weights, where there are any; or the copies in eight
+    bits of both."""
 
 
 class Iteration:
@@ -115,6 +116,10 @@ class Iteration:
                 for bucket in dense.top.values():
                     bucket.all_gather()
             weights = [cross, top]
+        if dense.in_eight_bits:
+            with streams.beside("eight bits", *weights) as copies:
+                dense.copy_weights()
+            weights = [copies]
         with streams.beside("local") as local:
             self._local_forward(now)
         parts, lookups, pooled = [], [], []
@@ -242,6 +247,7 @@ class Iteration:
             with self._streams.beside("input_dist", priority=Priority.FILL):
                 self.input_dist(ahead)
             self._local_forward(now)
+            self._dense.copy_weights()
             for part, rows in enumerate(self._dense.shape.rows):
                 self._ebc.output_dist(self._ebc.lookup(now.ids, part), self._interaction_input(rows), part)
                 for layer in range(self._config.model.cross_layers):

@@ -21,12 +21,14 @@ from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
 from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
 from dlrm_bench.dlrm.embedding.torchrec_plan import torchrec_plan
 from dlrm_bench.dlrm.explicit_dense import LOSSES_KEPT, ExplicitDense
+from dlrm_bench.dlrm.fp8_dense import Fp8Dense
 from dlrm_bench.dlrm.gpu_costs import costs_of
 from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.kernels.dense import fp8
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import ModelState, StateBlocks, TensorBlock, TensorBlocks, gather, scatter, table_key
 from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
@@ -54,6 +56,9 @@ class StaticPipeline:
         """Collective over all ranks. ValueError where the options need a GPU and there is none."""
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
+        if options.fp8 and device.type == "cuda" and not fp8.applies(device):
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, and this is {name}: leave --fp8 out")
         model, batch_size = config.model, config.local_batch_size
         check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
         schedule = batch_schedule(batch_size, options)
@@ -77,7 +82,8 @@ class StaticPipeline:
             )
         memory = PeerMemory(ranks) if options.peer_memory else None
         self._memory = memory
-        self.dense = ExplicitDense(model, config.seed, shape, ranks, memory)
+        make_dense = Fp8Dense if options.fp8 else ExplicitDense
+        self.dense: ExplicitDense = make_dense(model, config.seed, shape, ranks, memory)
         inputs = self.dense.x0s
         self.ebc = StaticEBC(
             model,

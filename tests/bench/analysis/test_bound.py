@@ -70,6 +70,10 @@ def test_parts(tmp_path: Path) -> None:
     assert bound.resources["tensor cores"] == pytest.approx(products / 798e12 * 1e3)
 
 
+def test_rates_of_eight_bits_are_not_known(tmp_path: Path) -> None:
+    assert bound_with(tmp_path, "a", pipeline="static", precision="bf16", fp8=True) is None
+
+
 def test_rows_count_once_and_optimizers_move_their_state(tmp_path: Path) -> None:
     def update(name: str, **changes: object) -> float:
         (piece,) = (p for p in bound_with(tmp_path, name, **changes).pieces if p.name == "table update")

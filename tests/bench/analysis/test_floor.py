@@ -147,6 +147,13 @@ def test_a_floor_of_other_work_is_doubtful(
     assert str(distance_table(limits, [record, record]).caption) == "\n".join([f"warning: x: {said}"] * 2)
 
 
+def test_a_floor_without_eight_bits_is_doubtful_for_a_run_with_them(tmp_path: Path) -> None:
+    limits, ran = some_limits(), configured(pipeline="static", precision="bf16", fp8=True)
+    limits["config"]["precision"] = "bf16"
+    record = read_record(write(tmp_path / "x", recorded_runs()[0], config=ran)).run
+    assert caveats_of_floor(limits, record) == ["products in eight bits, beside a floor without any"]
+
+
 def test_what_limits_or_record_do_not_say_is_no_doubt(tmp_path: Path) -> None:
     nameless = {name: value for name, value in H200.items() if name != "hosts"}
     ran_by_sgd = configured(optimizer=OptimizerConfig(embedding="sgd"))

@@ -71,7 +71,7 @@ def test_records_say_more(tmp_path: Path, records: Path, monkeypatch: pytest.Mon
     assert configuration["config"]["local_batch_size"] == given[0].record["config"]["local_batch_size"]  # type: ignore[index]
     source = built.package.implementations / "dlrm-bench"
     assert (source / "launch" / "dlrm.py").is_file()
-    assert (source / "kernels" / "dense" / "fused_cross.cu").is_file()
+    assert all((source / "kernels" / "dense" / name).is_file() for name in ("fused_cross.cu", "hopper.cuh"))
     assert not (source / "tests").exists()
     assert not [path for path in source.rglob("*") if path.name.startswith(".") or " " in path.name]
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
-BENCHMARKS = (KERNELS / "benchmark" / "__main__.py", KERNELS / "benchmark" / "input_dist.py")
+BENCHMARKS = tuple(KERNELS / "benchmark" / f"{name}.py" for name in ("__main__", "fp8", "input_dist"))
 NO_KERNELS = {"__init__", "_cuda", "_triton", "peer_tensors", "stages"}
 PATHS = {
     path.stem: path

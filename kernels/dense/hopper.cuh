@@ -1,0 +1,150 @@
+// Hopper's instructions (sm_90a) for products by tiles: copies by the bulk tensor copy engine, barriers, warpgroups'
+// products and the matrices of 8 x 8 that warps read and write. Included by kernels that NVRTC compiles: no headers.
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Of the numbers of a matrix; as in fp8.py.
+enum Format { BF16 = 0, E4M3 = 1, E5M2 = 2 };
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra end;\n"
+      "bra again;\n"
+      "end:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void load(u32 to, const TensorMap* from, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      :
+      : "r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) {  // 128-byte swizzle
+  return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | address >> 4;
+}
+
+#define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define R16(i) R4(i), R4(i + 4), R4(i + 8), R4(i + 12)
+#define PRODUCT(kind, layouts) \
+  asm volatile( \
+      "{\n" \
+      ".reg .pred accumulate;\n" \
+      "setp.ne.b32 accumulate, %66, 0;\n" \
+      "wgmma.mma_async.sync.aligned.m64n128" kind " " \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+      "%64, %65, accumulate, 1, 1" layouts ";\n" \
+      "}\n" \
+      : R16(0), R16(16), R16(32), R16(48) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+// d (or 0) + 64 rows of a times 128 columns of b, over the 32 bytes of a row of a that descriptors point to.
+template <Format A, bool B_ROWS_ARE_DEPTH>
+__device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
+  if constexpr (A == E4M3)
+    PRODUCT("k32.f32.e4m3.e4m3", "");
+  else if constexpr (A == E5M2)
+    PRODUCT("k32.f32.e5m2.e4m3", "");
+  else if constexpr (B_ROWS_ARE_DEPTH)
+    PRODUCT("k16.f32.bf16.bf16", ", 0, 1");
+  else
+    PRODUCT("k16.f32.bf16.bf16", ", 0, 0");
+}
+
+#undef PRODUCT
+#undef R16
+#undef R4
+
+// 16 rows of two blocks of 8 columns: each lane's pairs of columns, as in an accumulator's fragment.
+__device__ __forceinline__ void read(u32 address, u32* pairs) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ void write(u32 address, const u32* pairs) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(pairs[0]),
+               "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Two bf16 numbers times scale, rounded to F; those out of its range become its largest.
+template <Format F>
+__device__ __forceinline__ u32 quantise(u32 pair, float scale) {
+  const float first = low(pair) * scale, second = high(pair) * scale;
+  u16 result;
+  if constexpr (F == E4M3)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(second), "f"(first));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(result) : "f"(second), "f"(first));
+  return result;
+}
+
+// A piece: 64 rows of 64 columns, 128 bytes each, with the 128-byte swizzle. The warp's 16 rows of it go to `to`,
+// [batch, width], and times scale, rounded to F, to `quantised`. By these names from the kernel's arguments: as
+// parameters of their own, compiled code has a branch for each row.
+template <Format F, class Arguments>
+__device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    const int row = warp_row + i + lane / 8;
+    u32 values[4];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(piece + row * 128 + ((lane ^ row) % 8 << 4))
+                 : "memory");
+    if (first_row + row < p.batch && column < p.width)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + u64(first_row + row) * p.width + column),
+                   "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
+                   : "memory");
+    if constexpr (F != BF16) {
+      const u32 left = quantise<F>(values[0], p.scale) | quantise<F>(values[1], p.scale) << 16;
+      const u32 right = quantise<F>(values[2], p.scale) | quantise<F>(values[3], p.scale) << 16;
+      if (first_row + row < p.batch && column < p.width)
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p.quantised + u64(first_row + row) * p.width + column),
+                     "r"(left), "r"(right)
+                     : "memory");
+    }
+  }
+}
