@@ -106,9 +106,9 @@ def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[
 
 
 class OfActions(torch.autograd.Function):
-    """weight[actions], [E, width], whose gradient is one product: torch's own adds the thousands of events of a kind by
-    atomics, so that equal batches gave other bits (5e-10), and bf16 layers losses that differ by 1e-3 after 10 steps,
-    alone of all gradients and tables (H200, torch 2.11)."""
+    """weight[actions], [E, width], whose gradient is one product. torch's own, of thousands of events of a kind, had
+    other bits (5e-10) at equal steps, alone of all gradients and tables (4 samples, H200, torch 2.11); with layers in
+    bf16, losses of equal runs then differ by up to 1e-3 after 10 steps."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, actions: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ def _padded(tokens: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, long
 
 
 class OfPlaces(torch.autograd.Function):
-    """weight[place], [T, width], whose gradient is summed over padded sequences: torch's own has other bits at every
-    run where a place is named often."""
+    """weight[place], [T, width], whose gradient is summed over padded sequences, for the reason that OfActions has: a
+    place is named as often as there are samples."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, offsets: Tensor, sample: Tensor, place: Tensor) -> Tensor:
