@@ -84,7 +84,10 @@ def _rank_main(
 
     ranks = Ranks.from_environment()
     if gpu and nodes > 1:  # of one machine
-        ranks = replace(ranks, device=torch.device("cuda", rank))
+        gpus = torch.cuda.device_count()
+        if world_size > gpus:  # which the nodes use in turn; NCCL refuses two ranks of one host on one GPU
+            os.environ |= {"NCCL_HOSTID": f"node-{ranks.node}", "NCCL_SOCKET_IFNAME": "lo"}
+        ranks = replace(ranks, device=torch.device("cuda", rank % gpus))
     ranks.init_process_group()
     with (results / str(rank)).open("wb") as file:
         _ResultPickler(file).dump(function(ranks, *args))
@@ -113,8 +116,9 @@ def _run_ranks(
 def run_ranks() -> Callable[..., list[Any]]:
     """run_ranks(world_size, function, *args, gpu=False, nodes=1): what function(ranks, *args) returned on each rank.
 
-    Ranks run on the CPU with gloo, or each on its own GPU with NCCL; all on this machine, however many nodes they take
-    it for.
+    Ranks run on the CPU with gloo, or on GPUs with NCCL, each on its own; all on this machine, however many nodes they
+    take it for. Nodes share its GPUs where there are fewer than ranks: the driver then runs processes in turn, which
+    says nothing about time, and NCCL sends through sockets between the nodes.
     The function must be importable (top level of a test module), arguments and results picklable.
     """
     return _run_ranks

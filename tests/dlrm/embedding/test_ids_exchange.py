@@ -35,7 +35,7 @@ def exchange(ranks: Ranks) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("world_size", "gpu"), [(4, False), pytest.param(2, True, marks=pytest.mark.multi_gpu)])
+@pytest.mark.parametrize(("world_size", "gpu"), [(4, False), pytest.param(4, True, marks=pytest.mark.multi_gpu)])
 def test_two_nodes_bring_what_one_collective_does(
     run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
 ) -> None:

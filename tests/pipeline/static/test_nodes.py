@@ -24,7 +24,6 @@ JOBS: dict[str, tuple[RunConfig, int]] = {
         LARGE_STEPS,
     ),
 }
-needs_four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="two nodes of two GPUs")
 
 
 def plan_in_rows(world_size: int) -> Plan:
@@ -62,7 +61,7 @@ def train_all(ranks: Ranks, jobs: dict[str, tuple[RunConfig, int]]) -> dict[str,
     [
         (4, False),
         pytest.param(2, True, marks=pytest.mark.multi_gpu),
-        pytest.param(4, True, marks=[pytest.mark.multi_gpu, needs_four_gpus]),
+        pytest.param(4, True, marks=pytest.mark.multi_gpu),
     ],
 )
 def test_losses_and_weights_equal_plain_dlrm(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
