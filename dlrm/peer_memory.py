@@ -5,7 +5,6 @@ reach over NVLink or PCIe. On the CPU it is files that all processes map. A kern
 needs a value does in one pass what a collective does in three: put in order, exchange, put in place.
 """
 
-import logging
 import os
 import shutil
 import tempfile
@@ -19,14 +18,13 @@ from torch import Tensor
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-LOGGER = logging.getLogger(__name__)
-
 
 class PeerMemory:
     """Tensors that all ranks of a node share, and barriers on the current stream."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Collective over all ranks. ValueError, on every rank, where a GPU does not reach another of its node."""
+        """Collective over all ranks. ValueError, on every rank, where a GPU does not reach another of its node, or
+        where over nodes NCCL would register buffers of graphs."""
         self._ranks, self._index, self._size = ranks, ranks.local_rank, ranks.local_world_size
         self._alone, self._cuda = self._size == 1, ranks.device.type == "cuda"
         world = dist.GroupMember.WORLD
@@ -39,11 +37,8 @@ class PeerMemory:
         """This rank's tensors of all allocations; on GPUs PyTorch's allocator does not count them."""
         if self._cuda and not self._alone:
             _check_reach(self._size)
-            if ranks.nodes > 1 and ranks.rank == 0:
-                LOGGER.warning(
-                    "--peer-memory over nodes of several GPUs: its only trial, two nodes of two H200, hung before "
-                    "the first iteration; leave it out if this one does"
-                )
+            if ranks.nodes > 1:
+                _register_nothing()
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             # An allocation, with signals of its own, for each tensor: in a pool its place would depend on what the
@@ -119,6 +114,21 @@ class PeerMemory:
         if self._index == 0:
             shutil.rmtree(folder[0])
         return tensors
+
+
+def _register_nothing() -> None:
+    """Keeps NCCL from registering the buffers of collectives in a CUDA graph, before the first of them is captured.
+
+    Of an all-to-all between GPUs that reach each other NCCL would register what is sent, where that lies in symmetric
+    memory, and not what is received, which lies in memory of another kind: the graph then waits without end (2.28.9,
+    from messages of some 0.5 MB on). ValueError where the environment has it register.
+    """
+    value = os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if value != "0":
+        raise ValueError(
+            f"--peer-memory over nodes: with NCCL_GRAPH_REGISTER={value} graphs of exchanges can hang; take it out of "
+            "the environment"
+        )
 
 
 def _check_reach(gpus: int) -> None:

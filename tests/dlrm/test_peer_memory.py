@@ -1,14 +1,17 @@
 """Memory that all ranks read and write, and the barriers between its users."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.peer_memory import PeerMemory, _register_nothing
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.pipeline.cuda_graph import record
 from tests.cases import PLACES
 
 ROUNDS = 50
@@ -41,3 +44,41 @@ def test_what_ranks_write_is_seen_after_a_barrier(
             rows = torch.arange(world_size) * 100 + number
             assert torch.equal(small, rows[:, None].expand(-1, 3).to(torch.bfloat16))
             assert large.tolist() == [number + (rank - 1) % world_size] * 2
+
+
+def exchange_in_a_graph(ranks: Ranks) -> bool:
+    """An all-to-all from peer memory to memory of PyTorch's, of messages so long that NCCL would register them."""
+    os.environ.pop("NCCL_GRAPH_REGISTER", None)
+    _register_nothing()
+    memory, group, size = PeerMemory(ranks), ranks.new_group(), 1 << 20
+    sent = memory.zeros(ranks.world_size * size, dtype=torch.int32).own
+    received = torch.zeros_like(sent)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent, group=group)
+
+    exchange()
+    graph = record(exchange, stream=torch.cuda.Stream())
+    for turn in range(3):
+        sent.copy_(torch.arange(len(sent)) + ranks.rank * len(sent) + turn)
+        graph.replay()
+        torch.cuda.synchronize()
+        for source, chunk in enumerate(received.view(ranks.world_size, size)):
+            first = source * len(sent) + ranks.rank * size + turn
+            assert torch.equal(chunk.cpu(), torch.arange(first, first + size, dtype=torch.int32))
+        dist.barrier()
+    return True
+
+
+@pytest.mark.multi_gpu
+def test_a_graph_sends_from_peer_memory(run_ranks: Callable[..., list[Any]]) -> None:
+    assert all(run_ranks(2, exchange_in_a_graph, gpu=True))
+
+
+def test_what_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    with pytest.raises(ValueError, match="NCCL_GRAPH_REGISTER=1 graphs of exchanges can hang"):
+        _register_nothing()
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    _register_nothing()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
