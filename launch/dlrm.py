@@ -35,9 +35,6 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 # In the eight hardware queues that CUDA takes by default, kernels of many streams could wait for one another.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-# Graphs whose buffers NCCL has registered can hang: over RDMA (github.com/NVIDIA/nccl/issues/2389), and where one side
-# of an exchange alone is registered (dlrm/peer_memory.py).
-os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 # torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
 if not sys.warnoptions:

@@ -31,7 +31,6 @@ torch.set_num_threads(1)
 
 # As in launch/dlrm.py, before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 # What every rank of a test would import beside what the fork server has.
 launching._PRELOADED += ["pytest", "hypothesis", "tests.conftest"]

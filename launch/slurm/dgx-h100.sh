@@ -26,3 +26,6 @@ export NCCL_CROSS_NIC=0
 # NVLink multicast takes memory and time at the start. Inside a node most exchanges go through peer memory, and all
 # records of this harness are without it.
 export NCCL_NVLS_ENABLE=0
+
+# Where graphs are replayed over RDMA, buffers that NCCL has registered can hang them: github.com/NVIDIA/nccl/issues/2389.
+export NCCL_GRAPH_REGISTER=0

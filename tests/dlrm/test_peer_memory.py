@@ -48,7 +48,6 @@ def test_what_ranks_write_is_seen_after_a_barrier(
 
 def exchange_in_a_graph(ranks: Ranks) -> bool:
     """An all-to-all from peer memory to memory of PyTorch's, of messages so long that NCCL would register them."""
-    os.environ.pop("NCCL_GRAPH_REGISTER", None)
     _register_nothing()
     memory, group, size = PeerMemory(ranks), ranks.new_group(), 1 << 20
     sent = memory.zeros(ranks.world_size * size, dtype=torch.int32).own
@@ -75,10 +74,13 @@ def test_a_graph_sends_from_peer_memory(run_ranks: Callable[..., list[Any]]) -> 
     assert all(run_ranks(2, exchange_in_a_graph, gpu=True))
 
 
-def test_what_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    with pytest.raises(ValueError, match="NCCL_GRAPH_REGISTER=1 graphs of exchanges can hang"):
-        _register_nothing()
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+@pytest.mark.parametrize("name", ["NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"])
+def test_what_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for each in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"):
+        monkeypatch.setenv(each, "0")
+    monkeypatch.delenv(name)
     _register_nothing()
-    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert os.environ[name] == "0"
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"{name}=1 graphs of exchanges can hang"):
+        _register_nothing()

@@ -12,7 +12,6 @@ from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.state import table_key
 from dlrm_bench.pipeline.static import pipeline as static
-from tests.cases import GPU_PLACES
 from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
 from tests.pipelines import changed, static_pipeline
 
@@ -62,7 +61,7 @@ def train_all(ranks: Ranks, config: RunConfig) -> dict[float, dict[str, Any]]:
     return {slack: train(ranks, config, slack) for slack in (2.0, 1.0)}
 
 
-@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), pytest.param(2, True, marks=pytest.mark.multi_gpu)])
 def test_losses_equal_plain_dlrm_with_and_without_overflow(
     run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
 ) -> None:
