@@ -14,7 +14,7 @@ TorchRec's own, whose splits FiveStagePipeline exchanges for all modules togethe
 Lookups are of bags of at most 16 ids, whatever the sequences are: FBGEMM's kernel has one warp look up a bag, id after
 id, and nothing after it asks what the bags were.
 
-The vectors' way back is one gather and one all-to-all, whose splits are known on the host: see output_dist.py.
+The vectors' way back is TorchRec's: their splits are known on the host.
 """
 
 import logging
@@ -34,13 +34,13 @@ from torchrec.distributed.embedding import (
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.fused_params import get_embedding_table_offset_type
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from ...cuda_graph import GraphedFunction
 from ..groups import own_group
 from .batch_size_cache import BatchSizeCache
-from .output_dist import KnownSequences, TrimmedSequenceDist
 from .static_dist import FirstWait, Group, RankGroup, Sizes, StaticDist, blocks_of, gather, positions
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ class _Before:
     """Their ids among the input's; None where nobody asks for them."""
     input_splits: list[int]
     output_splits: list[int]
-    own_ids: tuple[int, ...]
 
 
 class TrimmedEC(ShardedEmbeddingCollection):
@@ -82,9 +81,6 @@ class TrimmedEC(ShardedEmbeddingCollection):
         device = torch.device("cpu") if self._device is None else self._device
         group = own_group(self._env.process_group)
         self._rank_group = RankGroup(group=group, rank=self._env.rank, world_size=self._env.world_size, device=device)
-        for index, stock in enumerate(self._output_dists):
-            if TrimmedSequenceDist.can_replace(stock):
-                self._output_dists[index] = TrimmedSequenceDist(stock, cuda_graph)
 
     @property
     def input_dist_waits(self) -> bool:
@@ -93,11 +89,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
 
     def graphed(self) -> list[GraphedFunction]:
         """Returns the functions that are replayed as CUDA graphs, or are to be."""
-        graphed = [] if self._static is None else self._static.graphed()
-        for output_dist in self._output_dists:
-            if isinstance(output_dist, TrimmedSequenceDist):
-                graphed += output_dist.graphed()
-        return graphed
+        return [] if self._static is None else self._static.graphed()
 
     def close(self) -> None:
         """Destroys the CUDA graphs; later batches go without."""
@@ -128,7 +120,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
             awaitables: list[Awaitable[Awaitable[KeyedJaggedTensor]]] = []
             for index, of in enumerate(before):
                 ids = features.values() if of.values_index is None else gather(features.values(), of.values_index)
-                context = KnownSequences(
+                context = SequenceShardingContext(
                     features_before_input_dist=KeyedJaggedTensor(
                         keys=of.keys,
                         values=ids,
@@ -140,7 +132,6 @@ class TrimmedEC(ShardedEmbeddingCollection):
                     output_splits=of.output_splits,
                     batch_size_per_rank=[stride] * self._rank_group.world_size,
                 )
-                context.own_ids = of.own_ids
                 ctx.sharding_contexts.append(context)
                 awaitables.append(FirstWait(batch, index))
         return KJTListSplitsAwaitable(awaitables, ctx, self._module_fqn, list(self._sharding_type_to_sharding))
@@ -189,7 +180,6 @@ class TrimmedEC(ShardedEmbeddingCollection):
                     values_index=positions(*blocks_of(names, keys, ids), rank_group.device) if known else None,
                     input_splits=sent,
                     output_splits=[sent[rank_group.rank]] * rank_group.world_size,
-                    own_ids=tuple(map(ids, group.features[rank_group.rank])),
                 )
             )
         return before

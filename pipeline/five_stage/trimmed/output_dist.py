@@ -1,30 +1,27 @@
-"""TorchRec's output dists of table-wise tables without what one all-to-all each way does not need.
+"""TorchRec's output dist of table-wise tables without what one all-to-all each way does not need.
 
-Of pooled vectors that is where tables of one sharding type alone are exchanged, so that there is nothing to join; of
-unpooled ones where all numbers of ids are known before.
+TorchRec puts two autograd functions around the all-to-all, so that several can be under way at once, joins them by a
+dummy tensor, copies what it sends into a buffer of its own, and calls record_stream on the result. Where tables of one
+sharding type alone are exchanged there is nothing to join.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
-from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from ...cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
-from .vectors_exchange import Exchange, Order, VectorsOnTheirWay
-
-_MOST_REPLAYED = 1 << 24
-"""Elements of unpooled vectors that are replayed at most: a graph's memory has two copies of them, and filling it takes
-longer than the launches that it saves."""
 
 
 class TrimmedOutputDist(nn.Module):
@@ -40,7 +37,7 @@ class TrimmedOutputDist(nn.Module):
         self._cuda_graph = cuda_graph
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
         self._rank = dist.get_rank(self._group)
-        self._exchanges = BatchSizeCache[Exchange]()
+        self._exchanges = BatchSizeCache[_Exchange]()
 
     def graphed(self) -> list[GraphedFunction]:
         """Both ways of batches of the first one's size, if any."""
@@ -61,85 +58,108 @@ class TrimmedOutputDist(nn.Module):
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
         divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
-        make = partial(self._exchange, sizes, divides, local_embs.device)
-        replay = Exchange.replay if self._cuda_graph else None
-        return VectorsOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
+        make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
+        replay = _Exchange.replay if self._cuda_graph else None
+        return _PooledOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
 
-    def _exchange(self, batch_sizes: tuple[int, ...], divides: bool, device: torch.device) -> Exchange:
-        dims, local = self._dims, batch_sizes[self._rank]
+
+class _Exchange:
+    """Who gets how much, in which order, and the all-to-alls, for batches of one size."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        dims: list[int],
+        batch_sizes: tuple[int, ...],
+        rank: int,
+        divides: bool,
+        device: torch.device,
+    ) -> None:
+        """divides: the gradient by the number of ranks."""
+        self._divides = divides
+        self._group, self._ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
+        self._by_table = [size * dims[rank] for size in batch_sizes]
+        self._by_sample = [self.local_batch_size * dim for dim in dims]
         # What comes from the ranks is [rank, sample, columns of the rank]; all columns are multiples of one width.
-        width, order, first = math.gcd(*dims), [], 0
+        self._width = math.gcd(*dims)
+        order, first = [], 0
         for dim in dims:
-            blocks = dim // width
-            order.append(first + torch.arange(local * blocks).view(local, blocks))
-            first += local * blocks
-        return Exchange(
-            self._group,
-            send_splits=[size * dims[self._rank] for size in batch_sizes],
-            receive_splits=[local * dim for dim in dims],
-            shape=(local, -1),
-            before=None,
-            after=Order.of(torch.cat(order, dim=1).view(-1).to(device), width),
-            divides=divides,
+            blocks = dim // self._width
+            order.append(first + torch.arange(self.local_batch_size * blocks).view(self.local_batch_size, blocks))
+            first += self.local_batch_size * blocks
+        self._to_samples = torch.cat(order, dim=1).view(-1).to(device)
+        self._to_ranks = torch.argsort(self._to_samples)
+        self.graphed: list[GraphedFunction] = []
+
+    def replay(self) -> None:
+        """Both ways are replayed as CUDA graphs from now on."""
+        self.graphed = [
+            GraphedFunction(lambda local_embs: (self._start_forward(local_embs)(),), "the pooled vectors' all-to-all"),
+            GraphedFunction(lambda grad: (self._backward(grad),), "the all-to-all of their gradient"),
+        ]
+
+    def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        """Returns an awaitable of the columns of all ranks, by sample, from [global batch, columns of this rank]."""
+        if not self.graphed:
+            return self._start_forward(local_embs)
+        (pooled,) = self.graphed[0](local_embs)
+        return lambda: pooled
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient by what was sent, flat, from that by what came of it."""
+        return self.graphed[1](grad)[0] if self.graphed else self._backward(grad)
+
+    def _start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        received, work = self._exchange(local_embs.view(-1), self._by_sample, self._by_table)
+
+        def finish() -> Tensor:
+            work.wait()
+            return self._reordered(received, self._to_samples)
+
+        return finish
+
+    def _backward(self, grad: Tensor) -> Tensor:
+        sent = self._reordered(grad, self._to_ranks).view(-1)
+        received, work = self._exchange(sent, self._by_table, self._by_sample)
+        work.wait()
+        return received.div_(self._ranks) if self._divides else received
+
+    def _exchange(self, sent: Tensor, receive_splits: list[int], send_splits: list[int]) -> tuple[Tensor, Any]:
+        """Starts the all-to-all; returns what is received, and the work to wait for."""
+        received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
+        return received, dist.all_to_all_single(
+            received, sent, receive_splits, send_splits, group=self._group, async_op=True
         )
 
-
-class KnownSequences(SequenceShardingContext):
-    """TorchRec's context of one lookup of unpooled embeddings, whose sizes the host knows. `own_ids` is set after its
-    construction: TorchRec 1.6's has a constructor, later ones are dataclasses."""
-
-    own_ids: tuple[int, ...] = ()
-    """Ids of each feature that this rank looks up, of one rank's batch; alike on all ranks."""
+    def _reordered(self, values: Tensor, order: Tensor) -> Tensor:
+        """One kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of views."""
+        return values.reshape(-1, self._width).index_select(0, order)
 
 
-class TrimmedSequenceDist(nn.Module):
-    """A stand-in for a TwSequenceEmbeddingDist, as TrimmedOutputDist is one."""
-
-    def __init__(self, stock: TwSequenceEmbeddingDist, cuda_graph: bool = False) -> None:
-        """As TrimmedOutputDist's. Many vectors are not replayed."""
+class _PooledOnTheirWay(Awaitable[Tensor]):
+    def __init__(self, local_embs: Tensor, exchange: _Exchange) -> None:
         super().__init__()
-        self._cuda_graph, self._group = cuda_graph, stock._dist._pg
-        self._exchanges = BatchSizeCache[Exchange]()
+        self._local_embs, self._exchange = local_embs, exchange
+        self._finish = exchange.start_forward(local_embs.detach())
 
-    def graphed(self) -> list[GraphedFunction]:
-        """Both ways of batches of the first one's size, if any."""
-        first = self._exchanges.replayed
-        return [] if first is None else first.graphed
+    def _wait_impl(self) -> Tensor:
+        pooled: Tensor = _Pooled.apply(self._local_embs, self._finish, self._exchange)
+        return pooled.view(self._exchange.local_batch_size, -1)
+
+
+class _Pooled(Function):
+    """The pooled vectors as a function of what was sent for them.
+
+    The tensor that it returns is made within, and no view: autograd refuses in-place changes of anything else.
+    """
 
     @staticmethod
-    def can_replace(stock: nn.Module) -> bool:
-        """Returns whether it can: not where no other rank exchanges, or vectors are quantised."""
-        if type(stock) is not TwSequenceEmbeddingDist:
-            return False
-        all_to_all: Any = stock._dist
-        return all_to_all._codecs is None and dist.get_world_size(all_to_all._pg) > 1
+    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: _Exchange) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, local_embs.shape
+        return finish()
 
-    def forward(self, local_embs: Tensor, sharding_ctx: KnownSequences) -> Awaitable[Tensor]:
-        """local_embs: [ids of this rank's features in the global batch, width], by feature and rank. What is awaited:
-        [ids of all features in the local batch, width]."""
-        divides, width, device = get_gradient_division(), local_embs.shape[1], local_embs.device
-        size = (divides, width, sharding_ctx.own_ids, tuple(sharding_ctx.input_splits))
-        few = max(sum(sharding_ctx.input_splits), len(local_embs)) * width <= _MOST_REPLAYED
-        replay = Exchange.replay if self._cuda_graph and few else None
-        make = partial(self._exchange, sharding_ctx, width, divides, device)
-        return VectorsOnTheirWay(local_embs, self._exchanges.get(size, device, make, replay))
-
-    def _exchange(self, context: KnownSequences, width: int, divides: bool, device: torch.device) -> Exchange:
-        ranks, own = len(context.output_splits), torch.tensor(context.own_ids, dtype=torch.int64)
-        starts = ranks * (own.cumsum(0) - own)
-        order = [
-            start + rank * n + torch.arange(n)
-            for rank in range(ranks)
-            for start, n in zip(starts.tolist(), context.own_ids, strict=True)
-        ]
-        index = torch.cat(order) if order else torch.empty(0, dtype=torch.int64)
-        in_order = len(context.own_ids) < 2
-        return Exchange(
-            self._group,
-            send_splits=[n * width for n in context.output_splits],
-            receive_splits=[n * width for n in context.input_splits],
-            shape=(-1, width),
-            before=None if in_order else Order.of(index.to(device), width),
-            after=None,
-            divides=divides,
-        )
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange: _Exchange = ctx.exchange
+        return exchange.backward(grad).view(ctx.shape), None, None

@@ -1,4 +1,4 @@
-"""The trimmed output dists give TorchRec's results and gradients, bit by bit, or stay out of the way."""
+"""The trimmed output dist gives TorchRec's results and gradients, bit by bit, or stays out of the way."""
 
 from typing import Any
 
@@ -9,11 +9,10 @@ from torch import Tensor
 from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 
 from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.trimmed.output_dist import KnownSequences, TrimmedOutputDist, TrimmedSequenceDist
+from dlrm_bench.pipeline.five_stage.trimmed.output_dist import TrimmedOutputDist
 from tests.cases import GPU_PLACES
 
 
@@ -53,56 +52,9 @@ def compare(ranks: Ranks) -> None:
     comm_ops.set_gradient_division(True)
 
 
-def compare_all(ranks: Ranks) -> None:
-    compare(ranks)
-    compare_sequences(ranks)
-
-
-WIDTH = 4
-
-
-def sequences_both_ways(output_dist: Any, ranks: Ranks, ids: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """As both_ways. ids: of the features of each rank, in every rank's batch."""
-    own, world_size = ids[ranks.rank], ranks.world_size
-    torch.manual_seed(ranks.rank)
-    embs = torch.randn(world_size * sum(own), WIDTH, device=ranks.device, requires_grad=True)
-    context = KnownSequences(
-        input_splits=list(map(sum, ids)),
-        output_splits=[sum(own)] * world_size,
-        batch_size_per_rank=[1] * world_size,
-        lengths_after_input_dist=torch.tensor([[n] * world_size for n in own], device=ranks.device),
-    )
-    context.own_ids = tuple(own)
-    result = output_dist(embs, context).wait()
-    grad = torch.randn(result.shape[::-1], device=ranks.device).t()
-    result.backward(grad if isinstance(output_dist, TrimmedSequenceDist) else grad.contiguous())
-    assert embs.grad is not None
-    return result.detach(), embs.grad
-
-
-def compare_sequences(ranks: Ranks) -> None:
-    for ids in ([[3, 2], [4], [1, 1, 5]], [[6], [7], [8]], [[3, 1], [], []]):
-        of_ranks = ids[: ranks.world_size]
-        stock = TwSequenceEmbeddingDist(dist.group.WORLD, list(map(len, of_ranks)), ranks.device)
-        assert TrimmedSequenceDist.can_replace(stock)
-        for division in (True, False):
-            comm_ops.set_gradient_division(division)
-            expected = sequences_both_ways(stock, ranks, of_ranks)
-            for cuda_graph in (False, True):
-                trimmed = TrimmedSequenceDist(stock, cuda_graph)
-                for _ in range(4 if cuda_graph else 1):
-                    for ours, theirs in zip(sequences_both_ways(trimmed, ranks, of_ranks), expected, strict=True):
-                        assert torch.equal(ours, theirs)
-                replayed = [graphed.describe()["replayed"] for graphed in trimmed.graphed()]
-                assert replayed == [ranks.device.type == "cuda"] * (2 if cuda_graph else 0)
-                for graphed in trimmed.graphed():
-                    graphed.close()
-    comm_ops.set_gradient_division(True)
-
-
 @pytest.mark.parametrize(("world_size", "gpu"), [(2, False), (3, False), GPU_PLACES[1]])
 def test_gives_what_torchrec_gives(run_ranks, world_size, gpu):
-    run_ranks(world_size, compare_all, gpu=gpu)
+    run_ranks(world_size, compare, gpu=gpu)
 
 
 def others(ranks: Ranks) -> None:
@@ -110,8 +62,6 @@ def others(ranks: Ranks) -> None:
     assert not TrimmedOutputDist.can_replace(stock_dist(ranks, dims, callbacks=[torch.neg]))
     registry = get_qcomm_codecs_registry(forward, device=ranks.device)
     assert not TrimmedOutputDist.can_replace(stock_dist(ranks, dims, qcomm_codecs_registry=registry))
-    sequences = TwSequenceEmbeddingDist(dist.group.WORLD, [1, 1], ranks.device, qcomm_codecs_registry=registry)
-    assert TrimmedSequenceDist.can_replace(sequences) == (sequences._dist._codecs is None)
 
 
 def test_leaves_codecs_and_callbacks_to_torchrec(run_ranks):
