@@ -117,19 +117,19 @@ class PeerMemory:
 
 
 def _register_nothing() -> None:
-    """Keeps NCCL from registering users' buffers, before the first graph of its collectives is captured.
+    """Keeps NCCL from registering the buffers of collectives in graphs.
 
     Of a captured all-to-all between GPUs that reach each other NCCL registers what is sent, where that lies in
     symmetric memory, and not what is received, which lies in memory of another kind: the graph then waits without end
-    (2.28.9, messages of 1 MB). ValueError where the environment has NCCL register.
+    (2.28.9, messages of 1 MB). NCCL reads the variable when it plans its first captured collective, not when it starts.
+    ValueError where the environment has NCCL register.
     """
-    for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"):
-        value = os.environ.setdefault(name, "0")
-        if value != "0":
-            raise ValueError(
-                f"--peer-memory over nodes: with {name}={value} graphs of exchanges can hang; take it out of the "
-                "environment"
-            )
+    value = os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if value != "0":
+        raise ValueError(
+            f"--peer-memory over nodes: with NCCL_GRAPH_REGISTER={value} graphs of exchanges can hang; take it out of "
+            "the environment"
+        )
 
 
 def _check_reach(gpus: int) -> None:
