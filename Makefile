@@ -7,8 +7,8 @@ ROUNDS ?= 5
 WORKERS ?= 2
 PINS := requirements/$(SET).txt
 INSTALLED := $(VENV)/.installed-$(SET)
-# Compiling what nobody imports is half of pip's work; Python compiles the rest when it is imported first.
-PIP := $(VENV)/bin/pip --disable-pip-version-check install --no-compile
+# pip compiles what it installs: where PYTHONDONTWRITEBYTECODE is set, every process would compile its imports anew.
+PIP := $(VENV)/bin/pip --disable-pip-version-check install
 START := $(shell date +%s)
 STEP := @.ci/step
 INSTALL := $(MAKE) --no-print-directory install
