@@ -135,6 +135,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     "full": _FULL,
     "ends": (_FULL[0], _FULL[-1]),
     "fp8": (
+        _FULL[0],
         _FULL[-1],
         Rung("fp8", (*_FULL[-1].flags, "--fp8"), "A third of the largest products' time, by factors of eight bits."),
     ),
