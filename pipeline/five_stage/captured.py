@@ -28,21 +28,41 @@ class FeaturesRead:
         )
 
 
+class Room:
+    """Memory that graphs read their vectors from, each as many of its first rows as it has room for."""
+
+    def __init__(self, like: Tensor, rows: int) -> None:
+        self.memory = _zeros(like, rows)
+        self.filled = 0
+        """Rows from here on are zeros."""
+
+    def fill(self, count: int, rows: int) -> None:
+        """Makes zeros of what follows `count` rows, for a graph that reads `rows`; these are about to be written."""
+        if count < rows and count < self.filled:
+            self.memory[count : self.filled].zero_()
+            self.filled = count
+        self.filled = max(self.filled, count)
+
+
 class Captured:
     """A graph of batches of one form, with at most so many tokens."""
 
-    def __init__(self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: Sequence[int]) -> None:
-        """rows: room for each of outputs.values."""
-        self.rows = list(rows)
+    def __init__(
+        self,
+        batch: Any,
+        features: Sequence[Any],
+        outputs: EmbeddingOutputs,
+        rows: Sequence[int],
+        rooms: Sequence[Room],
+    ) -> None:
+        """rows: how many of each of outputs.values, in the memory of `rooms`."""
+        self.rows, self._rooms = list(rows), list(rooms)
         stand_ins = {id(kjt): FeaturesRead() for kjt in features}  # one KJT may be for several modules
         self._features = [stand_ins[id(kjt)] for kjt in features]
         self._batch = map_fields(batch, _empty_like, stand_ins)
-        self._values = [
-            _room(values, count).requires_grad_() for values, count in zip(outputs.values, rows, strict=True)
-        ]
-        self._tokens = [_room(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
+        self._values = [room.memory[:count].requires_grad_() for room, count in zip(rooms, rows, strict=True)]
+        self._tokens = [_zeros(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
         self._lengths = [torch.zeros_like(lengths) for lengths in outputs.lengths]
-        self._filled = [0] * len(rows)
         self._memory = [values.detach() for values in self._values]
         self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)
         skipped = set(map(id, self._features))
@@ -69,11 +89,9 @@ class Captured:
         with torch.no_grad():
             counts = [len(values) for values in outputs.values]
             into, tokens = self._memory, self._tokens
-            if counts != self.rows or counts != self._filled:
-                for values, count, filled in zip(self._memory, counts, self._filled, strict=True):
-                    if count < filled:
-                        values[count:filled].zero_()
-                self._filled = counts
+            for room, count, rows in zip(self._rooms, counts, self.rows, strict=True):
+                room.fill(count, rows)
+            if counts != self.rows:
                 into = [values[:count] for values, count in zip(self._memory, counts, strict=True)]
                 tokens = [ids[: counts[of]] for ids, of in zip(tokens, outputs.token_of, strict=True)]
             torch._foreach_copy_(
@@ -93,7 +111,7 @@ class Captured:
             return map_fields(self._output, _copied), grads
 
 
-def _room(tensor: Tensor, rows: int) -> Tensor:
+def _zeros(tensor: Tensor, rows: int) -> Tensor:
     """Zeros in the form of `tensor`, but with so many rows."""
     return torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
 

@@ -22,6 +22,7 @@ from .batch_signature import Form, difference, form_of
 from .capture_errors import told
 from .embedding_outputs import EmbeddingOutputs, Lookups
 from .gradients import FlatGradients
+from .graph_memory import GraphMemory, input_bytes
 from .graph_pool import GraphPool
 from .groups import group_timeout
 from .padding import why_padding_matters
@@ -33,8 +34,9 @@ class DenseGraph:
     """Forward, loss and backward of the unwrapped model, then the mean of its gradients over all ranks.
 
     A graph is of one form of batch: shapes, dtypes, values that are no tensors. Each form that comes back gets its own,
-    up to a number of them; of unpooled embeddings a graph has room for a number of tokens, and batches with fewer are
-    padded, if that changes nothing (see GraphPool and padding.py). All others run eagerly, and it is said why.
+    up to a number of them, and as far as memory goes (see graph_memory.py); of unpooled embeddings a graph has room for
+    a number of tokens, and batches with fewer are padded, if that changes nothing (see GraphPool and padding.py). All
+    others run eagerly, and it is said why.
 
     Gradients come from torch.autograd.grad, which runs no AccumulateGrad: neither DDP's hooks nor those that a user
     registers there see them. They lie in flat buffers for good, and `all_reduce` makes them the parameters' `.grad`,
@@ -64,6 +66,7 @@ class DenseGraph:
         self.gradients = FlatGradients([*self._parameters, *processors], device, self._group)
         self._by_backward: bool | None = None
         self._pool = GraphPool()
+        self._memory = GraphMemory(device)
         self._batches = 0
         self._form: Form | None = None
         self._why: dict[str, int] = {}
@@ -96,6 +99,12 @@ class DenseGraph:
         of_all = f"of {self._batches} batches ran eagerly: "
         return "; ".join(f"{count} {of_all}{why}" for why, count in self._why.items()) or None
 
+    @property
+    def what_it_holds(self) -> str:
+        """A note for an error that is for want of memory."""
+        gib = self._memory.idle / 2**30
+        return f'CUDA graphs of the dense part hold {gib:.1f} GiB of it: cuda_graph="none" trains without them'
+
     def forward_backward(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
     ) -> tuple[Any, list[Tensor | None]]:
@@ -108,7 +117,7 @@ class DenseGraph:
         self._batches += 1
         graph = None
         if self.failure is None:
-            graph = self._graph_of(form_of(fields, outputs, self._device), batch, features, lookups, outputs)
+            graph = self._graph_of(fields, batch, features, lookups, outputs)
         return graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
 
     def keep_of_processors(self, grads: Sequence[Tensor]) -> None:
@@ -126,19 +135,19 @@ class DenseGraph:
 
     def close(self) -> None:
         """Destroys the graphs: NCCL does not let go of a communicator before the last graph that has captured it."""
-        destroy([*self._pool.graphs(), *([] if self._reduce is None else [self._reduce])])
-        self._pool.clear()
+        self._drop_graphs()
+        destroy([] if self._reduce is None else [self._reduce])
         self._reduce = None
 
     # Which graph
 
     def _graph_of(
-        self, form: Form, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+        self, fields: list[Any], batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
     ) -> Any:
         """The graph for this batch, captured now where it is time to; None where it runs eagerly."""
+        form, counts = form_of(fields, outputs, self._device), [len(values) for values in outputs.values]
         if self._form is None:
             self._form = form
-        counts = [len(values) for values in outputs.values]
         pads = any(outputs.jagged) and self._pads(form, batch, features, lookups, outputs)
         graph, plan = self._pool.find(form, counts, outputs.jagged, pads)
         if graph is not None:
@@ -146,13 +155,32 @@ class DenseGraph:
         if plan.rows is None or not captures(self._device):
             if plan.eager is not None or form != self._form:
                 self._say_eager(plan.eager, form, batch, features, outputs)
+            if not self._memory.before_eager(input_bytes(fields, outputs.values, counts)):
+                self._make_room()
             return None
+        size = input_bytes(fields, outputs.values, plan.rows)
+        if not self._memory.before_capture(size):
+            self._make_room()
         run = partial(self._run, lookups=lookups, capturing=True)
         try:
-            return self._pool.capture(form, batch, features, outputs, plan.rows, run)
+            with self._memory.capturing(size):
+                graph = self._pool.capture(form, batch, features, outputs, plan.rows, run)
+            self.failure = self._memory.missing()
         except Exception as error:
             self.failure = told(error)
-            return None
+        if self.failure is not None:
+            graph = None
+            self._drop_graphs()
+        return graph
+
+    def _make_room(self) -> None:
+        logger.info("the CUDA graphs of the dense part make room for a larger batch: they are captured again after it")
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        destroy(self._pool.graphs())
+        self._pool.clear()
+        self._memory.dropped()
 
     def _pads(
         self, form: Form, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
@@ -161,7 +189,10 @@ class DenseGraph:
         if form not in self._padding and self._pool.asks_for_padding(form, [len(values) for values in outputs.values]):
             put_back = snapshot(self._model, self._sharded, self._device)
             run = partial(self._run, batch, features, lookups=lookups, keep=False)
-            self._padding[form] = why_padding_matters(self._model, run, outputs, put_back)
+            try:
+                self._padding[form] = why_padding_matters(self._model, run, outputs, put_back)
+            except torch.OutOfMemoryError:
+                self._padding[form] = "there is too little memory to try out whether tokens after the last one matter"
             put_back()
             if (why := self._padding[form]) is not None:
                 logger.warning("the dense part is captured for exact numbers of tokens only: %s", why)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .batch_signature import Form
-from .captured import Captured, Run
+from .captured import Captured, Room, Run
 from .embedding_outputs import EmbeddingOutputs
 
 WARM_UP = 3
@@ -41,13 +42,14 @@ class _OfForm:
 
 
 class GraphPool:
-    """The graphs of a dense part. They share memory, as only one is replayed at a time and nothing of its memory is
-    read after the next replay."""
+    """The graphs of a dense part. They share memory, and that of their inputs, as only one is replayed at a time and
+    nothing of its memory is read after the next replay."""
 
     def __init__(self) -> None:
         self._forms: dict[Form, _OfForm] = {}
         self._batches = self._count = 0
         self._memory: Any = None
+        self._rooms: dict[tuple[Any, ...], Room] = {}
 
     def __len__(self) -> int:
         """Returns the number of graphs."""
@@ -58,9 +60,11 @@ class GraphPool:
         return [captured.graph for of in self._forms.values() for captured in of.graphs]
 
     def clear(self) -> None:
-        """Drops all graphs, which the caller has destroyed."""
-        self._forms.clear()
-        self._count = 0
+        """Drops all graphs, which the caller has destroyed, and their memory. Forms that come back get new ones."""
+        for of in self._forms.values():
+            of.graphs.clear()
+        self._rooms.clear()
+        self._count, self._memory = 0, None
 
     def asks_for_padding(self, form: Form, counts: Sequence[int]) -> bool:
         """Returns whether a batch of this form has other numbers of tokens than those before."""
@@ -106,13 +110,20 @@ class GraphPool:
         self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int], run: Run
     ) -> Captured:
         """Returns a new graph for this form. Raises what the capture does."""
-        captured = Captured(batch, features, outputs, rows)
+        rooms = [self._room_of(i, values, n) for i, (values, n) in enumerate(zip(outputs.values, rows, strict=True))]
+        captured = Captured(batch, features, outputs, rows, rooms)
         if self._memory is None and torch.cuda.is_available():
             self._memory = torch.cuda.graph_pool_handle()
         captured.capture(run, self._memory)
         self._forms[form].graphs.append(captured)
         self._count += 1
         return captured
+
+    def _room_of(self, index: int, values: Tensor, rows: int) -> Room:
+        key = (index, values.shape[1:], values.dtype)
+        if key not in self._rooms or len(self._rooms[key].memory) < rows:
+            self._rooms[key] = Room(values, rows)
+        return self._rooms[key]
 
     def _forget(self) -> None:
         if len(self._forms) >= _MOST_FORMS:

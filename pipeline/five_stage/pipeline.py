@@ -145,8 +145,10 @@ class FiveStagePipeline(Generic[In, Out]):
             # ms around the embedding backward in which neither thread launched anything.
             with torch.autograd.set_multithreading_enabled(False):
                 output = self._iteration(batches) if self._in_flight else None
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if isinstance(error, torch.OutOfMemoryError) and self._graph is not None:
+                error.add_note(self._graph.what_it_holds)
             raise
         if output is None:
             if self._end.problem is not None:
@@ -157,12 +159,11 @@ class FiveStagePipeline(Generic[In, Out]):
     @property
     def switched_off(self) -> dict[str, str]:
         """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
-        why = []
-        if self._graph is not None and self._graph.why_eager is not None:
-            why.append(self._graph.why_eager)
+        why = [self._graph.why_eager] if self._graph is not None else []
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
-        return {**self._off, "cuda_graph": "; ".join(why)} if why else dict(self._off)
+        said = "; ".join(filter(None, why))
+        return {**self._off, "cuda_graph": said} if said else dict(self._off)
 
     def close(self) -> None:
         """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
@@ -175,8 +176,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._in_flight.clear()
         self._release()
         self._release()
-        collections = [one.collection for one in self._modules] if self._trained else []
-        trimmed = [collection for collection in collections if hasattr(collection, "graphed")]
+        trimmed = [one.collection for one in self._modules if self._trained and hasattr(one.collection, "graphed")]
         for graphed in (self._graph, self._graphed_update, *trimmed):
             if graphed is not None and not self._failed:
                 graphed.close()

@@ -1,0 +1,127 @@
+"""How much memory the graphs of stage 3 may hold, so that what trains without them does not run out of it.
+
+A graph holds its memory between replays, when nothing else can use it. The other stages, and batches that no graph
+runs, must find theirs in what is left. How much they take at most is measured on the batches before the first capture,
+which all run eagerly; so nothing is tried, and whatever was allocated for a short time before counts as theirs too.
+"""
+
+import gc
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_GIB = 2**30
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a GPU's memory, by torch's allocator of this process."""
+
+    allocated: int
+    peak: int
+    """The most that was allocated at a time."""
+    reserved: int
+    most: int
+    """What the allocator can reserve: what it has and what is free."""
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Returns what there is now; None where there are no graphs, as on the CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return DeviceMemory(allocated, peak, reserved, min(free + reserved, allowed))
+
+
+def input_bytes(fields: Iterable[Any], values: Sequence[Tensor], rows: Sequence[int]) -> int:
+    """Returns the bytes of a batch's fields and of so many rows of each of its vectors: what says how large it is."""
+    of_rows = (n * math.prod(of.shape[1:]) * of.element_size() for of, n in zip(values, rows, strict=True))
+    return sum(leaf.nbytes for leaf in fields if isinstance(leaf, Tensor)) + sum(of_rows)
+
+
+class GraphMemory:
+    """Keeps the account of one rank's graphs, which share a pool: with them, a batch that runs eagerly must still fit.
+
+    Sizes are bytes of inputs, which a batch's memory is taken to be proportional to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._level: int | None = None
+        self._batch = self._size = 0
+        self._measured = False
+        self._idle = self._largest = 0
+
+    @property
+    def idle(self) -> int:
+        """Bytes that graphs hold and use in replays alone."""
+        return self._idle
+
+    def before_eager(self, size: int) -> bool:
+        """Takes note of a batch that is to run eagerly. Returns False where it does not fit beside the graphs.
+
+        Asks the device before the first capture, and of batches larger than any before; every capture has left room
+        for the others.
+        """
+        if not self._measured:
+            self._measure()
+            self._size = max(self._size, size)
+        elif size > self._size:
+            self._batch, self._size = self._batch * size // max(self._size, 1), size
+            return self._idle == 0 or self.missing() is None
+        return True
+
+    def before_capture(self, size: int) -> bool:
+        """Returns False where a graph of batches of this size does not fit beside those that there are.
+
+        It shares their memory if one of them is as large. Blocks of the allocator do not grow: a larger graph shares
+        next to nothing, so that it should be captured first, and the smaller ones, again, after it.
+        """
+        if self._idle == 0 or size <= self._largest:
+            return True
+        return self.missing(more=self._idle * size // self._largest) is None
+
+    @contextmanager
+    def capturing(self, size: int) -> Iterator[None]:
+        """Around a capture: takes note of what it leaves allocated."""
+        if not self._measured:
+            self._measure()
+            self._measured = True
+        torch.cuda.empty_cache()  # the capture does so too, which would hide what it reserves
+        before = device_memory(self._device)
+        yield
+        after = device_memory(self._device)
+        if before is not None and after is not None:
+            self._idle += (after.reserved - before.reserved) - (after.allocated - before.allocated)
+        self._largest = max(self._largest, size)
+
+    def missing(self, more: int = 0) -> str | None:
+        """Returns what there is too little memory for, with `more` bytes in graphs than now; None if it is enough."""
+        now = device_memory(self._device)
+        if now is None or now.allocated + self._batch + self._idle + more <= now.most:
+            return None
+        most, allocated, graphs, batch = (
+            f"{of / _GIB:.1f} GiB" for of in (now.most, now.allocated, self._idle + more, self._batch)
+        )
+        return (
+            f"{most} of memory are too little for {allocated} that stay allocated, {graphs} of CUDA graphs and {batch} "
+            "that a batch takes without a graph"
+        )
+
+    def dropped(self) -> None:
+        """Gives the memory of graphs back to the device; they are destroyed, and nothing refers to them any more."""
+        self._idle = self._largest = 0
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _measure(self) -> None:
+        now = device_memory(self._device)
+        if now is not None:
+            self._level = now.allocated if self._level is None else min(self._level, now.allocated)
+            self._batch = max(self._batch, now.peak - self._level)
