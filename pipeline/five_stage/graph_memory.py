@@ -1,8 +1,8 @@
 """How much memory the graphs of stage 3 may hold, so that what trains without them does not run out of it.
 
 A graph holds its memory between replays, when nothing else can use it. The other stages, and batches that no graph
-runs, must find theirs in what is left. How much they take at most is measured on the batches before the first capture,
-which all run eagerly; so nothing is tried, and whatever was allocated for a short time before counts as theirs too.
+runs, must find theirs in what is left. How much they take at most is the peak before the first capture, when all
+batches run eagerly; so nothing is tried, and whatever was allocated for a short time before counts as theirs too.
 """
 
 import gc
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _GIB = 2**30
+_READ = 4  # batches of no new size before the first capture whose peak is read: not only then, as users reset peaks
 
 
 class DeviceMemory(NamedTuple):
@@ -53,8 +54,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._level: int | None = None
-        self._batch = self._size = 0
+        self._batch = self._size = self._peak = self._read = 0
         self._measured = False
         self._idle = self._largest = 0
 
@@ -66,11 +66,12 @@ class GraphMemory:
     def before_eager(self, size: int) -> bool:
         """Takes note of a batch that is to run eagerly. Returns False where it does not fit beside the graphs.
 
-        Asks the device before the first capture, and of batches larger than any before; every capture has left room
-        for the others.
+        Asks the device a few times before the first capture, then of batches larger than any before; every capture has
+        left room for the others.
         """
         if not self._measured:
-            self._measure()
+            if self._read < _READ or size > self._size:
+                self._read_peak()
             self._size = max(self._size, size)
         elif size > self._size:
             self._batch, self._size = self._batch * size // max(self._size, 1), size
@@ -90,11 +91,11 @@ class GraphMemory:
     @contextmanager
     def capturing(self, size: int) -> Iterator[None]:
         """Around a capture: takes note of what it leaves allocated."""
-        if not self._measured:
-            self._measure()
-            self._measured = True
         torch.cuda.empty_cache()  # the capture does so too, which would hide what it reserves
         before = device_memory(self._device)
+        if before is not None and not self._measured:
+            self._read_peak()
+            self._batch, self._measured = self._peak - before.allocated, True
         yield
         after = device_memory(self._device)
         if before is not None and after is not None:
@@ -120,8 +121,8 @@ class GraphMemory:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _measure(self) -> None:
+    def _read_peak(self) -> None:
+        self._read += 1
         now = device_memory(self._device)
         if now is not None:
-            self._level = now.allocated if self._level is None else min(self._level, now.allocated)
-            self._batch = max(self._batch, now.peak - self._level)
+            self._peak = max(self._peak, now.peak)

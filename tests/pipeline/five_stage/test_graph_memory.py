@@ -28,9 +28,11 @@ class Allocator:
 
     def __init__(self, most: int) -> None:
         self.most, self.pool, self.largest, self.captures, self.drops = most, 0, 0, 0, 0
+        self.peak, self.asked = TABLES + BATCH, 0
 
     def __call__(self, device: torch.device) -> DeviceMemory:
-        return DeviceMemory(TABLES, TABLES + BATCH, TABLES + self.pool, self.most)
+        self.asked += 1
+        return DeviceMemory(TABLES, self.peak, TABLES + self.pool, self.most)
 
     def capture(self, rows: int) -> None:
         self.captures += 1
@@ -83,6 +85,20 @@ def test_batches_that_are_no_larger_ask_nothing(restored):
     device.most = 0
     assert memory.before_eager(60)
     assert not memory.before_eager(61)
+
+
+def test_the_device_is_asked_a_few_times_only(restored):
+    memory, device = account(TABLES)
+    for _ in range(100):
+        assert memory.before_eager(60)
+    assert device.asked < 10
+    device.peak = TABLES  # reset by the user
+    with memory.capturing(60):
+        device.pool = 600
+    device.most = TABLES + BATCH + 600
+    assert memory.missing() is None
+    device.most -= 1
+    assert memory.missing() is not None
 
 
 def test_a_larger_batch_takes_more_from_then_on(restored):
