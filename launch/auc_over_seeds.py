@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke --data.path DIR [--field value ...]
 
 With --pipeline static --precision bf16 --fp8: the static pipeline with products in eight bits with the one in bf16.
+--seeds N (5 by default) pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
 
 All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
 the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
@@ -10,6 +11,7 @@ runs of one seed and its 95 % interval by Student's t, from the second seed on. 
 stock and static are fp32.
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -30,7 +32,6 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
 MODULE = "dlrm_bench.launch.auc_over_seeds"
-SEEDS = 5
 
 
 class _Joined(Ranks):
@@ -49,7 +50,8 @@ def main() -> int:
 def _main() -> int:
     found = Ranks.from_environment()
     ranks = _Joined(**{field.name: getattr(found, field.name) for field in fields(Ranks)})
-    config, cuda = parse(sys.argv[1:]), ranks.device.type == "cuda"
+    seeds, rest = parse_seeds(sys.argv[1:])
+    config, cuda = parse(rest), ranks.device.type == "cuda"
     manifest = read_manifest(config.data.path) if config.data.path is not None else None
     if manifest is None or manifest.best_auc is None:
         raise ValueError(
@@ -61,18 +63,35 @@ def _main() -> int:
     )
     sides = _sides(config, cuda)
     aucs: dict[str, list[float]] = {side: [] for side in sides}
-    for seed in range(SEEDS):
+    for seed in seeds:
         for side, its in sides.items():
             aucs[side].append(_auc(replace(its, seed=seed, run_id=f"{side}-{seed}"), ranks))
             if ranks.rank == 0:
                 print(f"{side} {seed}: {aucs[side][-1]:.6f}", flush=True)
-        if ranks.rank == 0 and seed > 0:  # each time: a run that is ended leaves what it has shown
-            summary = _summary(aucs) | {"data": manifest.parameters, "best_auc": manifest.best_auc}
+        if ranks.rank == 0 and seed > seeds[0]:  # each time: a run that is ended leaves what it has shown
+            summary = _summary(aucs) | {
+                "first_seed": seeds[0],
+                "data": manifest.parameters,
+                "best_auc": manifest.best_auc,
+            }
             (config.results_dir / "auc_over_seeds.json").write_text(json.dumps(summary, indent=1) + "\n")
     if ranks.rank == 0:
         print(json.dumps(summary, indent=1))
     ranks.destroy_process_group()
     return 0
+
+
+def parse_seeds(arguments: list[str]) -> tuple[range, list[str]]:
+    """Returns the seeds of a command line, and what else it has. ValueError names a bad flag."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    chosen, rest = parser.parse_known_args(arguments)
+    if chosen.seeds < 2:
+        raise ValueError(f"--seeds is {chosen.seeds}: an interval needs at least 2")
+    if chosen.first_seed < 0:
+        raise ValueError(f"--first-seed is {chosen.first_seed}: choose 0 or more")
+    return range(chosen.first_seed, chosen.first_seed + chosen.seeds), rest
 
 
 def _sides(config: RunConfig, cuda: bool) -> dict[str, RunConfig]:

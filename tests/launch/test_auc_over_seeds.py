@@ -14,6 +14,26 @@ def test_the_interval_is_that_of_the_differences() -> None:
     assert difference["ci95"] == pytest.approx([2 - 1.9629, 2 + 1.9629], abs=1e-3)
 
 
+def test_seeds_are_flags_beside_those_of_a_run() -> None:
+    assert auc_over_seeds.parse_seeds(["--preset", "smoke", "--seed", "3"]) == (
+        range(5),
+        ["--preset", "smoke", "--seed", "3"],
+    )
+    assert auc_over_seeds.parse_seeds(["--seeds", "10", "--fp8", "--first-seed", "5"]) == (range(5, 15), ["--fp8"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "1"], "--seeds is 1: an interval needs at least 2"),
+        (["--first-seed", "-1"], "--first-seed is -1: choose 0 or more"),
+    ],
+)
+def test_bad_seeds_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        auc_over_seeds.parse_seeds(arguments)
+
+
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["auc_over_seeds", "--preset", "smoke"])
     monkeypatch.delenv("RANK", raising=False)
