@@ -64,7 +64,7 @@ class GraphPool:
         for of in self._forms.values():
             of.graphs.clear()
         self._rooms.clear()
-        self._count, self._memory = 0, None
+        self._count, self._memory = 0, None  # torch takes no pool again that has lost all its graphs
 
     def asks_for_padding(self, form: Form, counts: Sequence[int]) -> bool:
         """Returns whether a batch of this form has other numbers of tokens than those before."""
