@@ -295,7 +295,7 @@ class ExplicitDense:
         layer 0 goes first."""
         last = len(self.model.top_mlp) - 1
         for i in layers:
-            torch.mm(self._dz_top[i + 1].t(), self._top[i], out=self.grad[f"top_mlp.{i}.weight"])
+            self._top_weight_gradient(i)
             if i < last - 1:
                 self._bias_gradient(f"top_mlp.{i}")
         if 0 in layers:
@@ -303,6 +303,9 @@ class ExplicitDense:
             partials = self._loss_partials.flatten(0, 1)
             sums = (self.mean_losses, self.step, self.grad[f"top_mlp.{last}.bias"], hidden)
             loss.add_up(partials, *sums, len(self.x0))
+
+    def _top_weight_gradient(self, layer: int) -> None:
+        torch.mm(self._dz_top[layer + 1].t(), self._top[layer], out=self.grad[f"top_mlp.{layer}.weight"])
 
     def cross_weight_gradients(self, layer: int) -> None:
         """Writes to `grad` everything of a layer whose `cross_backward` is through."""

@@ -24,7 +24,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_cross_output_backward_kernel": ("cross", DENSE),
     "fused_cross": ("fused_cross", DENSE),
     "fp8_product": ("fp8", DENSE),
-    "_quantise_kernel": ("fp8", DENSE),
+    "fp8_copies": ("fp8_copies", DENSE),
     "fp8_weights": ("fp8_weights", DENSE),
     "_small_mlp_kernel": ("small_mlp", DENSE),
     "_bias_relu_backward_kernel": ("mlp", DENSE),

@@ -137,7 +137,9 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     "fp8": (
         _FULL[0],
         _FULL[-1],
-        Rung("fp8", (*_FULL[-1].flags, "--fp8"), "A third of the largest products' time, by factors of eight bits."),
+        Rung(
+            "fp8", (*_FULL[-1].flags, "--fp8"), "Nearly half of the largest products' time, by factors of eight bits."
+        ),
     ),
     "reading": (
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),

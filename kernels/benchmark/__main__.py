@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_weights_cases
+from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import fetch_cases, gather_segments_cases, pick_rows_cases
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
 from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp
@@ -370,6 +370,7 @@ CASES = {
     "cross": cross_cases,
     "fused_cross": fused_cross_cases,
     "fp8": fp8_cases,
+    "fp8_copies": fp8_copies_cases,
     "fp8_weights": fp8_weights_cases,
     "mlp": mlp_cases,
     "loss": loss_cases,

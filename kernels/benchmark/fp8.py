@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.timing import Case
-from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2, Fp8, empty, fp8_product, quantise
+from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2, Fp8, Fp8Pair, empty, empty_pair, fp8_product
+from dlrm_bench.kernels.dense.fp8_copies import fp8_copies, partial_rows
 from dlrm_bench.kernels.dense.fp8_weights import WeightCopies, WeightCopy, fp8_weights
 
 BATCHES = (3456, 512)
@@ -20,6 +21,8 @@ PRODUCTS = {
     "top MLP": (1024, 3456, E4M3, True),
     "by the top MLP's input": (3456, 1024, E5M2, False),
 }
+# Weight gradients: rows and columns.
+GRADIENTS = {"w": (3456, 512), "v": (512, 3456), "top MLP": (1024, 3456)}
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Fp8:
@@ -27,6 +30,11 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Fp8:
     out = empty(rows, columns, dtype, 1.0, x.device)
     out.take(x)
     return out
+
+
+def _pair(x: Tensor, dtype: torch.dtype) -> Fp8Pair:
+    batch, columns = x.shape
+    return empty_pair(batch, columns, dtype, 1.0, x.device)
 
 
 def fp8_cases() -> Iterator[Case]:
@@ -38,13 +46,26 @@ def fp8_cases() -> Iterator[Case]:
             shape = f"{name}: [{batch}, {depth}] by {columns}"
             yield in_bf16(shape, moved + batch * depth, a, b, out, bias)
             factors = _rounded(a, dtype), _rounded(b, E4M3)
-            yield Case("fp8_product", shape, moved, partial(fp8_product, *factors, out, None, bias))
-            out8 = _rounded(out, dtype)
-            both = partial(fp8_product, *factors, out, out8, bias)
-            yield Case("fp8_product", f"{shape}, output in both", moved + out.numel(), both)
-        for columns in (3456, 512):
-            x = torch.randn(batch, columns, device="cuda").bfloat16()
-            yield Case("quantise", f"[{batch}, {columns}]", 3 * x.numel(), partial(quantise, x, _rounded(x, E4M3)))
+            yield Case("fp8_product", shape, moved, partial(fp8_product, *factors, out, bias))
+            in_pair = partial(fp8_product, *factors, _pair(out, dtype), bias)
+            yield Case("fp8_product", f"{shape}, output in eight bits", moved, in_pair)
+        for name, (rows, columns) in GRADIENTS.items():
+            a, b = (torch.randn(n, 2 * batch, device="cuda").bfloat16() for n in (rows, columns))
+            out, moved = torch.empty(rows, columns, device="cuda").bfloat16(), 2 * batch * (rows + columns)
+            shape = f"gradient by {name}: [{rows}, {2 * batch}] by {columns}"
+            yield in_bf16(shape, 2 * moved, a.t().contiguous().t(), b.t().contiguous().t(), out, None)
+            factors = _rounded(a, E5M2), _rounded(b, E4M3)
+            yield Case("fp8_product", shape, moved, partial(fp8_product, *factors, out, exact=True))
+
+
+def fp8_copies_cases() -> Iterator[Case]:
+    for batch in BATCHES:
+        x, other = (torch.randn(batch, 3456, device="cuda").bfloat16() for _ in range(2))
+        partials = torch.empty(partial_rows(batch), 3456, device="cuda")
+        shape = f"[{batch}, 3456]"
+        yield Case("fp8_copies", shape, 4 * x.numel(), partial(fp8_copies, x, _pair(x, E4M3)))
+        masked = partial(fp8_copies, x, _pair(x, E5M2), other, partials)
+        yield Case("fp8_copies", f"{shape} after a ReLU", 6 * x.numel(), masked)
 
 
 def in_bf16(shape: str, moved: float, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> Case:

@@ -1,11 +1,13 @@
-"""The element-wise parts of the low-rank cross layer x' = x0 * (y + b) + x, whose y = W (V x) two GEMMs compute."""
+"""The element-wise parts of the low-rank cross layer x' = x0 * (y + b) + x, whose y = W (V x) two GEMMs compute.
+
+On Hopper GPUs kernels.dense.fused_cross has all but the backward of the last layer's output in the products' epilogues.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.dense.fp8 import Fp8, kernel_arguments, rounded
 
 # Of one program's block, forward and backward: the fastest on an H200 at 512 and 3456 samples.
 _ROWS, _COLUMNS = 8, 256
@@ -54,12 +56,12 @@ def cross_backward(
     backward(g, x0, y, bias, dy, dx0, partials, accumulate, first_layer)
 
 
-def cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor, dy8: Fp8 | None = None) -> None:
-    """What `cross_backward` does of it: dy = g * x0, and `partials`. All as there. dy8: dy in eight bits."""
+def cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
+    """What `cross_backward` does of it: dy = g * x0, and `partials`. All as there."""
     _check(g, x0, dy, bias=g[0])
     assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
     backward = triton_cross_output_backward if g.is_cuda else plain_cross_output_backward
-    backward(g, x0, dy, partials, dy8)
+    backward(g, x0, dy, partials)
 
 
 def _check(*matrices: Tensor, bias: Tensor) -> None:
@@ -91,13 +93,11 @@ def plain_cross_backward(
     dy.copy_(product)
 
 
-def plain_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor, dy8: Fp8 | None = None) -> None:
+def plain_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
     """What `cross_output_backward` does, in PyTorch."""
     product = g.float() * x0.float()
     partials.zero_()[0] = product.sum(0)
     dy.copy_(product)
-    if dy8 is not None:
-        dy8.take(product)
 
 
 def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -124,13 +124,13 @@ def triton_cross_backward(
     _cross_backward_kernel[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
 
 
-def triton_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor, dy8: Fp8 | None = None) -> None:
+def triton_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
     """What `cross_output_backward` does, in one kernel."""
     batch, width = g.shape
     grid = (cdiv(width, _BACKWARD_COLUMNS), len(partials))
     sizes = (batch, width, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
     # 16 bytes of four rows a thread: a seventh faster than of two.
-    _cross_output_backward_kernel[grid](g, x0, dy, partials, *kernel_arguments(dy8, dy), *sizes, num_warps=2)
+    _cross_output_backward_kernel[grid](g, x0, dy, partials, *sizes, num_warps=2)
 
 
 @jit
@@ -178,25 +178,11 @@ def _cross_backward_kernel(
 
 
 @jit
-def _cross_output_backward_kernel(
-    g,
-    x0,
-    dy,
-    partials,
-    dy8,
-    scale,
-    quantises: tl.constexpr,
-    batch,
-    width,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+def _cross_output_backward_kernel(g, x0, dy, partials, batch, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     mask = (row < batch)[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     product = tl.load(g + at, mask, other=0.0).to(tl.float32) * tl.load(x0 + at, mask, other=0.0).to(tl.float32)
     tl.store(dy + at, product, mask)
-    if quantises:
-        tl.store(dy8 + at, rounded(product, dy8, scale), mask)
     tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(product, 0), column < width)

@@ -1,12 +1,11 @@
 // A product of two matrices in eight bits, for Hopper (sm_90a); see fp8.py.
 //
 // out = (a @ b.T) * unscale, with RELU relu(that + bias); a: [batch, depth], b: [width, depth]; out: bf16
-// [batch, width], and times scale in eight bits. One block has one tile of 128 x 128: two warpgroups multiply 64 rows
-// of it each, a warp brings the factors. The multipliers add up with some 14 bits of mantissa, so what they add up over
-// a depth of PROMOTE * 128 is added to a sum in fp32.
+// [batch, width], or times scale in eight bits, as it is and transposed. One block has one tile of 128 x 128: two
+// warpgroups multiply 64 rows of it each, a warp brings the factors. The multipliers add up with some 14 bits of
+// mantissa, so what they add up over a depth of PROMOTE * 128 is added to a sum in fp32.
 //
-// Given on the command line: FACTOR and OUTPUT, the formats of a and of the second output (BF16: there is none), and
-// RELU. b is in e4m3.
+// Given on the command line: FACTOR and OUTPUT, the formats of a and of the output, and RELU. b is in e4m3.
 
 #include "hopper.cuh"
 
@@ -17,10 +16,10 @@ constexpr Format A_FORMAT = Format(FACTOR), OUT_FORMAT = Format(OUTPUT);
 struct Arguments {
   TensorMap a, b;
   u16* out;
-  u8* quantised;
+  u8 *quantised, *transposed;
   const u16* bias;
   float scale, unscale;
-  int batch, width, steps, column_tiles;
+  int transposed_stride, batch, width, steps, column_tiles;
 };
 
 struct Memory {  // addresses in shared memory
@@ -49,12 +48,13 @@ __device__ void bring_factors(const Arguments& p, const Memory& memory, int row,
 
 __device__ void consume(const Arguments& p, const Memory& memory, int consumer, int first_row, int first_column) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const u32 own = memory.a + consumer * FACTOR_BYTES / 2;  // the first stage's rows of a that only these warps read
   float total[64], acc[64];
 #pragma unroll
   for (float& sum : total) sum = 0;
   for (int k = 0; k < p.steps; ++k) {
     const int stage = k % STAGES;
-    const u64 a = descriptor(memory.a + stage * FACTOR_BYTES + consumer * FACTOR_BYTES / 2, 16, 1024);
+    const u64 a = descriptor(own + stage * FACTOR_BYTES, 16, 1024);
     const u64 b = descriptor(memory.b + stage * FACTOR_BYTES, 16, 1024);
     wait(memory.full + 8 * stage, k / STAGES & 1);
 #pragma unroll
@@ -73,6 +73,8 @@ __device__ void consume(const Arguments& p, const Memory& memory, int consumer, 
       for (int i = 0; i < 64; ++i) total[i] += acc[i];
     }
   }
+  // The transposed output's pieces take the place of rows of a, which all four warps are through with here.
+  if (OUT_FORMAT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory");
   // The lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two blocks of columns.
   const u32 at = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
@@ -94,7 +96,10 @@ __device__ void consume(const Arguments& p, const Memory& memory, int consumer, 
 #pragma unroll
     for (int block = 0; block < 8; block += 2) write(piece + (at ^ block << 4), pairs + 2 * block);
     __syncwarp();
-    store<OUT_FORMAT>(p, p.out, piece, first_row + consumer * 64, first_column + half * 64);
+    const int row = first_row + consumer * 64, column = first_column + half * 64;
+    store<OUT_FORMAT, OUT_FORMAT == BF16>(p, p.out, piece, row, column);
+    if constexpr (OUT_FORMAT != BF16)
+      store_transposed<OUT_FORMAT>(p, pairs, own + half * TRANSPOSED_PIECE, consumer, row, column);
   }
 }
 

@@ -1,4 +1,7 @@
-"""Products of matrices in eight bits, for Hopper GPUs, and the rounding of their factors.
+"""Products of matrices in eight bits, for Hopper GPUs.
+
+They take both factors with the summed dimension last, so what is summed up over its columns in one product and over the
+batch in another is written twice, as it is and transposed.
 
 A scale is a constant, so nothing has to be measured before a factor is written: e4m3 has 18 powers of two, from its
 smallest number to 448, and e5m2 has 32. What is too large becomes the largest number of its sign.
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._cuda import Kernel, TensorMap, available, tensor_map
-from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {torch.bfloat16: 0, E4M3: 1, E5M2: 2}
@@ -27,14 +30,16 @@ _TILE, _DEPTH, _THREADS = 128, 128, 384
 _SHARED_BYTES = 1024 + 6 * 2 * 16384 + 4 * 8192 + 256
 _SOURCE = Path(__file__).with_suffix(".cu")
 
-_ELEMENTS = 4096  # of one program of `quantise`
+# Samples whose order in a transposed matrix is that of an accumulator's fragment, where one lane has the rows r and
+# r + 8. Both factors of a sum over the batch have it.
+_GROUP = 16
 
 
 class Fp8(NamedTuple):
     """A matrix in eight bits."""
 
     values: Tensor
-    """e4m3 or e5m2, contiguous: the numbers times `scale`."""
+    """e4m3 or e5m2: the numbers times `scale`. Contiguous, but for rows of a part of a batch, which may lie apart."""
     scale: float
     """A power of two."""
 
@@ -52,9 +57,39 @@ class Fp8(NamedTuple):
         self.values.copy_((x.float() * self.scale).clamp(-largest, largest))
 
 
+class Fp8Pair(NamedTuple):
+    """A matrix of a batch in eight bits, for products over its columns and for products over the batch."""
+
+    plain: Fp8
+    """[batch, columns]; batch: a multiple of 16."""
+    transposed: Fp8
+    """[columns, batch], of every 16 samples in the order 0, 8, 1, 9, ... 7, 15."""
+
+    def rows(self, rows: slice) -> Fp8Pair:
+        """Returns these samples, whole groups of 16, in the same memory."""
+        plain, transposed = self
+        return Fp8Pair(plain.rows(rows), Fp8(transposed.values[:, rows], transposed.scale))
+
+    def take(self, x: Tensor) -> None:
+        """Rounds x [batch, columns], of any format, in PyTorch; NaN stays NaN."""
+        self.plain.take(x)
+        values = self.plain.values
+        groups = values.view(torch.uint8).view(-1, 2, _GROUP // 2, values.shape[1]).transpose(1, 2)
+        self.transposed.values.view(torch.uint8).copy_(groups.reshape(values.shape).t())
+
+    def addresses(self) -> tuple[int, int]:
+        """Returns those of both, for kernels."""
+        return self.plain.values.data_ptr(), self.transposed.values.data_ptr()
+
+
 def empty(rows: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device) -> Fp8:
     """Returns memory for a matrix, all zeros."""
     return Fp8(torch.zeros(rows, columns, dtype=dtype, device=device), scale)
+
+
+def empty_pair(batch: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device) -> Fp8Pair:
+    """Returns memory for a matrix of a batch and its transpose, all zeros."""
+    return Fp8Pair(*(empty(*size, dtype, scale, device) for size in ((batch, columns), (columns, batch))))
 
 
 def applies(device: torch.device) -> bool:
@@ -62,41 +97,42 @@ def applies(device: torch.device) -> bool:
     return device.type == "cuda" and available()
 
 
-def quantise(x: Tensor, out: Fp8) -> None:
-    """Rounds x to `out`. x: bf16 or fp32, of out's shape, contiguous."""
-    assert x.shape == out.values.shape and x.is_contiguous() and out.values.is_contiguous(), "contiguous, of one shape"
-    round_to = triton_quantise if applies(x.device) else plain_quantise
-    round_to(x, out)
+def check_pair(pair: Fp8Pair, batch: int, columns: int) -> None:
+    """Asserts what kernels that write pairs rely on."""
+    plain, transposed = pair.plain.values, pair.transposed.values
+    assert plain.shape == (batch, columns) and transposed.shape == (columns, batch), "[batch, columns], and transposed"
+    assert batch % _GROUP == 0 and columns % 16 == 0, "a batch and columns of multiples of 16"
+    assert plain.is_contiguous() and transposed.stride(1) == 1, "contiguous rows"
+    assert transposed.stride(0) % 16 == 0 and transposed.data_ptr() % 16 == 0, "16-byte aligned"
+    assert plain.dtype == transposed.dtype and pair.plain.scale == pair.transposed.scale, "one format, one scale"
 
 
-def plain_quantise(x: Tensor, out: Fp8) -> None:
-    """What `quantise` does, in PyTorch."""
-    out.take(x)
+def fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None, exact: bool = False) -> None:
+    """out = a @ b.T, or relu(a @ b.T + relu_bias).
 
-
-def triton_quantise(x: Tensor, out: Fp8) -> None:
-    """What `quantise` does, in one kernel."""
-    _quantise_kernel[(cdiv(x.numel(), _ELEMENTS),)](x, out.values, x.numel(), out.scale, _ELEMENTS, num_warps=8)
-
-
-def fp8_product(a: Fp8, b: Fp8, out: Tensor, out8: Fp8 | None = None, relu_bias: Tensor | None = None) -> None:
-    """out = a @ b.T, or relu(a @ b.T + relu_bias); out8: the same, of the rounded `out`.
-
-    a: e4m3 or e5m2 [rows, depth]; b: e4m3 [columns, depth]; out: bf16 (on CPUs also fp32) [rows, columns]; out8: of
-    its shape; relu_bias: [columns]. All contiguous, depth and columns multiples of 16. On GPUs sums over 512 have some
-    14 bits, and are added up in fp32; cuBLAS's, where out is all, of any depth.
+    a: e4m3 or e5m2 [rows, depth]; b: e4m3 [columns, depth]; out: bf16 (on CPUs also fp32) [rows, columns], or of this
+    shape in eight bits, of what is rounded to bf16 first; relu_bias: [columns]. All contiguous, depth and columns
+    multiples of 16. On GPUs sums over 512 have some 14 bits, and are added up in fp32; cuBLAS's, where out is bf16 and
+    there is no bias, of any depth, but with `exact`, of these products only, of no more than 128.
     """
-    assert out.shape == (len(a.values), len(b.values)) and a.values.shape[1] == b.values.shape[1], "shapes"
-    assert b.values.dtype == E4M3 and a.values.shape[1] % 16 == 0 and out.shape[1] % 16 == 0, "b: e4m3, aligned"
-    assert all(t.is_contiguous() for t in (a.values, b.values, out)), "contiguous tensors only"
-    if not applies(out.device):
-        plain_fp8_product(a, b, out, out8, relu_bias)
-    elif out8 is None and relu_bias is None:
+    rows, columns = len(a.values), len(b.values)
+    assert b.values.dtype == E4M3 and a.values.shape[1] % 16 == 0 and columns % 16 == 0, "b: e4m3, aligned"
+    assert a.values.shape[1] == b.values.shape[1], "one depth"
+    assert a.values.is_contiguous() and b.values.is_contiguous(), "contiguous factors"
+    if isinstance(out, Fp8Pair):
+        check_pair(out, rows, columns)
+    else:
+        assert out.shape == (rows, columns) and out.is_contiguous(), "out: [rows, columns], contiguous"
+    if not applies(a.values.device):
+        plain_fp8_product(a, b, out, relu_bias)
+    elif isinstance(out, Tensor) and relu_bias is None:
         # [3456, 1024] by 3456 on an H200: 21.9 us, the kernel 30.7; [3456, 3456] by 512: 12.9 and 12.6.
         scale_a, scale_b = (_inverse(factor.scale, out.device) for factor in (a, b))
-        torch._scaled_mm(a.values, b.values.t(), scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=True, out=out)
+        fast = not exact
+        torch._scaled_mm(a.values, b.values.t(), scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
     else:
-        cuda_fp8_product(a, b, out, out8, relu_bias)
+        assert not exact, "exact: of bf16 without a bias only"
+        cuda_fp8_product(a, b, out, relu_bias)
 
 
 @functools.cache
@@ -104,32 +140,37 @@ def _inverse(scale: float, device: torch.device) -> Tensor:
     return torch.tensor(1 / scale, device=device)
 
 
-def plain_fp8_product(a: Fp8, b: Fp8, out: Tensor, out8: Fp8 | None = None, relu_bias: Tensor | None = None) -> None:
+def plain_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None) -> None:
     """What `fp8_product` does, in PyTorch."""
     product = a.float() @ b.float().t()
-    out.copy_(product if relu_bias is None else (product + relu_bias.float()).relu())
-    if out8 is not None:
-        out8.take(out)
+    if relu_bias is not None:
+        product = (product + relu_bias.float()).relu()
+    if isinstance(out, Fp8Pair):
+        out.take(product.to(torch.bfloat16))
+    else:
+        out.copy_(product)
 
 
-def cuda_fp8_product(a: Fp8, b: Fp8, out: Tensor, out8: Fp8 | None = None, relu_bias: Tensor | None = None) -> None:
+def cuda_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None) -> None:
     """What `fp8_product` does, in one kernel."""
-    rows, columns = out.shape
+    rows, columns = len(a.values), len(b.values)
+    in_bf16, in_eight_bits = (None, out) if isinstance(out, Fp8Pair) else (out, None)
     arguments = _Arguments(
         tensor_map(a.values, _TILE, _DEPTH),
         tensor_map(b.values, _TILE, _DEPTH),
-        out.data_ptr(),
-        None if out8 is None else out8.values.data_ptr(),
+        None if in_bf16 is None else in_bf16.data_ptr(),
+        *((None, None) if in_eight_bits is None else in_eight_bits.addresses()),
         None if relu_bias is None else relu_bias.data_ptr(),
-        1 if out8 is None else out8.scale,
+        1 if in_eight_bits is None else in_eight_bits.plain.scale,
         1 / (a.scale * b.scale),
+        0 if in_eight_bits is None else in_eight_bits.transposed.values.stride(0),
         rows,
         columns,
         cdiv(a.values.shape[1], _DEPTH),
         cdiv(columns, _TILE),
     )
-    output = FORMATS[torch.bfloat16 if out8 is None else out8.values.dtype]
-    kernel = _kernel(FORMATS[a.values.dtype], output, relu_bias is not None, out.device)
+    output = torch.bfloat16 if in_eight_bits is None else in_eight_bits.plain.values.dtype
+    kernel = _kernel(FORMATS[a.values.dtype], FORMATS[output], relu_bias is not None, a.values.device)
     kernel.launch(cdiv(rows, _TILE) * cdiv(columns, _TILE), arguments)
 
 
@@ -141,14 +182,16 @@ class _Arguments(ctypes.Structure):
         ("b", TensorMap),
         ("out", ctypes.c_void_p),
         ("quantised", ctypes.c_void_p),
+        ("transposed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("unscale", ctypes.c_float),
+        ("transposed_stride", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("width", ctypes.c_int),
         ("steps", ctypes.c_int),
         ("column_tiles", ctypes.c_int),
-        ("padding", ctypes.c_char * 16),  # to a multiple of a TensorMap's alignment
+        ("padding", ctypes.c_char * 4),  # to a multiple of a TensorMap's alignment
     )
 
 
@@ -157,21 +200,3 @@ def _kernel(factor: int, output: int, relu: bool, device: torch.device) -> Kerne
     defines = {"FACTOR": factor, "OUTPUT": output, "RELU": int(relu)}
     with torch.cuda.device(device):
         return Kernel(_SOURCE, "fp8_product", defines, _THREADS, _SHARED_BYTES)
-
-
-def kernel_arguments(out8: Fp8 | None, unused: Tensor) -> tuple[Tensor, float, bool]:
-    """Returns what Triton kernels take to write `out8` too: memory, scale, and whether there is any. unused: any
-    tensor, for a memory that is not written."""
-    return (unused, 1.0, False) if out8 is None else (*out8, True)
-
-
-@jit
-def rounded(value, out, scale) -> None:
-    """Returns what Triton kernels store to `out`: for Hopper Triton's cast makes of what is too large the largest."""
-    return (value.to(tl.float32) * scale).to(out.dtype.element_ty)
-
-
-@jit
-def _quantise_kernel(x, out, n, scale, elements: tl.constexpr) -> None:
-    at = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
-    tl.store(out + at, rounded(tl.load(x + at, at < n, other=0.0), out, scale), at < n)

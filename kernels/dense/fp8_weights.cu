@@ -1,12 +1,11 @@
 // Weights in eight bits, as they are and transposed, for Hopper (sm_90a); see fp8_weights.py.
 //
-// One block has a tile of 128 rows and 64 columns of one weight: each thread rounds eight numbers of a row at a time,
-// then writes 32 of a column, whose 32 bytes are what memory takes at once.
+// A warp has a tile of 64 rows and 64 columns of one weight, a lane 16 rows and 8 columns of it: their bytes are 16 of
+// each column.
 
 #include "hopper.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 64, RUN = 32;
-constexpr int STRIDE = COLUMNS + 8;  // of the tile's rows in shared memory: a warp's columns are in banks of their own
+constexpr int WARPS = 4;
 
 struct Tile {
   const u16* weight;
@@ -17,38 +16,37 @@ struct Tile {
 struct Arguments {
   const Tile* tiles;
   float scale;
+  int count;  // of tiles
 };
 
-__device__ __forceinline__ u32 byte_at(const u8* column, int row) { return column[row * STRIDE]; }
-
-extern "C" __global__ void __launch_bounds__(256) fp8_weights(const __grid_constant__ Arguments p) {
-  __shared__ alignas(16) u8 bytes[ROWS * STRIDE];
-  const Tile t = p.tiles[blockIdx.x];
+extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_weights(const __grid_constant__ Arguments p) {
+  const int lane = threadIdx.x % 32, index = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (index >= p.count) return;
+  const Tile t = p.tiles[index];
+  const int row = t.row + lane / 8 * 16, column = t.column + lane % 8 * 8;
+  if (row >= t.rows || column >= t.columns) return;
+  u32 columns[8][4];  // of each the bytes of 16 rows
 #pragma unroll
-  for (int i = 0; i < ROWS * COLUMNS / 8 / 256; ++i) {
-    const int chunk = i * 256 + threadIdx.x, row = chunk / 8, column = chunk % 8 * 8;
-    if (t.row + row >= t.rows || t.column + column >= t.columns) continue;
-    const u64 at = u64(t.row + row) * t.columns + t.column + column;
-    const uint4 pairs = *reinterpret_cast<const uint4*>(t.weight + at);
-    uint2 eight;
-    eight.x = quantise<E4M3>(pairs.x, p.scale) | quantise<E4M3>(pairs.y, p.scale) << 16;
-    eight.y = quantise<E4M3>(pairs.z, p.scale) | quantise<E4M3>(pairs.w, p.scale) << 16;
-    *reinterpret_cast<uint2*>(t.plain + at) = eight;
-    *reinterpret_cast<uint2*>(bytes + row * STRIDE + column) = eight;
-  }
-  __syncthreads();
-  const int column = threadIdx.x % COLUMNS, first_row = threadIdx.x / COLUMNS * RUN;
-  if (t.column + column >= t.columns) return;
-  u8* to = t.transposed + u64(t.column + column) * t.rows + t.row + first_row;
+  for (int half = 0; half < 2; ++half) {
+    uint4 weights[8];
 #pragma unroll
-  for (int i = 0; i < RUN; i += 16) {
-    if (t.row + first_row + i >= t.rows) return;
-    u32 words[4];
+    for (int i = 0; i < 8; ++i)
+      weights[i] = __ldg(reinterpret_cast<const uint4*>(t.weight + u64(row + half * 8 + i) * t.columns + column));
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const u8* from = bytes + (first_row + i + 4 * word) * STRIDE + column;
-      words[word] = byte_at(from, 0) | byte_at(from, 1) << 8 | byte_at(from, 2) << 16 | byte_at(from, 3) << 24;
+    for (int quad = 0; quad < 2; ++quad) {
+      u32 pairs[4][4];  // by row, of columns
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pairs[i][j] = quantise<E4M3>(word(weights[4 * quad + i], j), p.scale);
+        *reinterpret_cast<uint2*>(t.plain + u64(row + half * 8 + quad * 4 + i) * t.columns + column) =
+            make_uint2(pairs[i][0] | pairs[i][1] << 16, pairs[i][2] | pairs[i][3] << 16);
+      }
+      transpose(pairs, columns, half * 2 + quad);
     }
-    *reinterpret_cast<uint4*>(to + i) = make_uint4(words[0], words[1], words[2], words[3]);
   }
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    *reinterpret_cast<uint4*>(t.transposed + u64(column + i) * t.rows + row) =
+        make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
 }

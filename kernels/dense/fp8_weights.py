@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._cuda import Kernel
+from dlrm_bench.kernels._triton import cdiv
 from dlrm_bench.kernels.dense.fp8 import E4M3, Fp8, applies
 
 # As in fp8_weights.cu.
-_ROWS, _COLUMNS, _THREADS = 128, 64, 256
+_ROWS, _COLUMNS, _WARPS = 64, 64, 4
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 
@@ -60,12 +61,12 @@ def plain_fp8_weights(weights: WeightCopies) -> None:
 def cuda_fp8_weights(weights: WeightCopies) -> None:
     """What `fp8_weights` does, in one kernel."""
     assert weights.tiles is not None, "weights on a Hopper GPU"
-    arguments = _Arguments(weights.tiles.data_ptr(), weights.copies[0].plain.scale)
-    _kernel(weights.tiles.device).launch(len(weights.tiles), arguments)
+    arguments = _Arguments(weights.tiles.data_ptr(), weights.copies[0].plain.scale, len(weights.tiles))
+    _kernel(weights.tiles.device).launch(cdiv(len(weights.tiles), _WARPS), arguments)
 
 
 def _tiles(copies: Sequence[WeightCopy]) -> list[list[int]]:
-    """Returns fp8_weights.cu's struct Tile for each block, in words of 8 bytes."""
+    """Returns fp8_weights.cu's struct Tile for each warp, in words of 8 bytes."""
     assert all(copy.weight.dtype == torch.bfloat16 for copy in copies), "bf16 weights"
     tiles = []
     for weight, plain, transposed in copies:
@@ -83,10 +84,10 @@ def _tiles(copies: Sequence[WeightCopy]) -> list[list[int]]:
 class _Arguments(ctypes.Structure):
     """fp8_weights.cu's struct Arguments."""
 
-    _fields_ = (("tiles", ctypes.c_void_p), ("scale", ctypes.c_float))
+    _fields_ = (("tiles", ctypes.c_void_p), ("scale", ctypes.c_float), ("count", ctypes.c_int))
 
 
 @functools.cache
 def _kernel(device: torch.device) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(_SOURCE, "fp8_weights", {}, _THREADS, 0)
+        return Kernel(_SOURCE, "fp8_weights", {}, 32 * _WARPS, 0)

@@ -3,6 +3,7 @@
 // acc = a @ b, a: [batch, depth], bf16; by MODE, with 2 * PAIRS inputs and 1 or 2 outputs, all bf16 [batch, width]:
 //   FORWARD    in: x0, x          y = acc + bias;  x' = x0 * y + x                           b: [width, depth]
 //   BACKWARD   in: g, x0          g' = g + acc;  dy = g' * x0, and its column sums           b: [depth, width]
+//   OUTPUT_BACKWARD  in: x0       g' = acc, and all else as BACKWARD
 //   INPUT      in: g_l, y_l ...   dx0 = acc + g_0 + sum over l of g_l * y_l                  b: [depth, width]
 //
 // One block a multiprocessor goes through a range of tiles of 64 rows and 128 columns, row by row first, so that its
@@ -13,24 +14,32 @@
 // wait for it.
 //
 // a and b may be in eight bits, b then always [width, depth]: acc is their product times unscale. The second output may
-// be stored once more, times scale, in eight bits.
+// be stored times scale in eight bits, as it is and transposed, and then need not be in bf16. y may be in e4m3, in an
+// order that only these kernels read: each tile's halves of 64 columns one after the other, of each half twice 16 bytes
+// of every thread of the warpgroup, as they lie in its accumulator.
 //
-// Given on the command line: MODE, PAIRS, STEPS = ceil(depth / DEPTH), at most 8, SLOTS, and the formats FACTORS of a
-// and OUTPUT of the second output's copy (BF16: there is none).
+// Given on the command line: MODE, PAIRS, STEPS = ceil(depth / DEPTH), at most 8, SLOTS, the formats FACTORS of a and
+// OUTPUT of the second output's copies (BF16: there are none), KEEPS: whether it is stored in bf16, and TILES: whether
+// y is in e4m3.
 
 #include "hopper.cuh"
 
-constexpr int FORWARD = 0, BACKWARD = 1, INPUT = 2;
+constexpr int FORWARD = 0, BACKWARD = 1, INPUT = 2, OUTPUT_BACKWARD = 3;
 constexpr int ROWS = 64, COLUMNS = 128, CHUNK = 64;  // of a tile; what one copy brings is at most 64 wide
 constexpr int A_BYTES = ROWS * CHUNK * 2, B_BYTES = COLUMNS * CHUNK * 2, PIECE = ROWS * CHUNK * 2;
 // Of a; SLOTS of the epilogue's inputs, each for a pair of them. Together with b they fill shared memory. On an H200,
 // at 3456 rows, FORWARD and INPUT of three layers: 36 and 48 us; 40 and 46 with 4 and 4, 38 and 54 with 8 and 2. With
 // factors in eight bits, 4, 6 and 8 slots are equal within 1 us.
-constexpr int STAGES = STEPS < 6 ? STEPS : 6;
+constexpr int MOST_STAGES = FACTORS ? 4 : 6, STAGES = STEPS < MOST_STAGES ? STEPS : MOST_STAGES;
 constexpr Format A_FORMAT = Format(FACTORS), OUT_FORMAT = Format(OUTPUT);
 constexpr int DEPTH = FACTORS ? 128 : 64;  // of what one copy brings
 constexpr int STEPS_OF_EPILOGUE = 2 * PAIRS;  // each for 64 columns and a pair of inputs
 constexpr int OUTPUTS = MODE == INPUT ? 1 : 2;
+constexpr int FIRST_INPUT = MODE == OUTPUT_BACKWARD;  // of a pair: this mode has only the second
+constexpr int TILE_BYTES = ROWS * CHUNK;  // of half of y's tile
+constexpr bool READS_TILES = MODE == INPUT && TILES, WRITES_TILES = MODE == FORWARD && TILES;
+constexpr int INPUT_BYTES = READS_TILES ? PIECE + TILE_BYTES : (2 - FIRST_INPUT) * PIECE;
+constexpr bool HAS_SUMS = MODE == BACKWARD || MODE == OUTPUT_BACKWARD;
 constexpr bool B_ROWS_ARE_DEPTH = MODE != FORWARD && !FACTORS;
 
 struct Arguments {
@@ -38,19 +47,21 @@ struct Arguments {
   u16* outputs[2];
   const u16* bias;  // of FORWARD
   float* partials;
-  u8* quantised;  // of the second output
-  float scale, unscale;
-  int batch, width, row_tiles, column_tiles, blocks_of_columns;
+  u8 *quantised, *transposed;  // of the second output
+  u8* tiles[PAIRS];  // of y, times tiles_scale; INPUT has its inverse
+  float scale, unscale, tiles_scale;
+  int transposed_stride, batch, width, row_tiles, column_tiles, blocks_of_columns;
 };
 
 struct Memory {  // addresses in shared memory: of tiles, then of barriers
-  u32 a, b, pieces, full, empty, turn, epilogue_turn, inputs_full, inputs_empty;
+  u32 a, b, pieces, transposed, full, empty, turn, epilogue_turn, inputs_full, inputs_empty;
 
   __device__ explicit Memory(u32 base) {
     a = (base + 1023) & ~1023u;
     b = a + STAGES * A_BYTES;
     pieces = b + STEPS * B_BYTES;
-    full = pieces + SLOTS * 2 * PIECE;
+    transposed = pieces + SLOTS * 2 * PIECE;
+    full = transposed + (OUT_FORMAT == BF16 ? 0 : 4 * TRANSPOSED_PIECE);
     empty = full + 8 * STAGES;
     turn = empty + 8 * STAGES;
     epilogue_turn = turn + 8 * 2;
@@ -112,6 +123,10 @@ __device__ void bring_factors(const Arguments& p, const Memory& memory, const Ti
   }
 }
 
+__device__ __forceinline__ u8* y_tile(const Arguments& p, int layer, int row_tile, int column_tile, int half) {
+  return p.tiles[layer] + ((u64(row_tile) * p.column_tiles + column_tile) * 2 + half) * TILE_BYTES;
+}
+
 // One thread's: the epilogue's inputs.
 __device__ void bring_inputs(const Arguments& p, const Memory& memory, const Tiles& tiles) {
   int step = 0;
@@ -121,8 +136,11 @@ __device__ void bring_inputs(const Arguments& p, const Memory& memory, const Til
       const int slot = step % SLOTS, round = step / SLOTS;
       const u32 full = memory.inputs_full + 8 * slot;
       if (round > 0) wait(memory.inputs_empty + 8 * slot, (round - 1) & 1);
-      expect(full, 2 * PIECE);
-      for (int j = 0; j < 2; ++j)
+      expect(full, INPUT_BYTES);
+      if (READS_TILES)
+        copy(memory.piece(slot, 1), y_tile(p, i % PAIRS, tiles.rows(tile), tiles.columns(tile), i / PAIRS), TILE_BYTES,
+             full);
+      for (int j = FIRST_INPUT; j < 2 - READS_TILES; ++j)
         load(memory.piece(slot, j), &p.inputs[i % PAIRS * 2 + j], column + i / PAIRS * CHUNK, row, full);
     }
   }
@@ -212,7 +230,7 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
   int columns = tiles.columns(0);  // that `sums` are of
   for (int i = consumer, round = 0; i < tiles.count(); i += 2, ++round) {
     const int n = tiles.columns(i), first_row = tiles.rows(i) * ROWS;
-    if (MODE == BACKWARD)
+    if (HAS_SUMS)
       for (; columns < n; ++columns) store_sums(p, sums, columns, consumer, warp, lane);
     if (i > 0) wait(memory.turn + 8 * consumer, (round - (consumer == 0)) & 1);
     multiply_tile<0>(acc, memory, i, consumer, lane);
@@ -235,20 +253,37 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
         const bool last = half * PAIRS + pair == STEPS_OF_EPILOGUE - 1;
         if (last && lane == 0) arrive(memory.epilogue_turn + 8 * (1 - consumer));
         u32 one[16], other[16];  // pairs of columns: [block][row, row 8 below]
+        u32 eight[8];            // of y, two of these in each
+        if (READS_TILES) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const uint4 words = words_at(second + i * TILE_BYTES / 2 + threadIdx.x % 128 * 16);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) eight[4 * i + j] = word(words, j);
+          }
+        }
 #pragma unroll
         for (int block = 0; block < 8; block += 2) {
-          read(first + (at ^ block << 4), one + 2 * block);
-          read(second + (at ^ block << 4), other + 2 * block);
+          if (FIRST_INPUT == 0) read(first + (at ^ block << 4), one + 2 * block);
+          if (!READS_TILES) read(second + (at ^ block << 4), other + 2 * block);
         }
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           float &d0 = d[2 * i], &d1 = d[2 * i + 1];
-          const float one0 = low(one[i]), one1 = high(one[i]), other0 = low(other[i]), other1 = high(other[i]);
+          const float one0 = FIRST_INPUT ? 0 : low(one[i]), one1 = FIRST_INPUT ? 0 : high(one[i]);
+          float other0, other1;
+          if (READS_TILES)
+            from_e4m3(eight[i / 2] >> i % 2 * 16, other0, other1), other0 *= p.tiles_scale, other1 *= p.tiles_scale;
+          else
+            other0 = low(other[i]), other1 = high(other[i]);
           if (MODE == FORWARD) {
             d0 = d0 * unscale + low(bias[i / 2]), d1 = d1 * unscale + high(bias[i / 2]);
-            one[i] = pack(d0, d1);
+            if (WRITES_TILES)
+              one[i] = quantise<E4M3>(d0, d1, p.tiles_scale);
+            else
+              one[i] = pack(d0, d1);
             other[i] = pack(one0 * d0 + other0, one1 * d1 + other1);
-          } else if (MODE == BACKWARD) {
+          } else if (HAS_SUMS) {
             d0 = d0 * unscale + one0, d1 = d1 * unscale + one1;
             one[i] = pack(d0, d1);
             d0 *= other0, d1 *= other1;
@@ -263,19 +298,31 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
         if (pair == PAIRS - 1) {
 #pragma unroll
           for (int block = 0; block < 8; block += 2) {
-            write(first + (at ^ block << 4), one + 2 * block);
+            if (!WRITES_TILES) write(first + (at ^ block << 4), one + 2 * block);
             if (MODE != INPUT) write(second + (at ^ block << 4), other + 2 * block);
           }
           __syncwarp();
           const int column = n * COLUMNS + half * CHUNK;
-          store<BF16>(p, p.outputs[0], first, first_row, column);
-          if (OUTPUTS == 2) store<OUT_FORMAT>(p, p.outputs[1], second, first_row, column);
+          if (WRITES_TILES) {
+            uint4* to = reinterpret_cast<uint4*>(y_tile(p, 0, tiles.rows(i), n, half)) + threadIdx.x % 128;
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              to[j * 128] = make_uint4(one[8 * j] | one[8 * j + 1] << 16, one[8 * j + 2] | one[8 * j + 3] << 16,
+                                       one[8 * j + 4] | one[8 * j + 5] << 16, one[8 * j + 6] | one[8 * j + 7] << 16);
+          } else {
+            store<BF16, true>(p, p.outputs[0], first, first_row, column);
+          }
+          if (OUTPUTS == 2) store<OUT_FORMAT, KEEPS>(p, p.outputs[1], second, first_row, column);
+          if constexpr (OUT_FORMAT != BF16) {
+            const u32 piece = memory.transposed + (consumer * 2 + half) * TRANSPOSED_PIECE;
+            store_transposed<OUT_FORMAT>(p, other, piece, consumer, first_row, column);
+          }
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane == 0) arrive(memory.inputs_empty + 8 * slot);
       }
-      if (MODE == BACKWARD) {
+      if (HAS_SUMS) {
         float of_rows[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) of_rows[i] = d[i / 2 * 4 + i % 2] + d[i / 2 * 4 + i % 2 + 2];
@@ -283,7 +330,7 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
       }
     }
   }
-  if (MODE == BACKWARD)
+  if (HAS_SUMS)
     for (; columns <= tiles.columns(tiles.count() - 1); ++columns) store_sums(p, sums, columns, consumer, warp, lane);
 }
 

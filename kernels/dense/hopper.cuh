@@ -47,6 +47,12 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* from, int column, 
       : "memory");
 }
 
+__device__ __forceinline__ void copy(u32 to, const void* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) {  // 128-byte swizzle
   return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | address >> 4;
 }
@@ -105,13 +111,29 @@ __device__ __forceinline__ void write(u32 address, const u32* pairs) {
                : "memory");
 }
 
+// Of b16: the lane's pairs are of two columns, whose eight rows become 16 bytes of memory each.
+__device__ __forceinline__ void write_transposed(u32 address, const u32* pairs) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(pairs[0]),
+               "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 words_at(u32 address) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(address)
+               : "memory");
+  return words;
+}
+
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Two bf16 numbers times scale, rounded to F; those out of its range become its largest.
+// Two numbers times scale, rounded to F; those out of its range become its largest.
 template <Format F>
-__device__ __forceinline__ u32 quantise(u32 pair, float scale) {
-  const float first = low(pair) * scale, second = high(pair) * scale;
+__device__ __forceinline__ u32 quantise(float first, float second, float scale) {
+  first *= scale, second *= scale;
   u16 result;
   if constexpr (F == E4M3)
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(second), "f"(first));
@@ -120,31 +142,97 @@ __device__ __forceinline__ u32 quantise(u32 pair, float scale) {
   return result;
 }
 
+template <Format F>
+__device__ __forceinline__ u32 quantise(u32 pair, float scale) {
+  return quantise<F>(low(pair), high(pair), scale);
+}
+
+__device__ __forceinline__ void from_e4m3(u32 pair, float& first, float& second) {  // of the lower 16 bits
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      ".reg .b32 halves;\n"
+      "cvt.rn.f16x2.e4m3x2 halves, %2;\n"
+      "mov.b32 {low, high}, halves;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}\n"
+      : "=f"(first), "=f"(second)
+      : "h"(u16(pair)));
+}
+
+__device__ __forceinline__ u32 word(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+// The bytes of four rows and eight columns by column, as word `at` of each; pairs: of columns, by row.
+__device__ __forceinline__ void transpose(const u32 (&pairs)[4][4], u32 (&columns)[8][4], int at) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 upper = pairs[0][i] | pairs[1][i] << 16, lower = pairs[2][i] | pairs[3][i] << 16;
+    columns[2 * i][at] = __byte_perm(upper, lower, 0x6420);
+    columns[2 * i + 1][at] = __byte_perm(upper, lower, 0x7531);
+  }
+}
+
 // A piece: 64 rows of 64 columns, 128 bytes each, with the 128-byte swizzle. The warp's 16 rows of it go to `to`,
-// [batch, width], and times scale, rounded to F, to `quantised`. By these names from the kernel's arguments: as
+// [batch, width], if IN_BF16, and times scale, rounded to F, to `quantised`. By these names from the arguments: as
 // parameters of their own, compiled code has a branch for each row.
-template <Format F, class Arguments>
+template <Format F, bool IN_BF16, class Arguments>
 __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
     const int row = warp_row + i + lane / 8;
-    u32 values[4];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-                 : "r"(piece + row * 128 + ((lane ^ row) % 8 << 4))
-                 : "memory");
-    if (first_row + row < p.batch && column < p.width)
+    const uint4 values = words_at(piece + row * 128 + ((lane ^ row) % 8 << 4));
+    if (IN_BF16 && first_row + row < p.batch && column < p.width)
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + u64(first_row + row) * p.width + column),
-                   "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
+                   "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
                    : "memory");
     if constexpr (F != BF16) {
-      const u32 left = quantise<F>(values[0], p.scale) | quantise<F>(values[1], p.scale) << 16;
-      const u32 right = quantise<F>(values[2], p.scale) | quantise<F>(values[3], p.scale) << 16;
+      const u32 left = quantise<F>(values.x, p.scale) | quantise<F>(values.y, p.scale) << 16;
+      const u32 right = quantise<F>(values.z, p.scale) | quantise<F>(values.w, p.scale) << 16;
       if (first_row + row < p.batch && column < p.width)
         asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p.quantised + u64(first_row + row) * p.width + column),
                      "r"(left), "r"(right)
                      : "memory");
     }
+  }
+}
+
+// The same numbers in eight bits transposed: a run of 64 rows for each of 64 columns. What is summed up over the batch
+// may be in any order that both factors have: of 16 rows it is 0, 8, 1, 9 and so on, as an accumulator's fragment has
+// the rows r and r + 8 in one lane.
+constexpr int TRANSPOSED_PIECE = 64 * 64;
+
+__device__ __forceinline__ u32 in_transposed(u32 piece, int column, int run) {  // of 16 rows, without bank conflicts
+  return piece + column * 64 + ((run ^ column / 2 % 4) << 4);
+}
+
+// By a warpgroup, whose warps have an accumulator's `pairs` of 16 rows each: [8 columns][row, row 8 below]. Takes two
+// pieces in turn: what waits for all threads in one call lets the next but one overwrite its piece.
+template <Format F, class Arguments>
+__device__ __forceinline__ void store_transposed(const Arguments& p, const u32 (&pairs)[16], u32 piece, int warpgroup,
+                                                 int first_row, int first_column) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int block = 0; block < 8; block += 4) {
+    u32 rows[4];  // pairs of them, of two columns
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      rows[i] = __byte_perm(quantise<F>(pairs[2 * (block + i)], p.scale),
+                            quantise<F>(pairs[2 * (block + i) + 1], p.scale), 0x5140);
+    write_transposed(in_transposed(piece, block * 8 + lane, warp), rows);
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int column = i * 32 + thread / 4, run = thread % 4;
+    const uint4 values = words_at(in_transposed(piece, column, run));
+    if (first_row + run * 16 < p.batch && first_column + column < p.width)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p.transposed +
+                                                                    u64(first_column + column) * p.transposed_stride +
+                                                                    first_row + run * 16),
+                   "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
+                   : "memory");
   }
 }

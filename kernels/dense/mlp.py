@@ -1,11 +1,13 @@
-"""The backward of bias and ReLU after a linear layer's GEMM; the forward is in the epilogue of cuBLAS's."""
+"""The backward of bias and ReLU after a linear layer's GEMM; the forward is in the epilogue of cuBLAS's.
+
+kernels.dense.fp8_copies has it in eight bits.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.dense.fp8 import Fp8, kernel_arguments, rounded
 
 _ROWS, _COLUMNS = 16, 128  # of one program's block
 
@@ -15,9 +17,9 @@ def partial_rows(batch: int) -> int:
     return cdiv(batch, _ROWS * _steps(batch))
 
 
-def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor, dz8: Fp8 | None = None) -> None:
-    """dz = g * (out > 0); dz8: dz in eight bits; `partials` are partial column sums of dz, before it is rounded: the
-    bias' gradient, once `column_sums` has added them up.
+def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
+    """dz = g * (out > 0); `partials` are partial column sums of dz, before it is rounded: the bias' gradient, once
+    `column_sums` has added them up.
 
     g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may lie apart; dz may be g. partials:
     fp32 [partial_rows(batch), width], overwritten.
@@ -28,24 +30,21 @@ def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor, dz8
         "partials: [partial_rows(batch), width], contiguous"
     )
     backward = triton_bias_relu_backward if g.is_cuda else plain_bias_relu_backward
-    backward(g, out, dz, partials, dz8)
+    backward(g, out, dz, partials)
 
 
-def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor, dz8: Fp8 | None = None) -> None:
+def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
     """What `bias_relu_backward` does, in PyTorch."""
     masked = g.float() * (out > 0)
     partials.zero_()[0] = masked.sum(0)
     dz.copy_(masked)
-    if dz8 is not None:
-        dz8.take(masked)
 
 
-def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor, dz8: Fp8 | None = None) -> None:
+def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
     """What `bias_relu_backward` does, in one kernel."""
     batch, width = g.shape
     grid = (cdiv(width, _COLUMNS), len(partials))
-    in_eight_bits, constants = kernel_arguments(dz8, dz), (_steps(batch), _ROWS, _COLUMNS)
-    _bias_relu_backward_kernel[grid](g, out, dz, partials, *in_eight_bits, batch, width, g.stride(0), *constants)
+    _bias_relu_backward_kernel[grid](g, out, dz, partials, batch, width, g.stride(0), _steps(batch), _ROWS, _COLUMNS)
 
 
 def _steps(batch: int) -> int:
@@ -59,9 +58,6 @@ def _bias_relu_backward_kernel(
     out,
     dz,
     partials,
-    dz8,
-    scale,
-    quantises: tl.constexpr,
     batch,
     width,
     g_stride,
@@ -81,6 +77,4 @@ def _bias_relu_backward_kernel(
         masked = tl.where(active, gradient, 0.0)
         total += masked
         tl.store(dz + at, masked, mask)
-        if quantises:
-            tl.store(dz8 + at, rounded(masked, dz8, scale), mask)
     tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), column < width)

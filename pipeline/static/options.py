@@ -25,9 +25,9 @@ class StaticOptions:
     other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: what a node's GPUs
     exchange, before and after collectives between GPUs of equal local rank."""
     fp8: bool = False
-    """Multiply in eight bits in the cross network and the top MLP's first layer, forward and by their inputs; weight
-    gradients stay in bf16. Needs --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a
-    GPU or more, slower with few."""
+    """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
+    --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
+    few."""
     plan: Literal["balanced", "torchrec"] = "balanced"
     """The planner that places the tables: ours, or TorchRec's, limited to table-wise, column-wise and data-parallel
     sharding."""
@@ -88,6 +88,11 @@ class StaticOptions:
             f"--fp8 needs --model.cross-rank to be a multiple of 16 up to 512, not {model.cross_rank}",
         )
         require(
-            len(model.top_mlp) == 1 or model.top_mlp[0] % 16 == 0,
-            f"--fp8 needs the first of --model.top-mlp to be a multiple of 16, not {model.top_mlp[0]}",
+            len(model.top_mlp) > 1 and model.top_mlp[0] % 16 == 0 and model.top_mlp[0] <= 1024,
+            f"--fp8 needs --model.top-mlp to have more than one layer, the first a multiple of 16 up to 1024, not "
+            f"{' '.join(map(str, model.top_mlp))}",
+        )
+        require(
+            config.local_batch_size % 32 == 0,
+            f"--fp8 needs --local-batch-size to be a multiple of 32, not {config.local_batch_size}",
         )

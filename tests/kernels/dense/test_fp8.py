@@ -7,24 +7,26 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._cuda import available
-from dlrm_bench.kernels.dense import cross, fused_cross, mlp
+from dlrm_bench.kernels.dense import fused_cross
 from dlrm_bench.kernels.dense.fp8 import (
     E4M3,
     E5M2,
     Fp8,
+    Fp8Pair,
     applies,
     cuda_fp8_product,
     empty,
+    empty_pair,
     fp8_product,
     plain_fp8_product,
-    quantise,
 )
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 # Rows and columns of one tile and of many, with edges inside of tiles; depths of one step, of six that fill the stages,
-# and of many; sums that are moved to fp32 at the last step and before.
-SHAPES = [(1, 16, 16), (128, 128, 128), (37, 272, 80), (300, 512, 768), (515, 144, 1040), (3456, 512, 3456)]
+# and of many; sums that are moved to fp32 at the last step and before. Outputs in eight bits have multiples of 16 rows.
+SHAPES = [(1, 16, 16), (16, 16, 16), (128, 128, 128), (48, 272, 80), (304, 512, 768), (528, 144, 1040)]
+SHAPES += [(515, 144, 1040), (3456, 512, 3456)]
 
 
 def randn(*shape: int, device: str | torch.device = "cuda", scale: float = 1.0) -> Tensor:
@@ -37,8 +39,20 @@ def in_eight_bits(x: Tensor, dtype: torch.dtype = E4M3, scale: float = 16.0) -> 
     return rounded
 
 
-def equal(got: Fp8, expected: Fp8) -> bool:
-    return torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
+def pair_of(x: Tensor, dtype: torch.dtype = E4M3, scale: float = 16.0) -> Fp8Pair:
+    rounded = empty_pair(*x.shape, dtype, scale, x.device)
+    rounded.take(x)
+    return rounded
+
+
+def empty_part(rows: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device) -> Fp8Pair:
+    """The second of three parts of a batch."""
+    return empty_pair(3 * rows, columns, dtype, scale, device).rows(slice(rows, 2 * rows))
+
+
+def equal(got: Fp8Pair, expected: Fp8Pair) -> bool:
+    parts = zip(got, expected, strict=True)
+    return all(torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) for a, b in parts)
 
 
 @pytest.mark.parametrize(("dtype", "largest", "error"), [(E4M3, 448, 2**-4), (E5M2, 57344, 2**-3)])
@@ -55,19 +69,45 @@ def test_rounds_to_the_nearest_and_keeps_what_is_too_large_finite(
     assert rounded[0, 3].isnan()
 
 
+def test_pairs_have_the_order_of_fragments() -> None:
+    x = torch.arange(32.0)[:, None] * torch.ones(16)
+    pair = pair_of(x, E5M2, 1.0)
+    assert torch.equal(pair.plain.float(), in_eight_bits(x, E5M2, 1.0).float())
+    rows = [first + row for first in (0, 16) for low in range(8) for row in (low, low + 8)]
+    assert torch.equal(pair.transposed.float(), pair.plain.float()[rows].t())
+    part = pair.rows(slice(16, 32))
+    assert torch.equal(part.transposed.float(), pair.transposed.float()[:, 16:])
+
+
 def test_equals_products_of_the_rounded_factors() -> None:
-    a, b = in_eight_bits(torch.randn(33, 48), E5M2, 2.0), in_eight_bits(torch.randn(16, 48), E4M3, 8.0)
-    bias, out, out8 = torch.randn(16), torch.empty(33, 16), empty(33, 16, E4M3, 0.5, CPU)
-    fp8_product(a, b, out, out8, bias)
+    a, b = in_eight_bits(torch.randn(32, 48), E5M2, 2.0), in_eight_bits(torch.randn(16, 48), E4M3, 8.0)
+    bias, out, out8 = torch.randn(16), torch.empty(32, 16), empty_pair(32, 16, E4M3, 0.5, CPU)
+    fp8_product(a, b, out, bias)
     expected = (a.values.float() / 2 @ (b.values.float() / 8).t() + bias).relu()
     torch.testing.assert_close(out, expected)
-    assert equal(out8, in_eight_bits(out, E4M3, 0.5))
+    fp8_product(a, b, out8, bias)
+    assert equal(out8, pair_of(expected.to(BF16), E4M3, 0.5))
+
+
+def test_sums_over_the_batch_need_one_order_only() -> None:
+    x, y = torch.randn(48, 32), torch.randn(48, 16)
+    out = torch.empty(32, 16)
+    fp8_product(pair_of(x, E5M2).transposed, pair_of(y).transposed, out, exact=True)
+    torch.testing.assert_close(out, in_eight_bits(x, E5M2).float().t() @ in_eight_bits(y).float())
+
+
+def test_y_in_tiles_is_y() -> None:
+    y, tiles = torch.randn(70, 144), fused_cross.empty_y(70, 144, 16.0, CPU)
+    fused_cross.take_y(tiles, y)
+    assert torch.equal(fused_cross.read_y(tiles, *y.shape), in_eight_bits(y).float())
 
 
 def test_refuses_what_the_kernels_do_not_take() -> None:
     a, b = empty(8, 16, E4M3, 1.0, CPU), empty(16, 16, E5M2, 1.0, CPU)
     with pytest.raises(AssertionError, match="e4m3"):
         fp8_product(a, b, torch.empty(8, 16))
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        fp8_product(a, empty(16, 16, E4M3, 1.0, CPU), empty_pair(8, 16, E4M3, 1.0, CPU))
     assert not applies(CPU)
 
 
@@ -91,42 +131,28 @@ def test_cuda_product_equals_plain(shape: tuple[int, int, int], relu: bool, dtyp
     rows, columns, depth = shape
     a, b = in_eight_bits(randn(rows, depth), dtype, 4.0), in_eight_bits(randn(columns, depth, scale=0.05), E4M3, 64.0)
     bias = randn(columns) if relu else None
-    got, expected = (torch.full((rows, columns), torch.nan, device="cuda", dtype=BF16) for _ in range(2))
-    got8 = empty(rows, columns, dtype, 2.0, got.device)
-    cuda_fp8_product(a, b, got, got8, bias)
-    plain_fp8_product(a, b, expected, None, bias)
-    close(got, expected, 2e-3)  # 14 bits over a depth of 512
-    assert equal(got8, in_eight_bits(got, dtype, 2.0))
-    # The latter by cuBLAS where there is no bias, which adds up any depth with so many bits.
+    expected = torch.full((rows, columns), torch.nan, device="cuda", dtype=BF16)
+    plain_fp8_product(a, b, expected, bias)
+    # The latter by cuBLAS where there is no bias, which adds up any depth with 14 bits, not 512.
     for product, error in ((cuda_fp8_product, 2e-3), (fp8_product, 1e-2)):
-        alone = torch.full_like(got, torch.nan)
-        product(a, b, alone, None, bias)
-        close(alone, expected, error)
+        got = torch.full_like(expected, torch.nan)
+        product(a, b, got, bias)
+        close(got, expected, error)
+    if not relu:
+        got.fill_(torch.nan)
+        fp8_product(a, b, got, exact=True)
+        close(got, expected, 2e-3)
+    if rows % 16 == 0:
+        cuda_fp8_product(a, b, got, bias)
+        got8 = empty_part(rows, columns, dtype, 2.0, got.device)
+        fp8_product(a, b, got8, bias)
+        assert equal(got8, pair_of(got, dtype, 2.0))
 
 
 @needs_hopper
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_kernels_round_as_pytorch_does(dtype: torch.dtype) -> None:
-    x = torch.cat([randn(100, 3456), randn(100, 3456, scale=1e4), randn(100, 3456, scale=1e-3)])
-    out = empty(*x.shape, dtype, 16.0, x.device)
-    quantise(x, out)
-    assert equal(out, in_eight_bits(x, dtype, 16.0))
-
-
-@needs_hopper
-def test_element_wise_kernels_write_eight_bits_too() -> None:
-    g, out, x0 = (randn(3000, 1024) for _ in range(3))
-    dz, dz8 = torch.empty_like(g), empty(*g.shape, E5M2, 16.0, g.device)
-    mlp.bias_relu_backward(g, out, dz, torch.empty(mlp.partial_rows(len(g)), g.shape[1], device="cuda"), dz8)
-    assert torch.equal(dz, g * (out > 0))
-    assert equal(dz8, in_eight_bits(dz, E5M2))
-    cross.cross_output_backward(g, x0, dz, torch.empty(cross.partial_rows(len(g)), g.shape[1], device="cuda"), dz8)
-    assert torch.equal(dz, (g.float() * x0.float()).to(BF16))
-    assert equal(dz8, in_eight_bits(g.float() * x0.float(), E5M2))
-
-
-@needs_hopper
-@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 272, 48), (515, 3472, 512), (2051, 144, 80), (3456, 3456, 512)])
+@pytest.mark.parametrize(
+    "shape", [(16, 16, 16), (48, 272, 48), (528, 3472, 512), (2064, 144, 80), (3456, 3456, 512), (528, 3456, 1024)]
+)
 def test_fused_cross_kernels_equal_plain_ones(shape: tuple[int, int, int]) -> None:
     batch, width, depth = shape
     x0, x, g = (randn(batch, width) for _ in range(3))
@@ -134,7 +160,9 @@ def test_fused_cross_kernels_equal_plain_ones(shape: tuple[int, int, int]) -> No
     w, v = (in_eight_bits(randn(width, depth, scale=0.05), E4M3, 64.0) for _ in range(2))
     bias = randn(width)
     partials = torch.empty(fused_cross.partial_rows(batch, width, x.device), width, device="cuda")
-    results = []
+    x_tiles = fused_cross.empty_y(batch, width, 16.0, x.device)
+    fused_cross.take_y(x_tiles, x)
+    results, rounded = [], []
     for forward, backward, by_input in (
         (
             fused_cross.cuda_fused_cross_forward,
@@ -147,13 +175,25 @@ def test_fused_cross_kernels_equal_plain_ones(shape: tuple[int, int, int]) -> No
             fused_cross.plain_fused_cross_input_backward,
         ),
     ):
-        y, out, dx, dy, dx0 = (torch.full_like(x, torch.nan) for _ in range(5))
-        out8, dy8 = empty(batch, width, E4M3, 16.0, x.device), empty(batch, width, E5M2, 16.0, x.device)
+        y, out, dx, dx0, from_tiles = (torch.full_like(x, torch.nan) for _ in range(5))
+        tiles = fused_cross.empty_y(batch, width, 16.0, x.device)
+        out8, alone8 = (empty_part(batch, width, E4M3, 16.0, x.device) for _ in range(2))
+        dy8, last8 = (empty_part(batch, width, E5M2, 16.0, x.device) for _ in range(2))
         forward(x0, x, u, w, bias, y, out, out8)
-        backward(g, du, v, x0, dx, dy, partials.fill_(torch.nan), dy8)
+        forward(x0, x, u, w, bias, tiles, None, alone8)
+        backward(None, du, v, x0, dx, last8, partials.fill_(torch.nan))
+        of_last = dx.clone(), partials.sum(0)
+        backward(g, du, v, x0, dx, dy8, partials.fill_(torch.nan))
         by_input([dx, g, x], [y, x0, out], du, v, dx0)
-        assert equal(out8, in_eight_bits(out))
-        assert equal(dy8, in_eight_bits(dy, E5M2))
-        results.append((y, out, dx, dy, partials.sum(0), dx0))
+        by_input([dx, g, x], [x_tiles] * 3, du, v, from_tiles)
+        assert equal(out8, pair_of(out))
+        assert equal(alone8, out8)
+        results.append((y, out, dx, partials.sum(0), dx0, *of_last, from_tiles))
+        assert all(equal(pair, pair_of(pair.plain.float(), E5M2)) for pair in (dy8, last8))
+        rounded.append([fused_cross.read_y(tiles, batch, width), dy8.plain.float(), last8.plain.float()])
     for got, expected in zip(*results, strict=True):
-        close(got, expected, 2e-3)
+        close(got, expected, 2e-3 if depth <= 512 else 4e-3)
+    # Here and there the number next to it, where what is rounded differs in the last bit.
+    for got, expected in zip(*rounded, strict=True):
+        assert (got - expected).norm() <= 2e-2 * expected.norm()
+        assert ((got - expected).abs() <= expected.abs() / 4 + expected.abs().max() / 100).all()

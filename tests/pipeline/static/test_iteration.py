@@ -38,7 +38,9 @@ def are_copies(dense: Fp8Dense, weights: list[Tensor]) -> bool:
 def train(ranks: Ranks, changes: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Losses in bf16 and in eight bits."""
     graph: dict[str, Any] = {"cuda_graph": "iteration", "overlap": True} if ranks.device.type == "cuda" else {}
-    configs = [small(model=MODEL, precision="bf16", fp8=fp8, **changes, **graph) for fp8 in (False, True)]
+    configs = [
+        small(model=MODEL, precision="bf16", fp8=fp8, local_batch_size=32, **changes, **graph) for fp8 in (False, True)
+    ]
     plain, eight = (static_pipeline(config, ranks) for config in configs)
     batches = [batches_of(config, ranks) for config in configs]
     losses = [plain.train_step(batches[0]).item() for _ in range(STEPS)], []

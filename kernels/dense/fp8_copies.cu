@@ -1,0 +1,81 @@
+// Matrices in eight bits, as they are and transposed, for Hopper (sm_90a); see fp8_copies.py.
+//
+// Of bf16 matrices [batch, width]: x, or with MASK x where mask > 0, and its column sums.
+//
+// A warp has a tile of 64 rows and 64 columns, a lane 16 rows and 8 columns of it: their bytes are 16 of each column,
+// in the order of hopper.cuh's transposed pieces, and no lane needs another's but for the sums.
+//
+// Given on the command line: MASK and OUTPUT, the format.
+
+#include "hopper.cuh"
+
+constexpr int TILE = 64, WARPS = 4;
+constexpr Format OUT_FORMAT = Format(OUTPUT);
+
+struct Arguments {
+  const u16 *x, *mask;
+  u8 *quantised, *transposed;
+  float* partials;  // [batch / TILE, width]
+  float scale;
+  int transposed_stride, batch, width, column_tiles;
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid_constant__ Arguments p) {
+  const int lane = threadIdx.x % 32, tile = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int row_tile = tile / p.column_tiles, row = row_tile * TILE + lane / 8 * 16;
+  const int column = tile % p.column_tiles * TILE + lane % 8 * 8;
+  const bool inside = row < p.batch && column < p.width;
+  float sums[8];
+  u32 columns[8][4];  // of each the bytes of 16 rows
+#pragma unroll
+  for (float& sum : sums) sum = 0;
+#pragma unroll
+  for (int half = 0; half < 2 && inside; ++half) {
+    uint4 x[8], mask[8];  // rows 0, 8, 1, 9 and so on, of the half from row 4 * half on
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u64 at = u64(row + half * 4 + i / 2 + i % 2 * 8) * p.width + column;
+      x[i] = __ldg(reinterpret_cast<const uint4*>(p.x + at));
+      if (MASK) mask[i] = __ldg(reinterpret_cast<const uint4*>(p.mask + at));
+    }
+#pragma unroll
+    for (int quad = 0; quad < 2; ++quad) {
+      u32 pairs[4][4];  // by row, of columns
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          u32 pair = word(x[4 * quad + i], j);
+          if (MASK) {
+            const u32 open = word(mask[4 * quad + i], j);
+            pair = (low(open) > 0 ? pair & 0xffffu : 0) | (high(open) > 0 ? pair & 0xffff0000u : 0);
+          }
+          sums[2 * j] += low(pair), sums[2 * j + 1] += high(pair);
+          pairs[i][j] = quantise<OUT_FORMAT>(pair, p.scale);
+        }
+        const int at_row = row + half * 4 + quad * 2 + i / 2 + i % 2 * 8;
+        *reinterpret_cast<uint2*>(p.quantised + u64(at_row) * p.width + column) =
+            make_uint2(pairs[i][0] | pairs[i][1] << 16, pairs[i][2] | pairs[i][3] << 16);
+      }
+      transpose(pairs, columns, half * 2 + quad);
+    }
+  }
+  if (inside) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      *reinterpret_cast<uint4*>(p.transposed + u64(column + i) * p.transposed_stride + row) =
+          make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
+  }
+  if constexpr (MASK) {
+#pragma unroll
+    for (float& sum : sums) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+    }
+    if (lane < 8 && inside) {
+      float4* to = reinterpret_cast<float4*>(p.partials + u64(row_tile) * p.width + column);
+      to[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      to[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+    }
+  }
+}
