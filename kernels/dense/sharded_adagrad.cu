@@ -4,13 +4,11 @@
 // multiprocessors to the GEMMs beside them. So one thread of a block keeps STAGES tiles of all that is read on their way
 // into shared memory, by bulk copies, while the others compute and write.
 //
-// No headers: NVRTC comes with none. Given on the command line: RANKS, BF16 (of gradients and weights, else fp32),
-// THREADS that compute, STAGES.
+// Given on the command line: RANKS, WEIGHTS_BF16 (gradients too, else both fp32), THREADS that compute, STAGES.
 
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "hopper.cuh"
 
-constexpr int WIDTH = BF16 ? 8 : 4;  // elements of a 16-byte access, of which a thread has one in each tile
+constexpr int WIDTH = WEIGHTS_BF16 ? 8 : 4;  // elements of a 16-byte access, of which a thread has one in each tile
 constexpr int FP32_BYTES = THREADS * WIDTH * 4, GRAD_BYTES = THREADS * 16;  // of a tile
 constexpr int STAGE_BYTES = 2 * FP32_BYTES + RANKS * GRAD_BYTES;
 
@@ -25,58 +23,14 @@ struct Arguments {
   int count;  // pieces of WIDTH elements
 };
 
-__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u32 barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra end;\n"
-      "bra again;\n"
-      "end:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy(u32 to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-__device__ __forceinline__ uint4 read(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
-
 // Elements of a gradient or weights in fp32.
 __device__ __forceinline__ void add(float (&sum)[WIDTH], const uint4& v) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) {
-    const u32 word = words[BF16 ? i / 2 : i];
-    sum[i] += __uint_as_float(!BF16 ? word : i % 2 ? word & 0xffff0000u : word << 16);
+    const u32 word = words[WEIGHTS_BF16 ? i / 2 : i];
+    sum[i] += __uint_as_float(!WEIGHTS_BF16 ? word : i % 2 ? word & 0xffff0000u : word << 16);
   }
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
 }
 
 // One thread's: brings the block's tiles, as stages become free.
@@ -114,12 +68,12 @@ __device__ void update(const Arguments& p, u32 stages, u32 full, u32 empty) {
     for (int i = 0; i < WIDTH; ++i) g[i] = 0;
 #pragma unroll
     for (int rank = 0; rank < RANKS; ++rank)
-      add(g, read(from + 2 * FP32_BYTES + rank * GRAD_BYTES + 16 * threadIdx.x));
+      add(g, words_at(from + 2 * FP32_BYTES + rank * GRAD_BYTES + 16 * threadIdx.x));
 #pragma unroll
     for (int quad = 0; quad < WIDTH / 4; ++quad) {
       const u32 place = from + (threadIdx.x * (WIDTH / 4) + quad) * 16;
-      *reinterpret_cast<uint4*>(s + 4 * quad) = read(place);
-      *reinterpret_cast<uint4*>(w + 4 * quad) = read(place + FP32_BYTES);
+      *reinterpret_cast<uint4*>(s + 4 * quad) = words_at(place);
+      *reinterpret_cast<uint4*>(w + 4 * quad) = words_at(place + FP32_BYTES);
     }
     // Without the fence the arrival overtakes reads that are under way, and the next copy what they should have read.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -132,7 +86,7 @@ __device__ void update(const Arguments& p, u32 stages, u32 full, u32 empty) {
       w[i] -= __fdiv_rn(rate * g[i], __fsqrt_rn(s[i]) + p.eps);
     }
     uint4 out = *reinterpret_cast<uint4*>(w);
-    if (BF16)
+    if (WEIGHTS_BF16)
       out = make_uint4(pack(w[0], w[1]), pack(w[2], w[3]), pack(w[WIDTH - 4], w[WIDTH - 3]),
                        pack(w[WIDTH - 2], w[WIDTH - 1]));
 #pragma unroll

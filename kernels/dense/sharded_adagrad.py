@@ -141,7 +141,7 @@ class _Arguments(ctypes.Structure):
 def _kernel(ranks: int, bf16: bool, threads: int, stages: int, device: torch.device) -> Kernel:
     stage_bytes = threads * ((64 if bf16 else 32) + 16 * ranks)
     stages = stages or min(8, _STAGES_BYTES // stage_bytes)
-    defines = {"RANKS": ranks, "BF16": int(bf16), "THREADS": threads, "STAGES": stages}
+    defines = {"RANKS": ranks, "WEIGHTS_BF16": int(bf16), "THREADS": threads, "STAGES": stages}
     # What aligns the stages, the stages, barriers.
     shared_bytes = 128 + stages * (stage_bytes + 16)
     with torch.cuda.device(device):
