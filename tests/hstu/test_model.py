@@ -11,7 +11,7 @@ from torchrec import KeyedJaggedTensor
 
 from dlrm_bench.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
 from dlrm_bench.hstu.config import PRESETS, HstuConfig
-from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_actions, of_places, of_users, sample_and_place
+from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_actions, of_users, sample_and_place
 
 TINY = PRESETS["hstu-tiny"]
 
@@ -139,7 +139,13 @@ def test_capacities_are_few_and_near_the_mean(batch_size: int) -> None:
     assert sum(waste) < 1.2 * sum(b.actions.numel() for b in drawn)
 
 
-def test_gradients_of_users_and_places_are_sums_over_their_tokens() -> None:
+def test_no_place_has_most_of_the_tokens_that_belong_to_no_sample() -> None:
+    _, place = sample_and_place(torch.empty(54, 1), torch.tensor([0, 2, 4]), 5)
+    assert place[:4].tolist() == [0, 1, 0, 1]
+    assert place.bincount().tolist() == [12, 12, 10, 10, 10]
+
+
+def test_a_users_gradient_is_the_sum_over_its_tokens() -> None:
     offsets = torch.tensor([0, 4, 4, 7])
     sample, place = sample_and_place(torch.empty(9, 1), offsets, 5)
     assert sample.tolist() == [0, 0, 0, 0, 2, 2, 2, 2, 2]
@@ -150,10 +156,6 @@ def test_gradients_of_users_and_places_are_sums_over_their_tokens() -> None:
     found, expected = of_users(users, offsets, sample, place, 5), users[sample]
     assert torch.equal(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(of, users, grad)[0] for of in (found, expected)))
-    weight = torch.randn(5, 2, requires_grad=True)
-    found, expected = of_places(weight, offsets, sample, place), weight[place]
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(of, weight, grad)[0] for of in (found, expected)))
 
 
 def test_an_actions_gradient_is_the_sum_over_its_events() -> None:
