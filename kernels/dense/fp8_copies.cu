@@ -54,18 +54,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
           pairs[i][j] = quantise<OUT_FORMAT>(pair, p.scale);
         }
         const int at_row = row + half * 4 + quad * 2 + i / 2 + i % 2 * 8;
-        *reinterpret_cast<uint2*>(p.quantised + u64(at_row) * p.width + column) =
-            make_uint2(pairs[i][0] | pairs[i][1] << 16, pairs[i][2] | pairs[i][3] << 16);
+        store_row(p.quantised + u64(at_row) * p.width + column, pairs[i]);
       }
       transpose(pairs, columns, half * 2 + quad);
     }
   }
-  if (inside) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      *reinterpret_cast<uint4*>(p.transposed + u64(column + i) * p.transposed_stride + row) =
-          make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
-  }
+  if (inside) store_columns(p.transposed, p.transposed_stride, row, column, columns);
   if constexpr (MASK) {
 #pragma unroll
     for (float& sum : sums) {

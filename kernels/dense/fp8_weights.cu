@@ -39,14 +39,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_weights(const __gri
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs[i][j] = quantise<E4M3>(word(weights[4 * quad + i], j), p.scale);
-        *reinterpret_cast<uint2*>(t.plain + u64(row + half * 8 + quad * 4 + i) * t.columns + column) =
-            make_uint2(pairs[i][0] | pairs[i][1] << 16, pairs[i][2] | pairs[i][3] << 16);
+        store_row(t.plain + u64(row + half * 8 + quad * 4 + i) * t.columns + column, pairs[i]);
       }
       transpose(pairs, columns, half * 2 + quad);
     }
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    *reinterpret_cast<uint4*>(t.transposed + u64(column + i) * t.rows + row) =
-        make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
+  store_columns(t.transposed, t.rows, row, column, columns);
 }

@@ -174,6 +174,19 @@ __device__ __forceinline__ void transpose(const u32 (&pairs)[4][4], u32 (&column
   }
 }
 
+// Eight columns of a row, as pairs.
+__device__ __forceinline__ void store_row(u8* to, const u32 (&pairs)[4]) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
+// What `transpose` has put together of 16 rows, into the transposed matrix, whose rows are `stride` bytes apart.
+__device__ __forceinline__ void store_columns(u8* to, int stride, int row, int column, const u32 (&columns)[8][4]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    *reinterpret_cast<uint4*>(to + u64(column + i) * stride + row) =
+        make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
+}
+
 // A piece: 64 rows of 64 columns, 128 bytes each, with the 128-byte swizzle. The warp's 16 rows of it go to `to`,
 // [batch, width], if IN_BF16, and times scale, rounded to F, to `quantised`. By these names from the arguments: as
 // parameters of their own, compiled code has a branch for each row.
