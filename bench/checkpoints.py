@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.instruments.schedule import Schedule
 from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import (
     CheckpointError,
     pin_memory,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.measure.losses import NonFiniteLossError
-from dlrm_bench.bench.measure.provenance import provenance
+from dlrm_bench.bench.instruments.losses import NonFiniteLossError
+from dlrm_bench.bench.machine.provenance import provenance
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     TrainingOutcome,
@@ -21,7 +21,7 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from dlrm_bench.bench.run import Run

@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
+from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, EXIT_FAILED
 
 _TORCHREC = "pip install '.[torchrec]', or without a GPU what requirements/cpu.txt lists"
 _INSTALLATION = {

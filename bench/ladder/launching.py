@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.dlrm.command_line import FailedError
+from dlrm_bench.dlrm.runtime.command_line import FailedError
 
 LAUNCHER = ROOT / "launch" / "dlrm.py"
 MEASURE = ROOT / "launch" / "measure.py"
@@ -46,8 +46,8 @@ _PRELOADED = [
     "dlrm_bench.bench.cli",
     # What these import once they know their flags.
     "dlrm_bench.bench.summary",
-    "dlrm_bench.bench.measure.limits",
-    "dlrm_bench.bench.measure.profiled_run",
+    "dlrm_bench.bench.limits.measured",
+    "dlrm_bench.bench.profile.profiled_run",
 ]
 _PATIENCE_S = 5
 """Time that a rank whose parent is gone has to close its log, before it is killed."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 
 

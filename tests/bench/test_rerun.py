@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_bench.bench import ROOT, rerun
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
+from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.rerun import Rerun
 from tests.bench.ladder.made_ladders import make, pretend_runs
 from tests.bench.made_records import configured, recorded_runs, write

@@ -1,1 +1,0 @@
-"""What records say once they exist: comparisons, ladders, floors, MLPerf logs of others. No torch."""

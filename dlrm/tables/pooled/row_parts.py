@@ -1,0 +1,94 @@
+"""The ids of those rows that a rank has, picked out of all ids of its tables.
+
+A rank that holds a part of a table's rows gets all ids of the table, in the exchange's fixed shape, and picks its own
+out: how many these are is known on the device alone. They go into a list of fixed capacity, one table's after the
+other's, and bags are of any length. A batch that names more of the rank's rows than the list takes overflows: the host,
+which `count` tells, picks again into a list as long as all ids, and does that batch's lookup and update from there.
+Both give the same numbers; no other rank takes notice.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
+
+# Capacity over the expected number of ids. Rows of a part lie apart, so ids spread over the parts but for the hottest.
+_SLACK = 1.25
+# The largest batches have so many ids of a part more than expected; of small ones, where chance counts, a share.
+_LEAST_SLACK = 256
+_NOT_YET = -1
+_POLL_S = 20e-6
+
+
+@dataclass(slots=True)
+class PickedIds:
+    """One batch's ids of this rank's rows, in the order of the exchange: [part][T][bags of G samples]."""
+
+    rows: Tensor
+    """int32 [capacity]: which of the rank's rows of its table; 0 after the last id."""
+    sort_rows: Tensor
+    """int32 [capacity]: rows counted one table after another, as `sort_rows` takes them; -1 after the last id."""
+    bags: Tensor
+    """int32 [capacity]: the bag of each id, as FixedTBE numbers them."""
+    offsets: Tensor
+    """int32 [parts * T * G + 1]: where each bag's ids start."""
+    count: Tensor
+    """int32 [1] on the host, pinned beside a GPU: how many ids there are, capacity or not; -1 until it is known."""
+
+    @property
+    def capacity(self) -> int:
+        """How many ids the list takes."""
+        return len(self.rows)
+
+    def reset(self) -> None:
+        """Forgets the count, before the next batch's is on its way."""
+        self.count.fill_(_NOT_YET)
+
+    def overflows(self) -> bool:
+        """Whether the batch has more ids than the list takes; waits until the device has counted."""
+        count = self.count.numpy()
+        while count[0] == _NOT_YET:
+            time.sleep(_POLL_S)
+        return bool(count[0] > self.capacity)
+
+
+class RowParts:
+    """The picking of one rank's ids; a rank that has a part of any table's rows picks those of all its tables."""
+
+    def __init__(
+        self, model: ModelConfig, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
+    ) -> None:
+        """ranks: of all. device: where ids are."""
+        samples, before, tables = shape.part_samples * ranks, 0, []
+        for shard in shards:
+            tables.append(PickedTable(model.multi_hot_sizes[shard.table], shard.row_part, shard.row_parts, before))
+            before += shard.rows(model)
+        self._cuda, self._device = device.type == "cuda", device
+        self._table = PickTable(tuple(tables), samples, shape.parts, device)
+        self.num_ids = self._table.num_ids
+        expected = shape.parts * sum(samples * table.hot / table.row_parts for table in tables)
+        self._capacity = min(self.num_ids, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
+
+    def empty(self, whole: bool = False) -> PickedIds:
+        """Returns memory for one batch's ids; whole: for as many as any batch can have."""
+        capacity = self.num_ids if whole else self._capacity
+        rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
+        offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)
+        count = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
+        return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, count)
+
+    def pick(self, ids: Tensor, out: PickedIds) -> None:
+        """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them, -1 for padding.
+
+        Where the ids overflow, `out` has the first of them.
+        """
+        count = ids.new_empty(1)
+        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, count))
+        out.count.copy_(count, non_blocking=True)

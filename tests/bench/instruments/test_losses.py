@@ -1,0 +1,78 @@
+"""Losses of all ranks, in order, whatever the interval; a non-finite one stops every rank."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dlrm_bench.bench.instruments.losses import LossHistory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+ITERATIONS = 23
+
+
+def loss(rank: int, iteration: int) -> float:
+    return (rank + 1) * iteration / 8  # exact in fp32, also when averaged
+
+
+def mean(world_size: int, iterations: int) -> list[float]:
+    return [sum(loss(r, i) for r in range(world_size)) / world_size for i in range(1, iterations + 1)]
+
+
+def history(ranks: Ranks, interval: int, finish_after: tuple[int, ...] = ()) -> list[float]:
+    losses = LossHistory(ranks.device, interval)
+    for iteration in range(1, ITERATIONS + 1):
+        losses.add(torch.tensor(loss(ranks.rank, iteration), device=ranks.device))
+        if iteration in finish_after:
+            assert losses.finish() == mean(ranks.world_size, iteration)
+    return list(losses.finish())
+
+
+def stopped(ranks: Ranks, interval: int, bad: int, value: float) -> tuple[int | None, str]:
+    """The call of `add` that raised, None for finish(), and the error."""
+    losses = LossHistory(ranks.device, interval)
+    iteration: int | None = None
+    try:
+        for iteration in range(1, ITERATIONS + 1):
+            only_one_rank = iteration == bad and ranks.rank == ranks.world_size - 1
+            losses.add(torch.tensor(value if only_one_rank else 0.5, device=ranks.device))
+        iteration = None
+        losses.finish()
+    except ValueError as error:
+        return iteration, str(error)
+    return None, "no error"
+
+
+INTERVALS = [1, 2, 7, ITERATIONS - 1, ITERATIONS, ITERATIONS + 1, 100]
+
+
+def everything(ranks: Ranks) -> dict[str, object]:
+    return {
+        "histories": [history(ranks, interval) for interval in INTERVALS],
+        "after an evaluation": history(ranks, 5, finish_after=(3, 4, 10, 15, 23)),
+        "nan": stopped(ranks, 5, bad=7, value=math.nan),
+        "inf at the edge": stopped(ranks, 5, bad=10, value=-math.inf),
+        "in the remainder": stopped(ranks, 5, bad=22, value=math.nan),
+        "nothing": LossHistory(ranks.device, 5).finish(),
+    }
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), [(1, False), (3, False), pytest.param(1, True, marks=pytest.mark.gpu)])
+def test_every_rank_sees_the_same_means_and_stops_alike(run_ranks: Callable[..., list[dict]], world_size, gpu):
+    first, *others = run_ranks(world_size, everything, gpu=gpu)
+    assert all(found == first for found in others)
+    expected = mean(world_size, ITERATIONS)
+    assert first["histories"] == [expected] * len(INTERVALS)
+    assert first["after an evaluation"] == expected
+    assert first["nothing"] == []
+    # Looked at one interval later, so that nothing waits for the GPU: at 15 for iterations 6 to 10.
+    at, error = first["nan"]
+    assert at == 15
+    assert error.startswith("the loss of iteration 7 is nan: the run stops, with the weights as iteration 6 left them")
+    at, error = first["inf at the edge"]
+    assert at == 15
+    assert error.startswith("the loss of iteration 10 is -inf")
+    at, error = first["in the remainder"]
+    assert at is None
+    assert error.startswith("the loss of iteration 22 is nan")
