@@ -45,7 +45,7 @@ _SPARE_BYTES = 2 * 2**30
 _SAME = ("model", "optimizer", "data", "seed")
 """Fields of the configuration in which a run and the checkpoint that it resumes must agree; of `data` those that name
 samples."""
-_SAMPLES = ("source", "train_days", "random_batches", "random_skew", "random_ids", "variable_lengths")
+_SAMPLES = ("source", "train_days", "random_batches", "random_skew", "random_ids")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, cast
 
 import tyro
 
-from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.config import DataT, ModelT, OptimizerT, TrainingConfig, require
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecOptions
 
@@ -63,11 +64,13 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class RunConfig(TrainingConfig):
+class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """One run of the benchmark."""
 
     preset: str
     """The named configuration that this one started from."""
+    benchmark: tyro.conf.Suppress[str]
+    """The benchmark that the preset belongs to."""
     pipeline: Annotated[PipelineOptions, tyro.conf.arg(name="")] = field(default_factory=TorchRecOptions)
     """The pipeline that trains, with its options."""
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
@@ -100,9 +103,14 @@ class RunConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         TrainingConfig.__post_init__(self)
+        offered = named(self.benchmark).pipelines
+        require(
+            self.pipeline.name in offered,
+            f"--pipeline {self.pipeline.name} does not train {self.preset}: choose one of {', '.join(offered)}",
+        )
         self.pipeline.check(self)
         require(
-            self.iterations is not None or self.min_time is not None or self.data.source != "random",
+            self.iterations is not None or self.min_time is not None or not self.data.is_random,
             "--iterations or --min-time is missing: random batches have no end",
         )
         require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
@@ -122,8 +130,8 @@ class RunConfig(TrainingConfig):
             f"--target-auc is {self.target_auc}: an AUC target lies between 0.5 and 1",
         )
         require(
-            self.target_auc is None or self.data.source != "random",
-            "--target-auc: random labels cannot be learned; choose --data.source multi_hot or one_hot",
+            self.target_auc is None or not self.data.is_random,
+            "--target-auc: random labels cannot be learned; choose a --data.source of files",
         )
         require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
         require(

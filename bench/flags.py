@@ -23,8 +23,17 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
         raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
     default = replace(preset(preset_name), pipeline=PIPELINES[pipeline]())
     _refuse_flags_of_other_pipelines(pipeline, arguments)
-    cli = partial(tyro.cli, tyro.conf.AvoidSubcommands[RunConfig], default=default, args=arguments, description=text)
+    kinds = tuple(type(options) for options in (default.model, default.data, default.optimizer))
+    narrowed: Any = RunConfig[kinds]  # type: ignore[valid-type]  # so that tyro sees the fields of this benchmark's
+    kind: Any = tyro.conf.AvoidSubcommands[narrowed]  # type: ignore[misc]
+    cli = partial(tyro.cli, kind, default=default, args=arguments, description=text)
     return cast(RunConfig, cli() if prints else _in_one_line(cli))
+
+
+def preset_name(flags: Sequence[str]) -> str:
+    """Returns the preset that flags of launch/dlrm.py name, or its default."""
+    words = " ".join(flags).replace("=", " ").split()
+    return words[words.index("--preset") + 1] if "--preset" in words[:-1] else "smoke"
 
 
 def _in_one_line(cli: Callable[[], Any]) -> Any:

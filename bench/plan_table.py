@@ -12,31 +12,29 @@ from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
-from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
-from dlrm_bench.dlrm.tables.plan.torchrec_plan import make_torchrec_plan
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 
 def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT) -> None:
     """Prints the plan of these ranks on GPUs of these costs as a table; ValueError where there is none."""
     world_size = topology.world_size
-    model, global_batch_size = config.model, config.local_batch_size * world_size
+    tables, global_batch_size = config.model.tables, config.local_batch_size * world_size
     options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
-    if options.plan == "torchrec":
-        plan = make_torchrec_plan(config, world_size, topology.gpus_per_node, "cuda", costs.memory_bytes)
-    else:
-        memory_bytes = int(costs.memory_bytes * HEADROOM)
-        replicate = topology.nodes > 1 or not options.peer_memory
-        plan = plan_for(config, topology, memory_bytes, replicate, options.splits_rows(topology.nodes), costs)
-    ids = IdStatistics.of(config.data)
-    loads = rank_loads(plan, model, config.optimizer, global_batch_size, config.pooled_bytes, costs, topology, ids)
+    memory_bytes = int(costs.memory_bytes * HEADROOM)
+    plan = plan_for(
+        config, topology, memory_bytes, options.replicates(topology.nodes), options.splits_rows(topology.nodes), costs
+    )
+    ids = config.data.id_statistics
+    loads = rank_loads(
+        plan, tables, config.optimizer.tables, global_batch_size, config.pooled_bytes, costs, topology, ids
+    )
     table = Table(
         title=f"{config.preset} with --pipeline static on {world_size} rank(s){_nodes(topology)}, "
         f"global batch {global_batch_size}",
@@ -54,7 +52,7 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT)
     for rank, load in enumerate(loads):
         table.add_row(
             str(rank),
-            _names(plan.of_rank(rank), model),
+            _names(plan.of_rank(rank), tables),
             str(load.columns),
             f"{load.tables_us:.0f}",
             f"{load.embedding_us:.0f}",
@@ -62,14 +60,14 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT)
             f"{load.state_bytes / 1e9:.3g}",
         )
     if plan.replicated:
-        table.add_row("all", " ".join(model.feature_names[table] for table in plan.replicated), "0", "", "", "", "")
+        table.add_row("all", " ".join(tables.names[table] for table in plan.replicated), "0", "", "", "", "")
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
     console.print(
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
-    iteration = iteration_us(plan.shards, model, topology, global_batch_size, config.pooled_bytes, costs, ids)
+    iteration = iteration_us(plan.shards, tables, topology, global_batch_size, config.pooled_bytes, costs, ids)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
 
 
@@ -127,11 +125,11 @@ def measured_costs(limits: Limits) -> GpuCosts:
     )
 
 
-def _names(shards: Sequence[Shard], model: ModelConfig) -> str:
+def _names(shards: Sequence[Shard], tables: Tables) -> str:
     """Tables by feature; of a split one, which columns, and which of how many parts of the rows."""
     return " ".join(
-        model.feature_names[shard.table]
-        + ("" if shard.columns == model.embedding_dim else f"[{shard.column}:{shard.column + shard.columns}]")
+        tables.names[shard.table]
+        + ("" if shard.columns == tables.columns else f"[{shard.column}:{shard.column + shard.columns}]")
         + ("" if shard.row_parts == 1 else f"({shard.row_part + 1}/{shard.row_parts})")
         for shard in shards
     )

@@ -31,10 +31,10 @@ from dlrm_bench.bench.mlperf.division import division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, release_room, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
-from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.data.metrics import distributed_auc
-from dlrm_bench.dlrm.dcnv2.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.interface import Pipeline, check_device
@@ -137,7 +137,8 @@ class Run:
         """Has PyTorch pin, and keep, the memory of all batches that training and an evaluation hold at a time."""
         data, config = self.config.data, self.config
         held = data.prefetch_batches + data.reader_threads + _BATCHES_IN_FLIGHT
-        batches = [Batch.empty(config.local_batch_size, config.model, pin=True) for _ in range(2 * held)]
+        parts = named(config.benchmark).parts()
+        batches = [parts.empty_batch(config, pin=True) for _ in range(2 * held)]
         batches.clear()
 
     def evaluate(self, epoch_num: float) -> float:
@@ -147,7 +148,7 @@ class Run:
         logits: list[torch.Tensor] = []
         labels: list[torch.Tensor] = []
 
-        def prepare(batch: Batch) -> tuple[int, Any]:
+        def prepare(batch: HostBatch) -> tuple[int, Any]:
             return batch.num_valid, self.pipeline.prepare(batch)
 
         def count(batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
@@ -204,7 +205,7 @@ class Run:
         self.bar.show(iteration, "training" if self.auc is None else f"training, AUC {self.auc:.5f}")
 
     def _read(
-        self, batches: Callable[..., Iterable[Batch]], prepare: Callable[[Batch], Any], first: int = 0
+        self, batches: Callable[..., Iterable[Any]], prepare: Callable[[Any], Any], first: int = 0
     ) -> Prefetcher[Any]:
         """first: batches to leave out."""
         ranks = self.ranks
@@ -249,7 +250,7 @@ def run(
 
     with AbortWatch(ranks, close_log) as abort:
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
-        dataset = open_dataset(config.data, config.model, config.seed)
+        dataset = named(config.benchmark).parts().open_data(config)
         _check_target(config, dataset.best_auc)
         schedule = plan_schedule(config, dataset.train_samples, ranks.world_size)
         resumed = find_checkpoint(config, schedule)
@@ -311,15 +312,13 @@ def run(
 
 def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
     """ValueError where the batches that wait on a node exceed its memory."""
-    samples = config.local_batch_size * ranks.local_world_size
-    count = config.data.random_batches if config.data.source == "random" else config.data.prefetch_batches
-    needed = 4 * (1 + config.model.dense_in_features + config.model.ids_per_sample) * samples * count
+    batches, flag = config.data.batches_in_memory
+    needed = named(config.benchmark).parts().batch_bytes(config) * ranks.local_world_size * batches
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
-        flag = "--data.random-batches" if config.data.source == "random" else "--data.prefetch-batches"
         raise ValueError(
-            f"{count} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) take "
-            f"{needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
+            f"{batches} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) "
+            f"take {needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
         )
 
 
@@ -361,16 +360,16 @@ def _log_init(
     log.cache_clear(config.mlperf.clear_cache)
     log.init_start()
     division, obstacles = division_of(config, dataset)
-    if obstacles and config.data.source != "random" and ranks.rank == 0:
+    if obstacles and not config.data.is_random and ranks.rank == 0:
         LOGGER.warning("--mlperf.division closed: logged as open, because %s", "; ".join(obstacles))
-    log.submission(replace(config.mlperf, division=division), config.mlperf.platform or platform_name(machine))
-    log.hyperparameters(
-        seed=config.seed,
-        global_batch_size=schedule.global_batch_size,
-        optimizer=config.optimizer,
-        train_samples=dataset.train_samples or round(schedule.iterations_per_epoch * schedule.global_batch_size),
-        eval_samples=dataset.eval_samples,
+    log.submission(
+        config.benchmark, replace(config.mlperf, division=division), config.mlperf.platform or platform_name(machine)
     )
+    ruleset = named(config.benchmark).ruleset
+    if ruleset is not None:
+        train_samples = dataset.train_samples or round(schedule.iterations_per_epoch * schedule.global_batch_size)
+        sizes = (schedule.global_batch_size, train_samples, dataset.eval_samples)
+        log.hyperparameters(ruleset.hyperparameters(config, *sizes))
 
 
 def _drop_page_cache() -> None:

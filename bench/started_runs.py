@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dlrm_bench.bench.flags import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.launching import MEASURE, torchrun
 from dlrm_bench.bench.machine.description import gpus_of_node, short_name_of_node
@@ -19,9 +20,7 @@ def processes_of_run(nproc: int | None) -> int:
 
 def new_id(processes: int, flags: Sequence[str], kind: str) -> str:
     """Id of a record of `kind`, such as 'ladder', that runs with these flags of launch/dlrm.py make."""
-    words = " ".join(flags).replace("=", " ").split()
-    preset = words[words.index("--preset") + 1] if "--preset" in words[:-1] else "smoke"
-    return new_run_id(short_name_of_node(processes), f"{preset}-{kind}", datetime.now(UTC))
+    return new_run_id(short_name_of_node(processes), f"{preset_name(flags)}-{kind}", datetime.now(UTC))
 
 
 def measure(what: str, flags: Sequence[str], processes: int, results_dir: Path) -> Path:

@@ -13,6 +13,7 @@ from dlrm_bench.bench.limits.efficiency import efficiency_in_words
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
 from dlrm_bench.bench.run import Outcome
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 # In addition to those of every command in dlrm/runtime/command_line.py.
@@ -58,13 +59,24 @@ def _print(outcome: Outcome) -> int:
             f"AUC          {training['auc']:.5f}, target {training['target']:.5f} {reached} after "
             f"{training['epoch_num']:.3f} epochs" + (f"; best of any model {best:.5f}" if best is not None else "")
         )
-        verdict = check_compliance(outcome.folder / LOG_NAME)
-        console.print(f"compliance   {'SUCCESS' if verdict.passed else 'FAILURE'} (MLPerf training ruleset 6.0.0)")
-        if not verdict.passed:
-            console.print(verdict.output, markup=False, highlight=False)
-            status = status or EXIT_NOT_COMPLIANT
+        status = status or _check_log(outcome, console)
     console.print(f"record       {outcome.folder}", soft_wrap=True)
     return status
+
+
+def _check_log(outcome: Outcome, console: Console) -> int:
+    """Prints the compliance checker's verdict on the log, where MLPerf has rules for the benchmark; returns the exit
+    status."""
+    benchmark = benchmark_of(outcome.record["config"])
+    if benchmark is None or benchmark.ruleset is None:
+        return 0
+    ruleset = benchmark.ruleset.version
+    verdict = check_compliance(outcome.folder / LOG_NAME, ruleset)
+    console.print(f"compliance   {'SUCCESS' if verdict.passed else 'FAILURE'} (MLPerf training ruleset {ruleset})")
+    if verdict.passed:
+        return 0
+    console.print(verdict.output, markup=False, highlight=False)
+    return EXIT_NOT_COMPLIANT
 
 
 def conditions_in_words(record: RunRecord) -> list[str]:

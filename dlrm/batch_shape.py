@@ -16,8 +16,6 @@ class BatchShape:
     Master weights, tables and optimizer state are fp32."""
     parts: int = 1
     """How many equal ranges of samples go through the iteration one after the other; divides `samples`."""
-    padded: bool = False
-    """Whether bags may hold fewer ids than their multi-hot size, which is then a capacity: ids of -1 fill them up."""
 
     def __post_init__(self) -> None:
         assert self.samples % self.parts == 0, f"{self.samples} samples do not go in {self.parts} equal parts"

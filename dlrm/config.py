@@ -1,17 +1,20 @@
-"""What is trained, whatever trains it: frozen dataclasses, one field for each command-line flag.
+"""What a benchmark's configuration says, whatever its model: frozen dataclasses, one field for each command-line flag.
 
-A field's docstring is its help text. Errors name the flag to change.
+A field's docstring is its help text. Errors name the flag to change. The configurations of a benchmark's model, data
+and optimizer stand beside it; the protocols here are what the harness asks of them.
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal, Protocol
+
+from typing_extensions import TypeVar  # of typing only from Python 3.13 on, with a default
+
+from dlrm_bench.dlrm.optimizers import TableOptimizer
+from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
+from dlrm_bench.dlrm.tables.tables import Tables
 
 Precision = Literal["fp32", "tf32", "bf16"]
-DataSource = Literal["random", "multi_hot", "one_hot"]
-RandomIds = Literal["expanded", "uniform"]
-TableOptimizer = Literal["adagrad", "rowwise_adagrad", "sgd"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -20,159 +23,75 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ModelConfig:
-    """DLRM-DCNv2: one embedding table per categorical feature, a bottom MLP, a low-rank cross network, a top MLP."""
-
-    num_embeddings: tuple[int, ...]
-    """Rows of each embedding table, before table_scale."""
-    multi_hot_sizes: tuple[int, ...]
-    """Ids per sample of each categorical feature (fixed, MLPerf's multi-hot sizes)."""
-    table_scale: float = 1.0
-    """Factor on every table's rows (at least one row stays); below 1 it fits the tables on smaller GPUs."""
-    embedding_dim: int = 128
-    """Columns of every embedding table."""
-    dense_in_features: int = 13
-    """Dense features per sample."""
-    bottom_mlp: tuple[int, ...] = (512, 256, 128)
-    """Layer widths of the bottom MLP; the last one must equal embedding_dim."""
-    cross_layers: int = 3
-    """Layers of the cross network."""
-    cross_rank: int = 512
-    """Rank of each cross layer's two factors."""
-    top_mlp: tuple[int, ...] = (1024, 1024, 512, 256, 1)
-    """Layer widths of the top MLP; the last one must be 1, the logit."""
-
-    def __post_init__(self) -> None:
-        require(len(self.num_embeddings) > 0, "--model.num-embeddings: at least one table is needed")
-        require(
-            len(self.num_embeddings) == len(self.multi_hot_sizes),
-            f"--model.num-embeddings has {len(self.num_embeddings)} tables and --model.multi-hot-sizes "
-            f"{len(self.multi_hot_sizes)}: give one size for each table",
-        )
-        for flag in ("num_embeddings", "multi_hot_sizes", "bottom_mlp", "top_mlp"):
-            values = getattr(self, flag)
-            require(
-                len(values) > 0 and min(values) > 0, f"--model.{flag.replace('_', '-')}: every number must be positive"
-            )
-        for flag in ("embedding_dim", "dense_in_features", "cross_layers", "cross_rank"):
-            require(getattr(self, flag) > 0, f"--model.{flag.replace('_', '-')} must be positive")
-        require(
-            self.embedding_dim % 4 == 0,
-            f"--model.embedding-dim is {self.embedding_dim}: FBGEMM's kernels need a multiple of 4",
-        )
-        require(0 < self.table_scale <= 1, f"--model.table-scale is {self.table_scale}: choose 0 < scale <= 1")
-        require(
-            max(self.rows) < 2**31,
-            f"--model.num-embeddings has a table of {max(self.rows)} rows: ids are 32 bits wide, so keep it below 2^31",
-        )
-        require(
-            self.bottom_mlp[-1] == self.embedding_dim,
-            f"--model.bottom-mlp ends in {self.bottom_mlp[-1]}: its last width must be "
-            f"--model.embedding-dim ({self.embedding_dim})",
-        )
-        require(self.top_mlp[-1] == 1, f"--model.top-mlp ends in {self.top_mlp[-1]}: its last width must be 1")
+class ModelOptions(Protocol):
+    """A benchmark's model."""
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """Rows of each table as built, after table_scale."""
-        return tuple(max(1, math.ceil(rows * self.table_scale)) for rows in self.num_embeddings)
+    def tables(self) -> Tables:
+        """The embedding tables as built."""
+        ...
+
+
+class DataOptions(Protocol):
+    """A benchmark's data."""
 
     @property
-    def num_features(self) -> int:
-        """Number of categorical features, which is the number of tables."""
-        return len(self.num_embeddings)
+    def path(self) -> Path | None:
+        """Directory of the data's files; None where there are none."""
+        ...
 
     @property
-    def feature_names(self) -> tuple[str, ...]:
-        """KJT keys in table order, named as the MLPerf reference names them."""
-        return tuple(f"cat_{feature}" for feature in range(self.num_features))
+    def prefetch_batches(self) -> int:
+        """Number of batches that the reader threads keep ready in pinned memory."""
+        ...
 
     @property
-    def ids_per_sample(self) -> int:
-        """Ids of one sample over all features (214 in the MLPerf model)."""
-        return sum(self.multi_hot_sizes)
+    def reader_threads(self) -> int:
+        """Number of threads of each rank that read files."""
+        ...
 
     @property
-    def table_bytes(self) -> int:
-        """Bytes of all tables in fp32, without optimizer state."""
-        return sum(self.rows) * self.embedding_dim * 4
+    def batches_in_memory(self) -> tuple[int, str]:
+        """Number of batches that a rank holds in host memory, and the flag that sets it."""
+        ...
+
+    @property
+    def is_random(self) -> bool:
+        """Whether batches are drawn at random, without end and with labels that nothing can learn."""
+        ...
+
+    @property
+    def id_statistics(self) -> IdStatistics:
+        """How often the ids of a run's batches name the same rows."""
+        ...
+
+
+class OptimizerOptions(Protocol):
+    """A benchmark's optimizers and their learning rate."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of tables and dense weights; where there is a schedule, the one that it rises to."""
+        ...
+
+    @property
+    def tables(self) -> TableOptimizer:
+        """The optimizer of the tables."""
+        ...
+
+
+ModelT = TypeVar("ModelT", bound=ModelOptions, default=ModelOptions, covariant=True)
+DataT = TypeVar("DataT", bound=DataOptions, default=DataOptions, covariant=True)
+OptimizerT = TypeVar("OptimizerT", bound=OptimizerOptions, default=OptimizerOptions, covariant=True)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class DataConfig:
-    """Where samples come from."""
-
-    source: DataSource = "random"
-    """random: in-memory batches for latency runs. multi_hot: MLPerf day files. one_hot: day files of one id per
-    feature, expanded by MLPerf's seeded tables."""
-    path: Path | None = None
-    """Directory of the day files; needed unless source is random."""
-    train_days: int = 23
-    """Days 0 to train_days - 1 train; the first half of day train_days evaluates (MLPerf: 23)."""
-    prefetch_batches: int = 16
-    """Batches that the reader threads keep ready in pinned memory, ahead of the GPU."""
-    reader_threads: int = 2
-    """Threads of each rank that read day files; a thread is idle while enough batches are ready."""
-    random_batches: int = 32
-    """Distinct batches of source random; they are drawn before the run and used in turn."""
-    random_skew: float = 1.05
-    """Zipf exponent of a feature's first id under source random; random_ids says what the other ids are."""
-    random_ids: RandomIds = "expanded"
-    """A feature's ids after the first under source random. expanded: a fixed function of the first id, as in MLPerf's
-    files, so that they repeat as often as it does. uniform: drawn anew for each sample, which names about twice as many
-    distinct rows (MLPerf's model, 55296 samples of skew 1.05: 8.5 instead of 4.2 million)."""
-    variable_lengths: bool = False
-    """Bags of none to multi_hot_sizes ids, which then are capacities, of equal probability (source random, pipeline
-    static)."""
-
-    def __post_init__(self) -> None:
-        if self.source != "random":
-            require(
-                self.path is not None,
-                f"--data.path is missing: --data.source {self.source} reads day files from a directory",
-            )
-        for flag in ("train_days", "prefetch_batches", "reader_threads", "random_batches"):
-            require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
-        require(
-            not self.variable_lengths or self.source == "random",
-            f"--data.variable-lengths: the day files of --data.source {self.source} have full bags; choose random",
-        )
-        require(0 <= self.random_skew < math.inf, "--data.random-skew must be finite and not negative")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class OptimizerConfig:
-    """Element-wise Adagrad on dense weights and, for MLPerf, on tables; MLPerf fixes all but the learning rate."""
-
-    embedding: TableOptimizer = "adagrad"
-    """Optimizer of the tables. adagrad: element-wise, MLPerf's. rowwise_adagrad: one state for each row, from the mean
-    of its squared gradients. sgd: no state."""
-    learning_rate: float = 0.004
-    """Constant learning rate of tables and dense weights."""
-    eps: float = 1e-8
-    """Adagrad's epsilon."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.learning_rate < math.inf, "--optimizer.learning-rate must be finite and positive")
-        require(
-            2**-149 <= self.learning_rate < 2**128,
-            f"--optimizer.learning-rate is {self.learning_rate}: it must be a number that float32 holds, as weights do",
-        )
-        require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
-
-    def state_columns(self, columns: int) -> int:
-        """fp32 elements of optimizer state that a table row of `columns` columns has."""
-        return {"adagrad": columns, "rowwise_adagrad": 1, "sgd": 0}[self.embedding]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TrainingConfig:
+class TrainingConfig(Generic[ModelT, DataT, OptimizerT]):
     """What is trained: model, data, optimizer, batch, number format and seed."""
 
-    model: ModelConfig
-    data: DataConfig
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    model: ModelT
+    data: DataT
+    optimizer: OptimizerT
     local_batch_size: int
     """Samples per rank and iteration; the global batch is this times the world size."""
     precision: Precision = "tf32"

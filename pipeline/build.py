@@ -1,6 +1,9 @@
 """Builds the pipeline whose options a configuration holds."""
 
+from typing import cast
+
 from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import Options, Pipeline
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -12,6 +15,7 @@ from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 
 def build_pipeline(config: TrainingConfig, options: Options, ranks: Ranks) -> Pipeline:
     """Returns the pipeline of these options, ready to train what `config` says. Collective over all ranks."""
+    config = cast(DcnTraining, config)
     if isinstance(options, StaticOptions):
         return StaticPipeline(config, options, ranks)
     if isinstance(options, FiveStageSwitches):

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.pipeline.state import StateBlocks
 
 
@@ -28,11 +27,11 @@ def check_device(options: Options, device: torch.device) -> None:
 class Pipeline(Protocol):
     """A sharded DLRM with its optimizer and its schedule, ready to train.
 
-    `Prepared` batches are what `prepare` makes of a Batch; the reader thread calls it, so that its cost stays off the
-    launching thread. All ranks make the same calls in the same order.
+    The reader thread calls `prepare`, so that its cost stays off the launching thread. All ranks make the same calls in
+    the same order.
     """
 
-    def prepare(self, batch: Batch) -> Any:
+    def prepare(self, batch: Any) -> Any:
         """Returns the batch in the form that the other two methods take, still in (pinned) host memory."""
         ...
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 CPU_PLACES = [(1, False), (2, False)]
 GPU_PLACES = [pytest.param(1, True, marks=pytest.mark.gpu), pytest.param(2, True, marks=pytest.mark.multi_gpu)]

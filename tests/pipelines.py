@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from dlrm_bench.bench.config import PIPELINES, PipelineOptions, RunConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
@@ -14,7 +15,7 @@ _OF_RUN = {field.name for field in fields(RunConfig)}
 
 def run_config(pipeline: str = "torchrec", **changes: Any) -> RunConfig:
     """The configuration with these fields, of the run or of the pipeline's options."""
-    options, of_run = _split(changes)
+    options, of_run = _split({"benchmark": "dlrm_dcnv2", "optimizer": OptimizerConfig()} | changes)
     return RunConfig(pipeline=PIPELINES[pipeline](**options), **of_run)
 
 

@@ -46,7 +46,6 @@ SHOULD_BE_EQUAL = {
     "skew of random ids": "config.data.random_skew",
     "kind of random ids after a feature's first": "config.data.random_ids",
     "number of random batches": "config.data.random_batches",
-    "choice of variable bag lengths": "config.data.variable_lengths",
     "number of warm-up iterations": "warmup_iterations",
     "interval between checks of the loss": "config.loss_interval",
 }

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_bench.bench.ladder.analysis import proven, read_judged_ladder
-from dlrm_bench.bench.ladder.rungs import LADDERS
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
+from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 _PIPELINES = {

@@ -11,13 +11,13 @@ from rich import box
 from rich.table import Table
 
 from dlrm_bench.bench.compare.sides import Side, side_of_records
-from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.ladder import HostCost, Ladder, RungResult, RungSpread, read_ladder
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.stats.repetitions import detectable, finds, finds_from, holm, runs_needed
 from dlrm_bench.bench.stats.series import CONFIDENCE, summary_statistics
 from dlrm_bench.bench.stats.statistics import Estimate, Ratio, compare, student_t
 from dlrm_bench.bench.stats.variance import agree_by_luck, levels
+from dlrm_bench.dlrm.benchmark import Rung
 
 HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "D2H copies", "GPU idle")
 

@@ -10,13 +10,14 @@ from typing import Literal
 from rich.console import Console
 
 from dlrm_bench.bench.compare.gate import percentage
+from dlrm_bench.bench.flags import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_spread_table, ladder_table, lucky
 from dlrm_bench.bench.ladder.run_ladder import make_plan, plan_to_resume, profiled_run_id, run_ladder
-from dlrm_bench.bench.ladder.rungs import built_in_ladder
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
 from dlrm_bench.bench.records.record import create_run_folder
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
+from dlrm_bench.dlrm.benchmarks import preset_of
 
 
 def ladder_command(
@@ -51,7 +52,10 @@ def ladder_command(
         if max_minutes is not None and max_minutes <= 0:
             raise ValueError(f"--max-minutes is {max_minutes:g}: it must be positive")
         command = _launch(launch, given)
-        ladder_rungs, processes = built_in_ladder(rungs), processes_of_run(nproc)
+        benchmark, _ = preset_of(preset_name(forwarded))
+        if rungs not in benchmark.ladders:
+            raise ValueError(f"--rungs {rungs!r} is unknown: choose one of {', '.join(benchmark.ladders)}")
+        ladder_rungs, processes = benchmark.ladders[rungs], processes_of_run(nproc)
         folder = create_run_folder(results_dir, new_id(processes, forwarded, "ladder"))
         plan = make_plan(
             ladder_rungs,

@@ -21,7 +21,6 @@ from pathlib import Path
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.ladder.analysis import Precision, host_cost, precision_of, rung_results
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
-from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.machine.description import readable
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.records.ladder import (
@@ -38,6 +37,7 @@ from dlrm_bench.bench.records.ladder import (
 )
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.repetitions import balanced_orders
+from dlrm_bench.dlrm.benchmark import Rung
 
 FEWEST_ROUNDS = 6
 """Rounds after which a ladder that runs until it finds a difference looks for the first time. It looks after every

@@ -6,10 +6,7 @@ least the larger of two: what the busiest needs for all pieces, and the chain of
 one lookup to the next. The chain holds for batches that are not cut into parts. What a program does beyond this
 (element-wise kernels that are not fused, sorts, copies, waits) is no part of it, so nothing can be faster:
 
-- table rows count once, however often they are named, and those of the batch before only as far as the GPU's cache
-  cannot hold them; what the update reads that the lookup has read, likewise;
-- activations count as far as the cache cannot hold them, and nothing element-wise that fits around a GEMM;
-- tables of less than 10 MB need no exchange: every rank could have a copy.
+a benchmark's `work` counts what is needed, and nothing that a better program could leave out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +17,15 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dlrm_bench.bench.limits.efficiency import efficiency_in_words, restored
+from dlrm_bench.bench.limits.efficiency import efficiency_in_words
 from dlrm_bench.bench.limits.floor import work_of_kernel
 from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, MEMORY_RATE, Limits, best_rate
 from dlrm_bench.bench.records.schema import RunRecord
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
-from dlrm_bench.dlrm.dcnv2.work import dense_weights, gemm_shapes, mlp_widths, rows_named
+from dlrm_bench.dlrm.benchmark import Piece
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 RESOURCES = ("tensor cores", "memory", "links", "PCIe")
-_COPIED_TO_ALL = 10e6  # bytes of a table that every rank could have whole
-_OF_TWO = "dense forward/backward or dense update"  # which of the two has it, pipelines differ in
-_CHAIN = ("lookup", "exchange of pooled vectors", "products", "exchange of gradients", "table update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +55,6 @@ _H200 = Rates(
     cache=60e6,
 )
 _KNOWN = {"NVIDIA H200": _H200}
-
-
-class Piece(NamedTuple):
-    """Work of an iteration on one rank; amounts are FLOP and bytes."""
-
-    name: str
-    stage: str
-    flop: float = 0.0
-    memory: float = 0.0
-    links: float = 0.0
-    pcie: float = 0.0
 
 
 class Bound(NamedTuple):
@@ -106,15 +89,16 @@ def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
     """
     gpu, config = run["machine"]["gpu"], run["config"]
     rates = _KNOWN.get(gpu or "")
-    if rates is None or config["data"].get("variable_lengths") or config["pipeline"].get("fp8"):
+    benchmark = benchmark_of(config)
+    if rates is None or benchmark is None or benchmark.work is None or config["pipeline"].get("fp8"):
         return None
     if limits is not None:
         if limits["machine"]["gpu"] != gpu:
             raise ValueError(f"{run['id']} ran on {gpu}, and {limits['id']} is of {limits['machine']['gpu']}")
         rates = measured_rates(limits, rates)
-    pieces = pieces_of(config, rates)
+    pieces = benchmark.work.pieces(benchmark.restored(config), config["world_size"], rates.cache)
     empty = Bound(pieces, rates, config["precision"], {}, {}, 0.0)
-    chain = [piece for piece in pieces if piece.name in _CHAIN]
+    chain = [piece for piece in pieces if piece.waits]
     return empty._replace(
         stages={stage: max(empty.needs([p for p in pieces if p.stage == stage]).values()) for stage in STAGES},
         resources=empty.needs(pieces),
@@ -147,40 +131,6 @@ def measured_rates(limits: Limits, known: Rates) -> Rates:
     )
 
 
-def pieces_of(config: Mapping[str, Any], rates: Rates) -> list[Piece]:
-    """The pieces of an iteration of a record's configuration, on one rank that has its share of everything."""
-    model, data = restored(ModelConfig, config["model"]), restored(DataConfig, {**config["data"], "path": None})
-    batch, ranks = config["local_batch_size"], config["world_size"]
-    size, dim = 2 if config["precision"] == "bf16" else 4, model.embedding_dim
-    input_dist, lookup, dense, backward, update = STAGES
-    away = (ranks - 1) / ranks
-    exchanged = [rows * dim * 4 >= _COPIED_TO_ALL for rows in model.rows]
-    ids = batch * sum(hot for hot, needed in zip(model.multi_hot_sizes, exchanged, strict=True) if needed)
-    pooled = batch * sum(exchanged) * dim * size * away
-    columns = {"adagrad": dim, "rowwise_adagrad": 1, "sgd": 0}[config.get("optimizer", {}).get("embedding", "adagrad")]
-    rows, row, state = rows_named(model, data, batch * ranks), 4.0 * dim, 4.0 * columns
-    held = rates.cache / (row + state)
-    moved = rows.new / ranks + max(0.0, (rows.distinct - rows.new) / ranks - held)
-    weights = dense_weights(model)
-    saved = batch * size * _saved(model)
-    gemms = gemm_shapes(model, batch)
-    in_chain = {name: 2.0 * m * n * k for name, (m, n, k) in gemms.items() if _waits(name)}
-    beside = sum(2.0 * m * n * k for name, (m, n, k) in gemms.items() if not _waits(name))
-    return [
-        Piece("copy of the batch", input_dist, pcie=batch * 4.0 * (model.ids_per_sample + model.dense_in_features + 1)),
-        Piece("exchange of ids", input_dist, links=ids * 4.0 * away),
-        Piece(_CHAIN[0], lookup, memory=moved * row),
-        Piece(_CHAIN[1], lookup, links=pooled),
-        Piece(_CHAIN[2], dense, flop=sum(in_chain.values())),
-        Piece("bottom MLP's products and weight gradients", dense, flop=beside),
-        Piece("activations kept for the backward", dense, memory=2.0 * max(0.0, saved - rates.cache)),
-        Piece(_CHAIN[3], backward, links=pooled),
-        Piece(_CHAIN[4], backward, memory=max(0.0, moved * row - rates.cache) + moved * (row + 2.0 * state)),
-        Piece("exchange of dense gradients and weights", _OF_TWO, links=2.0 * away * weights * size),
-        Piece("dense update", update, memory=2.0 * max(0.0, 8.0 * weights / ranks - rates.cache)),
-    ]
-
-
 def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
     """Pieces, stages and the whole iteration beside what the record took; None where there is no bound.
 
@@ -193,7 +143,7 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("work", "GFLOP", "memory MB", "links MB", "PCIe MB", "least ms", "bound by", "took ms", "times"):
         table.add_column(column, justify="left" if column in ("work", "bound by") else "right")
-    for stage in (*STAGES, _OF_TWO):
+    for stage in dict.fromkeys((*STAGES, *(piece.stage for piece in bound.pieces))):
         own = [piece for piece in bound.pieces if piece.stage == stage]
         for piece in own:
             amounts = (piece.flop / 1e9, piece.memory / 1e6, piece.links / 1e6, piece.pcie / 1e6)
@@ -203,7 +153,14 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
         table.add_row(stage.replace("_", " "), *[""] * 4, *_least(needs), *_took(took, max(needs.values())))
     for name, ms in bound.resources.items():
         table.add_row(f"all pieces, {name}", *[""] * 4, f"{ms:.4f}", "", "", "")
-    table.add_row("chain: " + ", ".join(_CHAIN), *[""] * 4, f"{bound.chain:.4f}", "", "", "")
+    table.add_row(
+        "chain: " + ", ".join(piece.name for piece in bound.pieces if piece.waits),
+        *[""] * 4,
+        f"{bound.chain:.4f}",
+        "",
+        "",
+        "",
+    )
     timed = run["host"] is None
     took = run["latency_ms"]["p50"] if run["latency_ms"] and timed else None
     table.add_row("iteration", *[""] * 4, f"{bound.iteration:.4f}", "", *_took(took, bound.iteration), style="bold")
@@ -233,12 +190,16 @@ def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], Rates] | None:
     if bound is None or not run.get("kernels"):
         return None
     config = run["config"]
-    model, batch = restored(ModelConfig, config["model"]), config["local_batch_size"]
+    benchmark = benchmark_of(config)
+    assert benchmark is not None
+    assert benchmark.work is not None  # there is a bound
+    training, batch = benchmark.restored(config), config["local_batch_size"]
+    tables = training.model.tables
     size = 2 if config["precision"] == "bf16" else 4
-    shapes = gemm_shapes(model, batch).values()
+    shapes = benchmark.work.products(training, batch).values()
     operands = float(sum(size * (m * k + k * n + m * n) for m, n, k in shapes))
     amounts = {"GEMMs": (float(sum(2 * m * n * k for m, n, k in shapes)), operands)}
-    numbers = float(batch * model.ids_per_sample * model.embedding_dim)
+    numbers = float(batch * tables.ids_per_sample * tables.columns)
     by_name = {piece.name: piece for piece in bound.pieces}
     for name, piece, operations in (
         ("table lookup", "lookup", numbers),
@@ -265,15 +226,3 @@ def _least(needs: Mapping[str, float]) -> tuple[str, str]:
 
 def _took(ms: float | None, least: float) -> tuple[str, str]:
     return ("", "") if ms is None else (f"{ms:.4f}", f"{ms / least:.1f}" if least else "")
-
-
-def _waits(gemm: str) -> bool:
-    """Whether the next lookup waits for a product: not for weight gradients, nor for those of the bottom MLP."""
-    return "weight gradient" not in gemm and "bottom" not in gemm
-
-
-def _saved(model: ModelConfig) -> int:
-    """Numbers a sample that the backward needs, those left out that it can make again from others."""
-    width = (model.num_features + 1) * model.embedding_dim
-    bottom, top = mlp_widths(model)
-    return model.cross_layers * (width + model.cross_rank) + sum(bottom[1:]) + sum(top[1:-1])

@@ -30,29 +30,36 @@ from dlrm_bench.bench.records.limits import (
     UPDATE,
     Ceiling,
 )
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
-from dlrm_bench.dlrm.dcnv2.work import dense_weights, gemm_shapes
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.tables import Tables
 
 _MEASUREMENTS = 7  # of which the median counts
 _LAUNCHES = 100
 
 
 def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
-    """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective."""
-    model, batch, device = config.model, config.local_batch_size, ranks.device
+    """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective.
+
+    ValueError where the benchmark does not say what an iteration has to do.
+    """
+    benchmark = named(config.benchmark)
+    work, tables, batch, device = benchmark.work, config.model.tables, config.local_batch_size, ranks.device
+    if work is None:
+        raise ValueError(f"--preset {config.preset}: nobody has counted what {benchmark.title} computes and moves")
     exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
     size = exchanged.itemsize
     timer = _Timer(ranks)
 
-    batch_bytes = batch * 4 * (model.ids_per_sample + model.dense_in_features + 1)
+    batch_bytes = benchmark.parts().batch_bytes(config)
     host = torch.zeros(batch_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     gpu = torch.zeros(batch_bytes, dtype=torch.uint8, device=device)
     yield timer.time(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
     yield timer.time("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
 
-    yield from _collectives(timer, config, ranks, exchanged)
-    for name, shape in gemm_shapes(model, batch).items():
+    yield from _collectives(timer, config, work.dense_weights(config), ranks, exchanged)
+    for name, shape in work.products(config, batch).items():
         flop = 2.0 * shape[0] * shape[1] * shape[2]
         yield timer.time(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
 
@@ -66,25 +73,31 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
     yield from rates
     rate = max(rates, key=lambda one: one["amount"] / one["ms"])
     for name, stage, amount in (
-        (LOOKUP, "embedding_forward", lookup_bytes(model, batch, size)),
-        (UPDATE, "embedding_backward", update_bytes(model, config.optimizer, batch, size)),
-        (ADAGRAD, "dense_update", 20.0 * dense_weights(model)),  # fp32 weight and state read and written, gradient read
+        (LOOKUP, "embedding_forward", lookup_bytes(tables, batch, size)),
+        (UPDATE, "embedding_backward", update_bytes(tables, config.optimizer.tables, batch, size)),
+        (
+            ADAGRAD,
+            "dense_update",
+            20.0 * work.dense_weights(config),
+        ),
     ):
         yield Ceiling(name=name, stage=stage, ms=amount / rate["amount"] * rate["ms"], amount=amount, unit="B")
     yield from _launches(timer, device)
 
 
-def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: torch.dtype) -> Iterator[Ceiling]:
+def _collectives(
+    timer: "_Timer", config: RunConfig, dense_weights: int, ranks: Ranks, exchanged: torch.dtype
+) -> Iterator[Ceiling]:
     """Yields the ceilings of an iteration's collectives; pooled vectors and gradients travel as `exchanged`."""
-    model, batch, device = config.model, config.local_batch_size, ranks.device
-    pooled = batch * model.num_features * model.embedding_dim
+    tables, batch, device = config.model.tables, config.local_batch_size, ranks.device
+    pooled = batch * tables.count * tables.columns
     for name, stage, count, dtype in (
-        (IDS, "input_dist", batch * model.ids_per_sample, torch.int32),
+        (IDS, "input_dist", batch * tables.ids_per_sample, torch.int32),
         (POOLED, "embedding_forward", pooled, exchanged),
         (GRADIENTS, "embedding_backward", pooled, exchanged),
     ):
         yield timer.time(name, stage, count * dtype.itemsize, "B", _all_to_all(count, dtype, ranks))
-    part = torch.zeros(-(-dense_weights(model) // ranks.world_size), dtype=exchanged, device=device)
+    part = torch.zeros(-(-dense_weights // ranks.world_size), dtype=exchanged, device=device)
     whole = part.repeat(ranks.world_size)
     yield timer.time(ALL_REDUCE, "dense_forward_backward", whole.nbytes, "B", lambda: dist.all_reduce(whole))
     if device.type == "cuda":  # gloo has no reduce-scatter
@@ -92,23 +105,23 @@ def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: to
         yield timer.time(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
 
 
-def lookup_bytes(model: ModelConfig, batch: int, pooled_size: int) -> float:
+def lookup_bytes(tables: Tables, batch: int, pooled_size: int) -> float:
     """Memory traffic of a rank's share of the lookup: ids and fp32 rows read, pooled vectors written.
 
     A share is 1 / world size of the global batch's work, so it is that of one local batch. Caches are taken to hold
     nothing, which only the smallest tables violate.
     """
-    ids = batch * model.ids_per_sample
-    return ids * 4.0 + ids * model.embedding_dim * 4.0 + batch * model.num_features * model.embedding_dim * pooled_size
+    ids = batch * tables.ids_per_sample
+    return ids * 4.0 + ids * tables.columns * 4.0 + batch * tables.count * tables.columns * pooled_size
 
 
-def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, batch: int, gradient_size: int) -> float:
+def update_bytes(tables: Tables, optimizer: TableOptimizer, batch: int, gradient_size: int) -> float:
     """Memory traffic of a rank's share of the table update, in fp32.
 
     Ids and gradients are read; rows and their optimizer state are read and written.
     """
-    ids, dim = batch * model.ids_per_sample, model.embedding_dim
-    gradients = batch * model.num_features * model.embedding_dim * gradient_size
+    ids, dim = batch * tables.ids_per_sample, tables.columns
+    gradients = batch * tables.count * tables.columns * gradient_size
     return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
 
 

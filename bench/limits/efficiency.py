@@ -2,34 +2,35 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, TypeVar, get_type_hints
 
 from dlrm_bench.bench.records.schema import Efficiency, RunRecord
-from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.dcnv2.work import flop_per_sample
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 DATA_SHEET_FLOP: Mapping[str, Mapping[str, float]] = {
     "NVIDIA H200": {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12},  # SXM, dense
 }
 """FLOP a second that the maker states, by GPU and precision of a run: what an MFU is a share of."""
-_T = TypeVar("_T")
 
 
 def efficiency_of(run: RunRecord) -> Efficiency | None:
     """The efficiency of a timed run on GPUs; None of any other, and of one that ended within its warm-up.
 
-    MFU counts the model's GEMMs alone (dlrm.work.flop_per_sample), and none of its table lookups.
+    MFU counts the operations that the model needs (benchmark.Work.flop_per_sample), and none of its table lookups.
     """
     config, machine, samples = run["config"], run["machine"], run["samples_per_second"]
     if not machine["gpus"] or run["host"] is not None or not samples:
         return None
     a_gpu = samples / config["world_size"]
     most = DATA_SHEET_FLOP.get(machine["gpu"] or "", {}).get(config.get("precision", ""))
+    benchmark = benchmark_of(config)
+    needed = None
+    if most and benchmark is not None and benchmark.work is not None:
+        needed = benchmark.work.flop_per_sample(benchmark.restored(config))
     conditions = run.get("conditions")
     joules = conditions.get("joules_per_iteration") if conditions else None
     return Efficiency(
         samples_per_second_per_gpu=a_gpu,
-        mfu=a_gpu * flop_per_sample(restored(ModelConfig, config["model"])) / most if most else None,
+        mfu=a_gpu * needed / most if most and needed else None,
         joules_per_sample=None if joules is None else joules / config["global_batch_size"],
     )
 
@@ -61,10 +62,3 @@ def efficiency_in_words(run: RunRecord) -> str | None:
     if found["joules_per_sample"] is not None:
         parts.append(f"{1e3 * found['joules_per_sample']:.4f} mJ a sample, GPUs alone")
     return "; ".join(parts)
-
-
-def restored(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A dataclass from a record's values; what it does not know is left out, lists become tuples."""
-    known = get_type_hints(kind)
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-    return kind(**{name: v for name, v in given.items() if not (name == "path" and v is None)})

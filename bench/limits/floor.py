@@ -182,8 +182,6 @@ def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
     ):
         if of_run and of_floor and of_run != of_floor:
             found.append(f"{name} {of_run}, beside a floor of {of_floor}")
-    if data.get("variable_lengths"):
-        found.append("bags of varying length, beside a floor of full ones")
     if config["pipeline"].get("fp8"):
         found.append("products in eight bits, beside a floor without any")
     return found

@@ -5,14 +5,13 @@ dlrm-bench limits --preset launch-bound [--field value ...]; --from FILE and --a
 bench/limits/ceilings.py measures; here is what follows from it.
 """
 
-import dataclasses
 import json
 from datetime import UTC, datetime
 
 import torch
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.limits.ceilings import measure
 from dlrm_bench.bench.machine.description import describe_machine, short_name
 from dlrm_bench.bench.machine.source import git_state
@@ -43,10 +42,11 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
         git=git_state(ROOT),
         machine=machine,
         config={
+            "benchmark": config.benchmark,
             **sizes,
             "world_size": ranks.world_size,
-            "model": dataclasses.asdict(config.model),
-            "table_optimizer": config.optimizer.embedding,
+            "model": as_json(config)["model"],
+            "table_optimizer": config.optimizer.tables.name,
         },
         ceilings=ceilings,
         floor_ms=floor(ceilings),

@@ -1,7 +1,6 @@
 """The MLPerf log of one run: every event in the order that the rules ask for, and the official check of the file.
 
-Keys, values and order follow the reference (mlcommons/training, recommendation_v2/torchrec_dlrm) and ruleset 6.0.0 of
-mlperf_logging.compliance_checker, the newest that knows this benchmark.
+A benchmark's ruleset has the keys that are its own.
 """
 
 import json
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,6 @@ from mlperf_logging.mllog.mllog import MLLogger
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import MLPerfConfig
-from dlrm_bench.dlrm.config import OptimizerConfig
 
 RunStatus = Literal["success", "aborted"]
 
@@ -123,10 +121,10 @@ class MLPerfLog:
         """Begins the initialisation, which may touch no training data."""
         self._log(self._mllog.start, constants.INIT_START)
 
-    def submission(self, config: MLPerfConfig, platform: str) -> None:
+    def submission(self, benchmark: str, config: MLPerfConfig, platform: str) -> None:
         """Who submits what; `platform` names the system where config.platform does not."""
         for key, value in (
-            (constants.SUBMISSION_BENCHMARK, constants.DLRM_DCNv2),
+            (constants.SUBMISSION_BENCHMARK, benchmark),
             (constants.SUBMISSION_ORG, config.org),
             (constants.SUBMISSION_DIVISION, config.division),
             (constants.SUBMISSION_STATUS, config.status),
@@ -134,26 +132,9 @@ class MLPerfLog:
         ):
             self._log(self._mllog.event, key, value)
 
-    def hyperparameters(
-        self, *, seed: int, global_batch_size: int, optimizer: OptimizerConfig, train_samples: int, eval_samples: int
-    ) -> None:
-        """Everything that the closed division fixes or asks to know; sizes in samples."""
-        for key, value in (
-            (constants.SEED, seed),
-            (constants.GLOBAL_BATCH_SIZE, global_batch_size),
-            (constants.OPT_NAME, _optimizer_name(optimizer)),
-            (constants.OPT_BASE_LR, optimizer.learning_rate),
-            (constants.OPT_ADAGRAD_LR_DECAY, 0),
-            (constants.OPT_WEIGHT_DECAY, 0),
-            (constants.OPT_ADAGRAD_INITIAL_ACCUMULATOR_VALUE, 0),
-            (constants.OPT_ADAGRAD_EPSILON, optimizer.eps),
-            (constants.OPT_LR_WARMUP_STEPS, 0),
-            (constants.OPT_LR_DECAY_START_STEP, 0),
-            (constants.OPT_LR_DECAY_STEPS, 0),
-            (constants.GRADIENT_ACCUMULATION_STEPS, 1),
-            (constants.TRAIN_SAMPLES, train_samples),
-            (constants.EVAL_SAMPLES, eval_samples),
-        ):
+    def hyperparameters(self, values: Sequence[tuple[str, Any]]) -> None:
+        """Everything that the closed division fixes or asks to know; keys and values."""
+        for key, value in values:
             self._log(self._mllog.event, key, value)
 
     def init_stop(self) -> None:
@@ -211,11 +192,6 @@ class MLPerfLog:
                 write(key, value, metadata=metadata)
 
 
-def _optimizer_name(optimizer: OptimizerConfig) -> str:
-    """`adagrad`, the only one that the closed division knows, or both where tables have another optimizer."""
-    return "adagrad" if optimizer.embedding == "adagrad" else f"{optimizer.embedding} for tables, adagrad"
-
-
 @dataclass(frozen=True, slots=True)
 class ComplianceVerdict:
     """What the compliance checker says about one log."""
@@ -226,7 +202,7 @@ class ComplianceVerdict:
     """The checker's text, and ours below it where we add a reason to fail."""
 
 
-def check_compliance(log: Path, ruleset: str = "6.0.0") -> ComplianceVerdict:
+def check_compliance(log: Path, ruleset: str) -> ComplianceVerdict:
     """Runs MLPerf's compliance checker over `log` in a process of its own; it leaves no files behind.
 
     The checker passes an aborted run whose AUC had reached the target once (or, in the open division, was evaluated

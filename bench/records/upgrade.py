@@ -15,7 +15,7 @@ _FLAT = (
 
 _BEFORE: dict[str, dict[str, Any]] = {
     "optimizer": {"embedding": "adagrad"},
-    "data": {"variable_lengths": False, "random_ids": "uniform"},
+    "data": {"random_ids": "uniform"},
 }
 """What runs did whose records are older than the field."""
 _SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
@@ -29,6 +29,8 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     for block, before in _BEFORE.items():
         if block in rest:
             rest[block] = before | rest[block]
+    if "model" in rest:
+        rest.setdefault("benchmark", "dlrm_dcnv2")  # for years the only one
     if "iterations" in rest:
         rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
         rest.setdefault("max_time", None)

@@ -19,9 +19,9 @@ from dlrm_bench.bench.scale.scaling import (
     exchanged_bytes_of,
     fit,
     kind_of,
-    model_of,
     period_ms,
     prediction,
+    tables_of,
     topology_of,
 )
 from dlrm_bench.bench.scale.work import System
@@ -80,7 +80,7 @@ def scale(
         soft_wrap=True,
     )
     read = [read_record(path) for path in records]
-    scalings = [fit(record, limits, costs, model_of(record.run)) for record in read]
+    scalings = [fit(record, limits, costs, tables_of(record.run)) for record in read]
     curves: dict[str, list[Point]] = {}
     for scaling in scalings:
         curves[f"{scaling.kind} ({scaling.fitted_to})"] = found = [

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.runtime.gpu_costs import H200, GpuCosts
 from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.dlrm.tables.tables import Tables
 
 # Of the dense network with weight gradients, alone as a graph on an H200: 307 us at 512 samples, 1520 at 6912
 # (results/README.md, "Kernels of the static engine").
@@ -20,14 +20,14 @@ _FBGEMM_REPEATED_ID = 0.57
 
 
 def fbgemm_us(
-    shards: Sequence[Shard], model: ModelConfig, global_batch_size: int, ids: IdStatistics, costs: GpuCosts
+    shards: Sequence[Shard], tables: Tables, global_batch_size: int, ids: IdStatistics, costs: GpuCosts
 ) -> float:
     """Returns the predicted microseconds of FBGEMM's forward and backward of a rank's tables in an iteration."""
     widths, us = sorted(_FBGEMM_US_PER_MILLION_IDS), 0.0
     for shard in shards:
         width = next((width for width in widths if shard.columns <= width), widths[-1])
-        hot = model.multi_hot_sizes[shard.table]
-        distinct = ids.distinct_rows(model.rows[shard.table], hot, global_batch_size)
+        hot = tables.hot[shard.table]
+        distinct = ids.distinct_rows(tables.rows[shard.table], hot, global_batch_size)
         million = (distinct + _FBGEMM_REPEATED_ID * (global_batch_size * hot - distinct)) / 1e6 / shard.row_parts
         us += million * _FBGEMM_US_PER_MILLION_IDS[width] * max(1.0, shard.columns / widths[-1])
     return _FBGEMM_US + us * H200.memory_bytes_per_us / costs.memory_bytes_per_us

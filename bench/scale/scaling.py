@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 
@@ -11,11 +10,12 @@ from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.scale.simulation import Steady, simulate
 from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_of, plan_on, tasks_of
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.benchmarks import restored
 from dlrm_bench.dlrm.runtime.gpu_costs import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
+from dlrm_bench.dlrm.tables.tables import Tables
 
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1
@@ -46,7 +46,7 @@ class Scaling:
     """The model of one pipeline, fitted to one record."""
 
     kind: Kind
-    model: ModelConfig
+    tables: Tables
     local_batch_size: int
     exchanged_bytes: int
     system: System
@@ -59,7 +59,7 @@ class Scaling:
     def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
         """Returns the load on these nodes by the plan that the pipeline would make of them."""
         batch = local_batch_size or self.local_batch_size
-        of = (topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
+        of = (topology, self.tables, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
         return load_of(plan_on(*of), *of)
 
     def load_in(self, record: RunRecord, topology: Topology) -> Load:
@@ -67,7 +67,7 @@ class Scaling:
         plan, batch = plan_in(record), record["config"]["local_batch_size"]
         if plan is None:
             return self.load(topology, batch)
-        of = (topology, self.model, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
+        of = (topology, self.tables, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
         return load_of(plan, *of)
 
     def steady(self, load: Load, topology: Topology) -> Steady:
@@ -114,7 +114,7 @@ class Scaling:
         return None, round(stated.latency_us / _smallest(at_latency, 1.0, 1e4), 1)
 
 
-def fit(read: Record, limits: Limits, costs: GpuCosts, model: ModelConfig) -> Scaling:
+def fit(read: Record, limits: Limits, costs: GpuCosts, tables: Tables) -> Scaling:
     """Returns the model of a record's pipeline, fitted to its `period_ms`.
 
     The static pipeline's, which replays a graph, by a factor on the GPU's work; the others' by their host time, as the
@@ -125,7 +125,7 @@ def fit(read: Record, limits: Limits, costs: GpuCosts, model: ModelConfig) -> Sc
     kind = kind_of(record)
     scaling = Scaling(
         kind=kind,
-        model=model,
+        tables=tables,
         local_batch_size=config["local_batch_size"],
         exchanged_bytes=exchanged_bytes_of(record),
         system=System(limits=limits, costs=costs),
@@ -190,8 +190,7 @@ def plan_in(record: RunRecord) -> Plan | None:
     """Returns the plan that a record of the static pipeline trained by; None of another pipeline."""
     if kind_of(record) != "static":
         return None
-    model = model_of(record)
-    place = {name: table for table, name in enumerate(model.feature_names)}
+    place = {name: table for table, name in enumerate(tables_of(record).names)}
     shards = sorted(
         Shard(rank, place[s["table"]], s["column"], s["columns"], s.get("row_part", 0), s.get("row_parts", 1))
         for rank, of_rank in enumerate(record["pipeline"]["plan"])
@@ -207,24 +206,21 @@ def topology_of(record: RunRecord, network: Network = INFINIBAND_400G) -> Topolo
     return Topology.of(world_size, world_size // nodes, network)
 
 
-def model_of(record: RunRecord) -> ModelConfig:
-    """Returns the model of a record."""
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in record["config"]["model"].items()}
-    return ModelConfig(**cast(dict[str, object], fields))  # type: ignore[arg-type]
+def tables_of(record: RunRecord) -> Tables:
+    """Returns the tables that a record's run trained."""
+    return restored(record["config"]).model.tables
 
 
 def ids_of(record: RunRecord) -> IdStatistics:
-    """Returns how often a record's ids name the same rows; those of older records were drawn anew for each sample."""
-    data = record["config"]["data"]
-    expanded = data["source"] != "random" or data.get("random_ids", "uniform") == "expanded"
-    return IdStatistics(skew=data["random_skew"], expanded=expanded)
+    """Returns how often a record's ids name the same rows."""
+    return restored(record["config"]).data.id_statistics
 
 
 def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAND_400G) -> float:
     """Returns the milliseconds that the model says of another record's nodes, joined by this network, batch, tables,
     plan and ids."""
     topology = topology_of(record, network)
-    of_record = replace(scaling, model=model_of(record), ids=ids_of(record), peer_memory=peer_memory_of(record))
+    of_record = replace(scaling, tables=tables_of(record), ids=ids_of(record), peer_memory=peer_memory_of(record))
     return of_record.steady(of_record.load_in(record, topology), topology).iteration_us / 1e3
 
 

@@ -12,13 +12,13 @@ from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Limits
 from dlrm_bench.bench.scale.kernel_times import elementwise_us, fbgemm_us
 from dlrm_bench.bench.scale.simulation import Task
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.runtime.gpu_costs import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.costs import TableTimes, sort_sharers, table_times
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.plan.planner import make_plan
+from dlrm_bench.dlrm.tables.tables import Tables
 
 Kind = Literal["torchrec", "five-stage", "static"]
 INPUT_DIST, FORWARD, DENSE, BACKWARD, UPDATE = STAGES
@@ -83,12 +83,12 @@ class Load:
     """Whether what the ranks of a node exchange goes through peer memory."""
 
 
-_plans: dict[tuple[ModelConfig, Topology, int, int, str, IdStatistics, bool], Plan] = {}
+_plans: dict[tuple[Tables, Topology, int, int, str, IdStatistics, bool], Plan] = {}
 
 
 def plan_on(
     topology: Topology,
-    model: ModelConfig,
+    tables: Tables,
     local_batch_size: int,
     exchanged_bytes: int,
     costs: GpuCosts,
@@ -97,10 +97,10 @@ def plan_on(
 ) -> Plan:
     """Returns the plan that the static pipeline would make, which takes about a second; of TorchRec's pipelines, too,
     whose planner may find none as good. ids: how often they name the same rows."""
-    key = (model, topology, local_batch_size, exchanged_bytes, costs.measured_on, ids, peer_memory)
+    key = (tables, topology, local_batch_size, exchanged_bytes, costs.measured_on, ids, peer_memory)
     if key not in _plans:
         _plans[key] = make_plan(
-            model,
+            tables,
             topology,
             local_batch_size * topology.world_size,
             exchanged_bytes,
@@ -116,7 +116,7 @@ def plan_on(
 def load_of(
     plan: Plan,
     topology: Topology,
-    model: ModelConfig,
+    tables: Tables,
     local_batch_size: int,
     exchanged_bytes: int,
     costs: GpuCosts,
@@ -126,16 +126,16 @@ def load_of(
     """Returns the load of a plan; arguments as for `plan_on`."""
     batch, ranks, size = local_batch_size * topology.world_size, range(topology.world_size), topology.gpus_per_node
     shards = [plan.of_rank(rank) for rank in ranks]
-    tables = [{shard.table for shard in own} for own in shards]
-    of_nodes = [set().union(*tables[first : first + size]) for first in range(0, topology.world_size, size)]
+    held = [{shard.table for shard in own} for own in shards]
+    of_nodes = [set().union(*held[first : first + size]) for first in range(0, topology.world_size, size)]
     times = [
-        table_times(own, model, batch, costs, ids, sharers)
+        table_times(own, tables, batch, costs, ids, sharers)
         for own, sharers in zip(shards, sort_sharers(shards, topology), strict=True)
     ]
-    own_ids, node_ids = ([sum(model.multi_hot_sizes[t] for t in of) for of in each] for each in (tables, of_nodes))
+    own_ids, node_ids = ([sum(tables.hot[t] for t in of) for of in each] for each in (held, of_nodes))
     return Load(
         local_batch_size=local_batch_size,
-        fbgemm_us=max(fbgemm_us(own, model, batch, ids, costs) for own in shards),
+        fbgemm_us=max(fbgemm_us(own, tables, batch, ids, costs) for own in shards),
         tables=max(times, key=lambda of_rank: of_rank.all),
         columns=max(sum(shard.columns for shard in own) for own in shards),
         ids=max(own_ids),

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.expansion import kept_ids
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, rows_per_byte
 from dlrm_bench.dlrm.dcnv2.data.shuffled_rows import BUCKET_ROWS

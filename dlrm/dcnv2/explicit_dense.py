@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
 from dlrm_bench.dlrm.dense.buckets import Bucket, CollectiveBucket, DenseState, NodeBucket, PeerBucket
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory

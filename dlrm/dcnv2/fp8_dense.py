@@ -11,7 +11,7 @@ import math
 import torch
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks

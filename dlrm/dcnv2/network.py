@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 
 def _linear_layers(widths: tuple[int, ...]) -> nn.ModuleList:

@@ -1,12 +1,24 @@
-"""What an iteration has to compute and move, from the model's sizes alone: products, weights, rows of tables."""
+"""What an iteration of DLRM-DCNv2 has to compute and move, from its configuration alone: see benchmark.Work.
+
+- Table rows count once, however often they are named, and those of the batch before only as far as the GPU's cache
+  cannot hold them; what the update reads that the lookup has read, likewise.
+- Activations count as far as the cache cannot hold them, and nothing element-wise that fits around a product.
+- Tables of less than 10 MB need no exchange: every rank could have a copy.
+"""
 
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.benchmark import Piece
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.distributions import zipf_ids
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
+from dlrm_bench.kernels.stages import STAGES
+
+_COPIED_TO_ALL = 10e6  # bytes of a table that every rank could have whole
+_OF_TWO = "dense forward/backward or dense update"  # which of the two has it, pipelines differ in
 
 
 class Rows(NamedTuple):
@@ -19,15 +31,18 @@ class Rows(NamedTuple):
     """Those of them that the batch before did not name."""
 
 
-def dense_weights(model: ModelConfig) -> int:
-    """Weights and biases of the dense network."""
+def dense_weights(config: TrainingConfig) -> int:
+    """Returns the number of weights and biases of the dense network."""
+    model = _model(config)
     width = (model.num_features + 1) * model.embedding_dim
     mlps = sum(i * o + o for layers in mlp_widths(model) for i, o in pairwise(layers))
     return mlps + model.cross_layers * (2 * width * model.cross_rank + width)
 
 
-def gemm_shapes(model: ModelConfig, batch: int) -> dict[str, tuple[int, int, int]]:
-    """(M, N, K) of every matrix product of an iteration: forward, input gradient and weight gradient of each layer."""
+def products(config: TrainingConfig, samples: int) -> dict[str, tuple[int, int, int]]:
+    """Returns (M, N, K) of every matrix product of an iteration: forward, input gradient and weight gradient of each
+    layer."""
+    model = _model(config)
     width = (model.num_features + 1) * model.embedding_dim
     layers = []
     for i in range(model.cross_layers):
@@ -36,16 +51,74 @@ def gemm_shapes(model: ModelConfig, batch: int) -> dict[str, tuple[int, int, int
         layers += [(f"{mlp} {i}", *io) for i, io in enumerate(pairwise(sizes))]
     shapes = {}
     for name, inputs, outputs in layers:
-        shapes[f"GEMM: {name} forward"] = (batch, outputs, inputs)
+        shapes[f"GEMM: {name} forward"] = (samples, outputs, inputs)
         if name != "bottom 0":  # the dense features need no gradient
-            shapes[f"GEMM: {name} input gradient"] = (batch, inputs, outputs)
-        shapes[f"GEMM: {name} weight gradient"] = (outputs, inputs, batch)
+            shapes[f"GEMM: {name} input gradient"] = (samples, inputs, outputs)
+        shapes[f"GEMM: {name} weight gradient"] = (outputs, inputs, samples)
     return shapes
 
 
-def flop_per_sample(model: ModelConfig) -> float:
-    """Floating-point operations of a sample's GEMMs in training, an addition and a multiplication counted as two."""
-    return float(sum(2 * m * n * k for m, n, k in gemm_shapes(model, 1).values()))
+def flop_per_sample(config: TrainingConfig) -> float:
+    """Returns the floating-point operations of a sample's products in training, an addition and a multiplication
+    counted as two."""
+    return float(sum(2 * m * n * k for m, n, k in products(config, 1).values()))
+
+
+def batch_bytes(config: TrainingConfig) -> int:
+    """Returns the bytes of a rank's batch: ids, dense features and label of four bytes each."""
+    model = _model(config)
+    return config.local_batch_size * 4 * (model.ids_per_sample + model.dense_in_features + 1)
+
+
+def pieces(config: TrainingConfig, world_size: int, cache_bytes: float) -> list[Piece]:
+    """Returns the pieces of an iteration on one rank, see benchmark.Work."""
+    model, data, batch = _model(config), config.data, config.local_batch_size
+    assert isinstance(data, DataConfig)
+    size, dim = 2 if config.precision == "bf16" else 4, model.embedding_dim
+    input_dist, lookup, dense, backward, update = STAGES
+    away = (world_size - 1) / world_size
+    exchanged = [rows * dim * 4 >= _COPIED_TO_ALL for rows in model.rows]
+    ids = batch * sum(hot for hot, needed in zip(model.multi_hot_sizes, exchanged, strict=True) if needed)
+    pooled = batch * sum(exchanged) * dim * size * away
+    rows, row = rows_named(model, data, batch * world_size), 4.0 * dim
+    state = 4.0 * config.optimizer.tables.state_columns(dim)
+    held = cache_bytes / (row + state)
+    moved = rows.new / world_size + max(0.0, (rows.distinct - rows.new) / world_size - held)
+    weights, saved = dense_weights(config), batch * size * _saved(model)
+    gemms = products(config, batch)
+    in_chain = sum(2.0 * m * n * k for name, (m, n, k) in gemms.items() if _waits(name))
+    beside = sum(2.0 * m * n * k for name, (m, n, k) in gemms.items() if not _waits(name))
+    updated = max(0.0, moved * row - cache_bytes) + moved * (row + 2.0 * state)
+    return [
+        Piece("copy of the batch", input_dist, pcie=float(batch_bytes(config))),
+        Piece("exchange of ids", input_dist, links=ids * 4.0 * away),
+        Piece("lookup", lookup, memory=moved * row, waits=True),
+        Piece("exchange of pooled vectors", lookup, links=pooled, waits=True),
+        Piece("products", dense, flop=in_chain, waits=True),
+        Piece("bottom MLP's products and weight gradients", dense, flop=beside),
+        Piece("activations kept for the backward", dense, memory=2.0 * max(0.0, saved - cache_bytes)),
+        Piece("exchange of gradients", backward, links=pooled, waits=True),
+        Piece("table update", backward, memory=updated, waits=True),
+        Piece("exchange of dense gradients and weights", _OF_TWO, links=2.0 * away * weights * size),
+        Piece("dense update", update, memory=2.0 * max(0.0, 8.0 * weights / world_size - cache_bytes)),
+    ]
+
+
+def _model(config: TrainingConfig) -> ModelConfig:
+    assert isinstance(config.model, ModelConfig)
+    return config.model
+
+
+def _waits(product: str) -> bool:
+    """Whether the next lookup waits for a product: not for weight gradients, nor for those of the bottom MLP."""
+    return "weight gradient" not in product and "bottom" not in product
+
+
+def _saved(model: ModelConfig) -> int:
+    """Returns the numbers a sample that the backward needs, without those that it can make again from others."""
+    width = (model.num_features + 1) * model.embedding_dim
+    bottom, top = mlp_widths(model)
+    return model.cross_layers * (width + model.cross_rank) + sum(bottom[1:]) + sum(top[1:-1])
 
 
 def mlp_widths(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_bench.dlrm.config import DataConfig
-
 # First ids that are counted one by one; all others lie in bins of a geometric series.
 _SINGLE, _BINS = 1000, 2000
 
@@ -21,13 +19,6 @@ class IdStatistics:
     expanded: bool = False
     """Whether the other ids are a fixed, uniform function of the first one, as in MLPerf's data; otherwise they are
     drawn anew for each sample."""
-
-    @staticmethod
-    def of(data: DataConfig) -> "IdStatistics":
-        """Returns those of a run's batches. Files are taken for what random batches imitate: expanded ids of skewed
-        first ids."""
-        expanded = data.source != "random" or data.random_ids == "expanded"
-        return IdStatistics(skew=data.random_skew, expanded=expanded)
 
     def distinct_rows(self, rows: int, hot: int, samples: int) -> float:
         """Returns how many of a table's rows `samples` bags of `hot` ids name, as an expectation."""

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.tables import Tables
 
 # What stays free for activations, communication buffers and the dense network.
 HEADROOM = 0.95
@@ -33,19 +34,17 @@ def _host_available_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def check_tables_fit(
-    model: ModelConfig, optimizer: OptimizerConfig, available_bytes: int, device: torch.device
-) -> None:
+def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes: int, device: torch.device) -> None:
     """Raise ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together.
 
     available_bytes: this rank's; the process group sums it.
     """
     total = torch.tensor([available_bytes], dtype=torch.int64, device=device)
     dist.all_reduce(total)
-    state_bytes = sum(model.rows) * optimizer.state_columns(model.embedding_dim) * 4
-    needed, available = model.table_bytes + state_bytes, int(total) * HEADROOM
+    state_bytes = sum(tables.rows) * optimizer.state_columns(tables.columns) * 4
+    needed, available = tables.bytes + state_bytes, int(total) * HEADROOM
     if needed > available:
-        scale = model.table_scale * available / needed
+        scale = tables.scale * available / needed
         raise ValueError(
             f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB and the "
             f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or shrink the tables with "

@@ -7,7 +7,7 @@
 // Keys are rows + 1, so that the -1 of padding comes first. The first pass makes them from ids as a batch has them, the
 // last one turns them back into rows.
 //
-// No headers: NVRTC comes with none. Given on the command line: BITS of a digit, PASSES, ITEMS of a thread, PADDED.
+// No headers: NVRTC comes with none. Given on the command line: BITS of a digit, PASSES, ITEMS of a thread.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -29,8 +29,7 @@ struct Arguments {
 };
 
 __device__ __forceinline__ u32 key_of(const Arguments& p, int at) {
-  const int id = p.ids[at];
-  return PADDED && id == 0 ? 0 : u32(id + p.first_rows[at] + 1);
+  return u32(p.ids[at] + p.first_rows[at] + 1);
 }
 
 __device__ __forceinline__ u32 digit_of(u32 key, int pass) { return key >> pass * BITS & (BINS - 1); }

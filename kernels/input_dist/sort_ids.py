@@ -28,16 +28,14 @@ class SortTable:
     """The place of each id, and memory that sorts use; put on the device once.
 
     first_rows: int32 [N], what to add to each id. bags: int32 [N], the bag of each: sample * tables + table. rows: more
-    than any id plus its first row. padded: whether ids of 0 are padding. Sorts by one table run one after another.
+    than any id plus its first row. Sorts by one table run one after another.
     """
 
-    def __init__(
-        self, first_rows: Tensor, bags: Tensor, rows: int, padded: bool = False, digit_bits: int = 0, items: int = 0
-    ) -> None:
+    def __init__(self, first_rows: Tensor, bags: Tensor, rows: int, digit_bits: int = 0, items: int = 0) -> None:
         """digit_bits: of one pass at most; items: ids of a thread; 0 for the fastest."""
         assert first_rows.dtype == bags.dtype == torch.int32 and first_rows.shape == bags.shape, "int32 [N]"
         assert 0 < rows < 1 << 31, "rows that int32 counts"
-        self.first_rows, self.bags, self.rows, self.padded = first_rows, bags, rows, padded
+        self.first_rows, self.bags, self.rows = first_rows, bags, rows
         bits = rows.bit_length()  # a key is a row plus one
         self.passes = cdiv(bits, digit_bits or _DIGIT_BITS)
         self.digit_bits = cdiv(bits, self.passes)
@@ -59,7 +57,7 @@ def _on_hopper(device: torch.device) -> bool:
 def sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
     """Sort rows, stably, and bring the bag of each along.
 
-    ids: as batches have them, 0 or more; the row of each is ids + table.first_rows, and of padding -1. sorted_ids:
+    ids: as batches have them, 0 or more; the row of each is ids + table.first_rows. sorted_ids:
     rows, ascending. sorted_bags: the bag of each. All int32 [N]; the outputs overlap nothing.
     """
     tensors = (ids, sorted_ids, sorted_bags)
@@ -70,10 +68,7 @@ def sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Ten
 
 def plain_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
     """What `sort_ids` does, in PyTorch."""
-    rows = ids + table.first_rows
-    if table.padded:
-        rows.masked_fill_(ids == 0, -1)
-    sort_rows(rows, table.bags, sorted_ids, sorted_bags)
+    sort_rows(ids + table.first_rows, table.bags, sorted_ids, sorted_bags)
 
 
 def sort_rows(rows: Tensor, bags: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
@@ -97,8 +92,8 @@ class _Arguments(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(name: str, bits: int, passes: int, items: int, padded: bool, device: torch.device) -> Kernel:
-    defines = {"BITS": bits, "PASSES": passes, "ITEMS": items, "PADDED": int(padded)}
+def _kernel(name: str, bits: int, passes: int, items: int, device: torch.device) -> Kernel:
+    defines = {"BITS": bits, "PASSES": passes, "ITEMS": items}
     bins = 1 << bits
     shared_bytes = 4 * (2 * _THREADS * items + (_WARPS + 2) * bins + _WARPS) if name == "sort_ids_pass" else 0
     with torch.cuda.device(device):
@@ -115,7 +110,7 @@ def cuda_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags
     of_batch = (ids.data_ptr(), table.first_rows.data_ptr(), table.bags.data_ptr())
     pairs = ((ctypes.c_void_p * 2)(sorted_ids.data_ptr(), keys), (ctypes.c_void_p * 2)(sorted_bags.data_ptr(), values))
     kernels = [
-        _kernel(name, table.digit_bits, table.passes, table.items, table.padded, ids.device)
+        _kernel(name, table.digit_bits, table.passes, table.items, ids.device)
         for name in ("sort_ids_count", "sort_ids_pass")
     ]
     sizes = (len(ids), table.tiles)

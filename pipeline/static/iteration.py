@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.dense.buckets import Bucket
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
@@ -66,8 +66,9 @@ class Iteration:
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: DcnTraining,
         schedule: BatchSchedule,
+        learning_rate: Tensor,
         dense: ExplicitDense,
         ebc: StaticEBC,
         memory: PeerMemory | None,
@@ -75,7 +76,10 @@ class Iteration:
         streams: IterationStreams,
         fetcher: BatchFetcher,
     ) -> None:
-        """memory: what `dense` and `ebc` exchange through, where that is peer memory. guard: through the same."""
+        """learning_rate: fp32 [1] on the device, of the dense weights. memory: where `dense` and `ebc` exchange through
+        peer memory. guard: through the same.
+        """
+        self._rate = learning_rate
         self._config, self._schedule, self._memory, self._guard = config, schedule, memory, guard
         self._dense, self._ebc, self._streams, self._fetcher = dense, ebc, streams, fetcher
         self._stream_names = list(zip(_PART_STREAMS, _LOOKUP_STREAMS, strict=True))[: schedule.parts]
@@ -216,7 +220,7 @@ class Iteration:
 
     def _update(self, name: str, bucket: Bucket, *after: Branch) -> Branch:
         with self._streams.beside(name, *after) as update, record_function("dense_update"):
-            bucket.update(self._ebc.learning_rate, self._config.optimizer.eps, self._guard.stopped)
+            bucket.update(self._rate, self._config.optimizer.eps, self._guard.stopped)
         self._updates.append(update)
         return update
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
+from dlrm_bench.dlrm.optimizers import Adagrad
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,10 +30,6 @@ class StaticOptions:
     """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
     --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
     few."""
-    plan: Literal["balanced", "torchrec"] = "balanced"
-    """The planner that places the tables: ours, or TorchRec's, limited to table-wise, column-wise and data-parallel
-    sharding."""
-
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
@@ -49,6 +47,11 @@ class StaticOptions:
             return f"--cuda-graph {self.cuda_graph} needs a GPU: on this machine choose --cuda-graph none"
         return None
 
+    def replicates(self, nodes: int) -> bool:
+        """Whether small tables may be replicated: not where pooled vectors reach all ranks through peer memory, as
+        their summed gradients would be an iteration's only collective."""
+        return nodes > 1 or not self.peer_memory
+
     def splits_rows(self, nodes: int) -> bool:
         """Whether the plan may split tables by rows: the update from sorted ids leaves out what other ranks have, and
         exchanges that add parts up are those of collectives."""
@@ -56,11 +59,13 @@ class StaticOptions:
 
     def check(self, config: TrainingConfig) -> None:
         """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
-        dim, features = config.model.embedding_dim, config.model.num_features
+        assert isinstance(config.model, ModelConfig)  # --pipeline static trains no other benchmark yet
+        tables, optimizer = config.model.tables, config.optimizer.tables
+        dim, features = tables.columns, tables.count
         require(
-            not self.presort_ids or config.optimizer.embedding == "adagrad",
+            not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "
-            f"{config.optimizer.embedding}",
+            f"{optimizer.name}",
         )
         require(
             not self.presort_ids or dim in (16, 32, 64, 128),
@@ -76,6 +81,7 @@ class StaticOptions:
 
     def _check_fp8(self, config: TrainingConfig) -> None:
         model = config.model
+        assert isinstance(model, ModelConfig)
         require(config.precision == "bf16", f"--fp8 needs --precision bf16, not {config.precision}")
         width = (model.num_features + 1) * model.embedding_dim
         require(

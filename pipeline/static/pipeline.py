@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.dcnv2.explicit_dense import LOSSES_KEPT, ExplicitDense
 from dlrm_bench.dlrm.dcnv2.fp8_dense import Fp8Dense
 from dlrm_bench.dlrm.dcnv2.network import torchrec_names
@@ -24,7 +24,6 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
-from dlrm_bench.dlrm.tables.plan.torchrec_plan import torchrec_plan
 from dlrm_bench.dlrm.tables.pooled.pooled_exchange import PeerInputs
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
@@ -52,7 +51,7 @@ _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
 class StaticPipeline:
     """See dlrm_bench.pipeline.interface.Pipeline."""
 
-    def __init__(self, config: TrainingConfig, options: StaticOptions, ranks: Ranks) -> None:
+    def __init__(self, config: DcnTraining, options: StaticOptions, ranks: Ranks) -> None:
         """Collective over all ranks. ValueError where the options need a GPU and there is none."""
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
@@ -60,34 +59,33 @@ class StaticPipeline:
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, and this is {name}: leave --fp8 out")
         model, batch_size = config.model, config.local_batch_size
-        check_tables_fit(model, config.optimizer, device_memory_bytes(ranks), device)
+        check_tables_fit(model.tables, config.optimizer.tables, device_memory_bytes(ranks), device)
         schedule = batch_schedule(batch_size, options)
         shape = BatchShape(
             samples=batch_size,
             dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
             parts=schedule.parts,
-            padded=config.data.variable_lengths,
         )
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        if options.plan == "torchrec":
-            self._plan = torchrec_plan(config, ranks)
-        else:
-            self._plan = plan_for(
-                config,
-                Topology.of(ranks.world_size, ranks.local_world_size),
-                table_memory_bytes(ranks),
-                replicate=ranks.nodes > 1 or not options.peer_memory,
-                split_rows=options.splits_rows(ranks.nodes),
-                costs=costs_of(self._gpu),
-            )
+        self._plan = plan_for(
+            config,
+            Topology.of(ranks.world_size, ranks.local_world_size),
+            table_memory_bytes(ranks),
+            replicate=options.replicates(ranks.nodes),
+            split_rows=options.splits_rows(ranks.nodes),
+            costs=costs_of(self._gpu),
+        )
         memory = PeerMemory(ranks) if options.peer_memory else None
         self._memory = memory
         make_dense = Fp8Dense if options.fp8 else ExplicitDense
         self.dense: ExplicitDense = make_dense(model, config.seed, shape, ranks, memory)
         inputs = self.dense.x0s
+        self._rate = torch.tensor([config.optimizer.learning_rate], device=device)
+        """The learning rate of all weights on the device, fp32 [1]."""
         self.ebc = StaticEBC(
-            model,
-            config.optimizer,
+            model.tables,
+            config.optimizer.tables,
+            self._rate,
             self._plan,
             ranks,
             shape,
@@ -96,7 +94,7 @@ class StaticPipeline:
             PeerInputs(memory, inputs) if memory and inputs else None,
             memory if ranks.nodes > 1 else None,
         )
-        self._rate = config.optimizer.learning_rate
+        self._learning_rate = config.optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
@@ -104,7 +102,7 @@ class StaticPipeline:
         # Its flags are read at once, on all nodes.
         self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None)
         parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
-        self._iteration = Iteration(config, schedule, *parts)
+        self._iteration = Iteration(config, schedule, self._rate, *parts)
         make_graphs = None
         if options.cuda_graph != "none":
             fallback = options.cuda_graph == "try"
@@ -123,7 +121,7 @@ class StaticPipeline:
         assert self._named == 0, "a warm-up comes before the first batch"
         pin = self._ranks.device.type == "cuda"
         batch = warm_up_batch(self._config.local_batch_size, self._config.model, pin)
-        with unchanged(list(self.ebc.tables()), self.dense.buckets, self._guard, self._ranks):
+        with unchanged(list(self.ebc.table_shards()), self.dense.buckets, self._guard, self._ranks):
             steps = _EAGER_ITERATIONS + len(self._slots)  # which replay the graph of each slot
             batches = repeat(batch, steps)
             for _ in range(steps):
@@ -149,8 +147,7 @@ class StaticPipeline:
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
         if self._options.check_ids:
-            padded, rank = self._config.data.variable_lengths, self._ranks.rank
-            check_ids(now.batch, self._config.model, padded, rank, self._step + 1)
+            check_ids(now.batch, self._config.model.tables, self._ranks.rank, self._step + 1)
         self._name(next(batches, None))
         whole = self.ebc.whole_ids(now.ids)
         self.ebc.expect(ahead.ids)
@@ -183,9 +180,10 @@ class StaticPipeline:
         iteration, which is then captured anew; rank 0 says so.
         """
         replace(self._config.optimizer, learning_rate=value)  # its checks
-        if value == self._rate:
+        if value == self._learning_rate:
             return
-        self._rate = value
+        self._learning_rate = value
+        self._rate.fill_(value)
         self.ebc.set_learning_rate(value)
         if self._graphs is not None and not self._options.presort_ids:
             self._graphs.forget(f"learning rate {value}")
@@ -193,12 +191,12 @@ class StaticPipeline:
     def describe(self) -> dict[str, Any]:
         """Returns the plan, each rank's embedding time, predicted and measured, and GB of memory, and the graphs.
         Collective."""
-        names, graphs = self._config.model.feature_names, {"iteration": self._graphs, "evaluation": self._eval.graphs}
+        names, graphs = self._config.model.tables.names, {"iteration": self._graphs, "evaluation": self._eval.graphs}
         memory = memory_gb(
             self._ranks,
             {
-                "tables": [table.weights for table in self.ebc.tables()],
-                "optimizer_state": [table.state for table in self.ebc.tables()],
+                "tables": [table.weights for table in self.ebc.table_shards()],
+                "optimizer_state": [table.state for table in self.ebc.table_shards()],
                 "batches": [*self._slots, *self._eval.slots],
                 "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
                 # The batches and dense weights that other ranks write are in it, too.
@@ -264,14 +262,16 @@ class StaticPipeline:
         """Returns weights or optimizer state of the tables, as they lie, and of the dense network, from whole
         copies."""
         model, names = self._config.model, torchrec_names(self._config.model)
-        held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.tables()}
+        held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.table_shards()}
         blocks = {names[name]: [TensorBlock.whole(value)] for name, value in dense.items()}
-        state_columns = self._config.optimizer.state_columns
+        state_columns = self._config.optimizer.tables.state_columns
         for s in self._plan.shards:
             columns = s.columns if which == "master" else state_columns(s.columns)
             if columns == 0:
                 continue
-            block = TensorBlock(s.rank, (s.row_part, s.column), (s.rows(model), columns), held.get(s), s.row_parts)
+            block = TensorBlock(
+                s.rank, (s.row_part, s.column), (s.rows(model.tables), columns), held.get(s), s.row_parts
+            )
             blocks.setdefault(table_key(model, s.table), []).append(block)
         for shard, tensor in held.items():
             if shard.table in self._plan.replicated:

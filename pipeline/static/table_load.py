@@ -12,7 +12,6 @@ from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.gpu_costs import costs_of, note
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
-from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, rank_loads
 from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
 
@@ -33,7 +32,7 @@ def embedding_load(
     costs = costs_of(gpu)
     global_batch_size = config.local_batch_size * ranks.world_size
     sizes = (global_batch_size, config.pooled_bytes, costs, Topology.of(ranks.world_size, ranks.local_world_size))
-    loads = rank_loads(ebc.plan, config.model, config.optimizer, *sizes, IdStatistics.of(config.data))
+    loads = rank_loads(ebc.plan, config.model.tables, config.optimizer.tables, *sizes, config.data.id_statistics)
     times: dict[str, list[float]] = {
         "predicted_embedding_us": [round(load.embedding_us) for load in loads],
         "predicted_tables_us": [round(load.tables_us) for load in loads],

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dense.buckets import Bucket
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.runtime.ranks import Ranks

@@ -4,8 +4,8 @@ import torch
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch as TorchRecBatch
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 
 class BatchLayout:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.cuda_graph import captures
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
@@ -25,7 +25,7 @@ ALL_TO_ALLS = 3
 class TorchRecFiveStagePipeline(TorchRecPipeline):
     """TorchRec's sharded DLRM_DCN under FiveStagePipeline; see pipeline/interface.py."""
 
-    def __init__(self, config: TrainingConfig, options: FiveStageSwitches, ranks: Ranks) -> None:
+    def __init__(self, config: DcnTraining, options: FiveStageSwitches, ranks: Ranks) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same configuration."""
         self._switches = options
         self._caches_casts = options.cuda_graph == "none"

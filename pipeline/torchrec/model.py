@@ -36,17 +36,17 @@ from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.dcnv2.config import DcnTraining, ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork, torchrec_names
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
-from dlrm_bench.dlrm.tables.plan.torchrec_planner import sharding_planner, table_configs, table_optimizer
 from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
 from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, StateBlocks, TensorBlock, gather, scatter, table_key
 from dlrm_bench.pipeline.torchrec.batch import BatchLayout
 from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
+from dlrm_bench.pipeline.torchrec.planner import sharding_planner, table_configs, table_optimizer
 
 _WARM_UP_BATCHES = 3
 Codecs = dict[str, QuantizedCommCodecs]
@@ -62,7 +62,7 @@ class TorchRecPipeline(ABC):
 
     def __init__(
         self,
-        config: TrainingConfig,
+        config: DcnTraining,
         options: TorchRecModelOptions,
         ranks: Ranks,
         sharder: EmbeddingBagCollectionSharder,
@@ -251,7 +251,7 @@ class _PlanningSharder(EmbeddingBagCollectionSharder):
 
 
 def _build_model(
-    config: TrainingConfig,
+    config: DcnTraining,
     options: TorchRecModelOptions,
     ranks: Ranks,
     sharder: EmbeddingBagCollectionSharder,
@@ -260,7 +260,7 @@ def _build_model(
 ) -> tuple[DistributedModelParallel, ShardingPlan, TorchRecLossGuard]:
     model, device = config.model, ranks.device
     memory = device_memory_bytes(ranks)
-    check_tables_fit(model, config.optimizer, memory, device)
+    check_tables_fit(model.tables, config.optimizer.tables, memory, device)
     train_model = DLRMTrain(_build_unsharded(model, config.seed, device))
     guard = TorchRecLossGuard(train_model, ranks)
     optimizer, arguments = table_optimizer(config.optimizer)
@@ -289,7 +289,7 @@ def _build_model(
 
 def _build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLRM_DCN:
     """TorchRec's DLRM_DCN, its tables on the meta device, with the initial dense weights of our DenseNetwork."""
-    tables = table_configs(model, TABLE_PREFIX)
+    tables = table_configs(model.tables, TABLE_PREFIX)
     dlrm = DLRM_DCN(
         embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
         dense_in_features=model.dense_in_features,

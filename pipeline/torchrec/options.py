@@ -21,10 +21,6 @@ class TorchRecModelOptions:
 
     def check(self, config: TrainingConfig) -> None:
         """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
-        require(
-            not config.data.variable_lengths,
-            "--data.variable-lengths applies to --pipeline static only: leave it out",
-        )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

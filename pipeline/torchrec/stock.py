@@ -22,7 +22,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ShardingType
 from torchrec.models.dlrm import DenseArch, InteractionDCNArch, OverArch
 
-from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
@@ -40,7 +40,7 @@ _COMPILER = "inductor"
 class StockPipeline(TorchRecPipeline):
     """TorchRec's own sharded DLRM_DCN under one of its own schedules; see pipeline/interface.py."""
 
-    def __init__(self, config: TrainingConfig, options: TorchRecOptions, ranks: Ranks) -> None:
+    def __init__(self, config: DcnTraining, options: TorchRecOptions, ranks: Ranks) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same configuration.
 
         ValueError where the schedule needs a GPU and there is none.

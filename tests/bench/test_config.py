@@ -9,11 +9,10 @@ import pytest
 
 from dlrm_bench.bench.config import PIPELINES, MLPerfConfig, as_json
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from tests.pipelines import changed
 
 RANDOM: dict[str, Any] = {"data": DataConfig(), "target_auc": None, "iterations": 100}
-VARIABLE = RANDOM | {"data": DataConfig(variable_lengths=True)}
 BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--iterations", {"iterations": 0}),
     ("--iterations or --min-time", {"data": DataConfig(), "target_auc": None}),
@@ -33,7 +32,6 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--run-id", {"run_id": ""}),
     ("--run-id", {"run_id": ".."}),
     # What a pipeline's options say of what is trained.
-    *(("--data.variable-lengths", VARIABLE | {"pipeline": name}) for name in ("torchrec", "five-stage")),
     (
         "--presort-ids updates tables by exact Adagrad only",
         {"pipeline": "static", "presort_ids": True, "optimizer": OptimizerConfig(embedding="sgd")},
@@ -64,10 +62,6 @@ def test_a_run_has_exactly_one_pipeline(pipeline: str) -> None:
     config = changed(preset("smoke"), pipeline)
     assert config.pipeline.name == pipeline
     assert as_json(config)["pipeline"]["name"] == pipeline
-
-
-def test_variable_lengths_are_the_static_pipelines() -> None:
-    assert changed(preset("smoke"), "static", **VARIABLE).data.variable_lengths
 
 
 def test_the_rest_has_defaults() -> None:

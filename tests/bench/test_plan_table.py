@@ -41,7 +41,7 @@ def test_mlperf_model_on_eight_ranks(capsys):
         assert ratio == pytest.approx(max(times) * 8 / sum(times), abs=2e-3)
     (iteration,) = re.findall(r"all ranks wait for: (\d+) us", text)
     assert max(us for _, _, us, *_ in by_rank.values()) <= float(iteration)
-    plan = make_plan(MLPERF_MODEL, Topology.one_node(8), 55296)
+    plan = make_plan(MLPERF_MODEL.tables, Topology.one_node(8), 55296)
     for feature in range(26):
         parts = sorted((int(start), int(end)) for start, end in re.findall(rf"cat_{feature}\[(\d+):(\d+)\]", text))
         if feature in plan.replicated:

@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from dlrm_bench.bench.presets import PRESETS, preset
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.benchmarks import PRESETS
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
 
 
@@ -13,7 +14,7 @@ def test_mlperf_model():
     assert sum(MLPERF_MODEL.rows) == 204_184_588
     assert MLPERF_MODEL.num_features == 26
     assert MLPERF_MODEL.ids_per_sample == 214
-    assert MLPERF_MODEL.table_bytes == pytest.approx(104.5e9, rel=1e-3)
+    assert MLPERF_MODEL.tables.bytes == pytest.approx(104.5e9, rel=1e-3)
     assert MLPERF_MODEL.num_embeddings.count(40_000_000) == 5
     assert max(MLPERF_MODEL.multi_hot_sizes) == MLPERF_MODEL.multi_hot_sizes[20] == 100
     assert (MLPERF_MODEL.dense_in_features, *MLPERF_MODEL.bottom_mlp) == (13, 512, 256, 128)
@@ -49,7 +50,7 @@ def test_presets_are_complete(name):
 
 def test_smoke_is_small():
     config = preset("smoke")
-    assert config.model.table_bytes < 2e6
+    assert config.model.tables.bytes < 2e6
     assert config.model.num_features == 26
     assert config.target_auc is not None
 

@@ -28,10 +28,10 @@ from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.run import Run
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.metrics import exact_auc
 from dlrm_bench.dlrm.data.npy import member_span
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.criteo import multi_hot_file
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER
 from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import FrozenInstanceError, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import training
 
 MODEL = training("smoke").model
@@ -41,7 +41,6 @@ BAD_DATA: list[tuple[str, dict[str, Any]]] = [
     ("--data.random-batches", {"random_batches": -3}),
     ("--data.random-skew", {"random_skew": -0.1}),
     ("--data.random-skew", {"random_skew": math.inf}),
-    ("--data.variable-lengths", {"variable_lengths": True, "source": "multi_hot", "path": Path("data")}),
 ]
 BAD_TRAINING: list[tuple[str, dict[str, Any]]] = [
     ("--local-batch-size", {"local_batch_size": 0}),
@@ -93,8 +92,9 @@ def test_smallest_good_values():
         dense_in_features=1,
     )
     data = DataConfig(train_days=1, prefetch_batches=1, random_batches=1, random_skew=0)
-    trained = TrainingConfig(model=model, data=data, local_batch_size=1)
-    assert trained.optimizer == OptimizerConfig(learning_rate=0.004, eps=1e-8)
+    optimizer = OptimizerConfig()
+    assert optimizer == OptimizerConfig(learning_rate=0.004, eps=1e-8)
+    TrainingConfig(model=model, data=data, optimizer=optimizer, local_batch_size=1)
 
 
 def test_derived_sizes():
@@ -102,7 +102,7 @@ def test_derived_sizes():
     assert model.rows == (250, 1, 2)
     assert (model.num_features, model.ids_per_sample) == (3, 7)
     assert model.feature_names == ("cat_0", "cat_1", "cat_2")
-    assert model.table_bytes == 253 * 16 * 4
+    assert model.tables.bytes == 253 * 16 * 4
 
 
 def test_configurations_do_not_change():

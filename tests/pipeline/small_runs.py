@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig, TableOptimizerName
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState
@@ -20,16 +20,16 @@ BATCHES = 16
 
 
 def small(
-    embedding: TableOptimizer = "adagrad", learning_rate: float = 0.01, variable_lengths: bool = False, **changes: Any
+    embedding: TableOptimizerName = "adagrad",
+    learning_rate: float = 0.01,
+    **changes: Any,
 ) -> RunConfig:
     changes = {"model": SMALL_MODEL, "precision": "fp32", "local_batch_size": 24} | changes
     return run_config(
         "static",
         preset="test",
         # Uniform: bags that always come together let Adagrad's first steps amplify rounding beyond what tests allow.
-        data=DataConfig(
-            source="random", random_batches=BATCHES, random_ids="uniform", variable_lengths=variable_lengths
-        ),
+        data=DataConfig(source="random", random_batches=BATCHES, random_ids="uniform"),
         optimizer=OptimizerConfig(embedding=embedding, learning_rate=learning_rate),
         iterations=BATCHES,
         warmup_iterations=0,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from tests.cases import CPU_PLACES, PLACES, SMALL_MODEL, WAYS

@@ -10,8 +10,8 @@ import torch
 
 import dlrm_bench.pipeline.static.pipeline
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
@@ -26,6 +26,7 @@ STEPS = 10
 MODEL = SMALL_MODEL
 CONFIG = RunConfig(
     preset="test",
+    benchmark="dlrm_dcnv2",
     model=MODEL,
     data=DataConfig(source="random", random_batches=4 * STEPS),
     optimizer=OptimizerConfig(learning_rate=0.02),

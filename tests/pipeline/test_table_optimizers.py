@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig, TableOptimizerName
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -23,11 +23,11 @@ from tests.cases import SMALL_MODEL
 from tests.pipelines import changed, run_config, static_pipeline, stock_pipeline
 
 STEPS = 40
-OPTIMIZERS = get_args(TableOptimizer)
+OPTIMIZERS = get_args(TableOptimizerName)
 MODEL = SMALL_MODEL
 
 
-def config(embedding: TableOptimizer, **changes: Any) -> RunConfig:
+def config(embedding: TableOptimizerName, **changes: Any) -> RunConfig:
     return run_config(
         preset="test",
         model=MODEL,
@@ -107,19 +107,21 @@ def test_state_moves_and_has_the_columns_that_memory_is_counted_for(trained, emb
     for table, rows in enumerate(MODEL.rows):
         state = stock.state.optimizer.get(table_key(MODEL, table), torch.empty(rows, 0))
         assert state.shape == (rows, columns)
-    assert config(embedding).optimizer.state_columns(32) == columns
+    assert config(embedding).optimizer.tables.state_columns(32) == columns
 
 
 @pytest.mark.parametrize("embedding", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_plan(embedding, world_size):
-    plan = make_plan(MLPERF_MODEL, Topology.one_node(world_size), 55296, optimizer=embedding)
-    loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(embedding=embedding), 55296, 2)
+    plan = make_plan(
+        MLPERF_MODEL.tables, Topology.one_node(world_size), 55296, optimizer=OptimizerConfig(embedding=embedding).tables
+    )
+    loads = rank_loads(plan, MLPERF_MODEL.tables, OptimizerConfig(embedding=embedding).tables, 55296, 2)
     if embedding == "adagrad":
         assert plan.replicated
     else:
         assert not plan.replicated
-        assert sum(load.table_bytes for load in loads) == MLPERF_MODEL.table_bytes
+        assert sum(load.table_bytes for load in loads) == MLPERF_MODEL.tables.bytes
     states = sum(load.state_bytes for load in loads) / sum(load.table_bytes for load in loads)
     assert states == {"adagrad": 1, "rowwise_adagrad": 1 / 128, "sgd": 0}[embedding]
     if embedding == "rowwise_adagrad":

@@ -16,10 +16,10 @@ from typing import Annotated
 
 import tyro
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.data.steps import Advance, step
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.expansion import ExpansionTables
 from dlrm_bench.dlrm.dcnv2.data.file_batches import FileBatches

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN, ArrayFile, RowFiles, member_span, open_array, write_header
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER, ExpansionTables
 
 WRITE_CHUNK = 1 << 16  # Samples.

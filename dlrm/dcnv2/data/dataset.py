@@ -1,42 +1,17 @@
-"""Which samples each rank reads, in which order."""
+"""The data of DLRM-DCNv2: random batches, or MLPerf's day files."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
-from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.checksums import changed_files
+from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.criteo import Day, MultiHotDay, OneHotDay
 from dlrm_bench.dlrm.dcnv2.data.expansion import open_expansion_tables
 from dlrm_bench.dlrm.dcnv2.data.file_batches import FileBatches
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, read_manifest
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
-
-
-class Dataset(Protocol):
-    """A source of batches. Global batch i holds samples [i * GBS, (i + 1) * GBS) with GBS = world_size * B; rank r
-    reads [i * GBS + r * B, i * GBS + (r + 1) * B).
-
-    Batches come as a Sequence where each can be read on its own, by any thread, else as an iterator.
-    """
-
-    train_samples: int | None
-    """Samples of one epoch; None without end."""
-    eval_samples: int
-    """Samples of one evaluation."""
-    best_auc: float | None
-    """The AUC of the true probabilities on the evaluation samples, where a generator knows it."""
-
-    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Batch]:
-        """One epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
-        ...
-
-    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Batch]:
-        """One evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
-        samples are real, possibly none, and the others have id 0, dense 0 and label 0."""
-        ...
 
 
 def open_dataset(data: DataConfig, model: ModelConfig, seed: int) -> Dataset:

@@ -8,8 +8,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch, BatchLayout
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.criteo import Day
 
 

@@ -19,10 +19,10 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, zipf_ids
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.data.steps import step
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.manifest import Manifest, sole_writer
 from dlrm_bench.dlrm.dcnv2.data.random_batches import CLICK_RATE

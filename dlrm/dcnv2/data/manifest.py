@@ -12,8 +12,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import Checksum
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 MANIFEST = "manifest.json"
 MARKER = "generating.lock"

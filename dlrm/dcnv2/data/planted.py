@@ -18,11 +18,11 @@ import torch
 import tyro
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import Checksum, checksum
 from dlrm_bench.dlrm.data.distributions import log_counts, zipf_ids
 from dlrm_bench.dlrm.data.metrics import exact_auc
 from dlrm_bench.dlrm.data.npy import write_header
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo, planted_tsv
 from dlrm_bench.dlrm.dcnv2.data.expansion import ExpansionTables, open_expansion_tables
 from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, sole_writer

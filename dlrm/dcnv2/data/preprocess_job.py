@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import Checksum, checksum
 from dlrm_bench.dlrm.data.contiguous import FIRST_ID, Numbering, ids_of_numbers
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.data.steps import Advance, step
 from dlrm_bench.dlrm.data.workers import run_all
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.expansion import ExpansionTables, open_expansion_tables
 from dlrm_bench.dlrm.dcnv2.data.manifest import Manifest, read_manifest

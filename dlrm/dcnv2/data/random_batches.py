@@ -6,10 +6,9 @@ from itertools import cycle
 import numpy as np
 import torch
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, zipf_ids
-from dlrm_bench.dlrm.dcnv2.data.padding import PADDING
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 
 CLICK_RATE = 0.25
 
@@ -56,7 +55,4 @@ class RandomDataset:
                 ids[:, 1:] = hashed_ids(ids[:, 0], ids.shape[1] - 1, rows, salt=feature)
             else:
                 ids[:, 1:] = rng.integers(0, rows, size=(batch_size, ids.shape[1] - 1), dtype=np.int32)
-            if self._data.variable_lengths:
-                lengths = rng.integers(0, ids.shape[1] + 1, size=(batch_size, 1))
-                ids[np.arange(ids.shape[1]) >= lengths] = PADDING
         return batch

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.dataset import FileDataset
 from dlrm_bench.dlrm.dcnv2.presets import training

@@ -6,11 +6,12 @@ The slowest rank sets the pace: everybody waits for its pooled vectors in the al
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+from dlrm_bench.dlrm.tables.tables import Tables
 
 _VECTOR_BYTES = 2
 """Of an element of the pooled vectors' gradients in bf16, which the update reads once for each id."""
@@ -36,7 +37,7 @@ class TableTimes:
 
 def table_times(
     shards: Sequence[Shard],
-    model: ModelConfig,
+    tables: Tables,
     global_batch_size: int,
     costs: GpuCosts = DEFAULT,
     ids: IdStatistics = UNIFORM,
@@ -48,11 +49,11 @@ def table_times(
     Other optimizers than exact Adagrad take less, by much the same share on every rank. A rank that holds a part of a
     table's rows picks its ids out of those of all its tables first.
     """
-    parts = [shard_times(shard, model, global_batch_size, costs, ids) for shard in shards]
-    saved = sum(shared_sort_us(shard.table, model, global_batch_size, costs) for shard in shards) * (1 - 1 / sharers)
+    parts = [shard_times(shard, tables, global_batch_size, costs, ids) for shard in shards]
+    saved = sum(shared_sort_us(shard.table, tables, global_batch_size, costs) for shard in shards) * (1 - 1 / sharers)
     picking = 0.0
     if any(shard.row_parts > 1 for shard in shards):
-        picking = costs.picking_us + sum(picking_us(shard.table, model, global_batch_size, costs) for shard in shards)
+        picking = costs.picking_us + sum(picking_us(shard.table, tables, global_batch_size, costs) for shard in shards)
     return TableTimes(
         lookup=costs.lookup_us + sum(part.lookup for part in parts),
         sort=costs.sort_us + sum(part.sort for part in parts) - saved,
@@ -61,18 +62,16 @@ def table_times(
     )
 
 
-def shard_times(
-    shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts, ids: IdStatistics
-) -> TableTimes:
+def shard_times(shard: Shard, tables: Tables, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> TableTimes:
     """Returns what a shard adds to its rank's times, without picking: of a part of the rows, the same part of the whole
     table's.
 
     A row that the batch names comes from memory once for the lookup, and from the cache for its further ids; for the
     update it is read and written with its Adagrad state, and each id's gradient comes from the cache.
     """
-    hot, share = model.multi_hot_sizes[shard.table], 1 / shard.row_parts
+    hot, share = tables.hot[shard.table], 1 / shard.row_parts
     num_ids = share * global_batch_size * hot
-    distinct = share * ids.distinct_rows(model.rows[shard.table], hot, global_batch_size)
+    distinct = share * ids.distinct_rows(tables.rows[shard.table], hot, global_batch_size)
     memory, cache = costs.memory_bytes_per_us, costs.cache_bytes_per_us
     read = 4 * max(shard.columns, _LEAST_COLUMNS) * distinct / memory + 4 * shard.columns * (num_ids - distinct) / cache
     gradients = _VECTOR_BYTES * shard.columns * num_ids / cache
@@ -87,14 +86,14 @@ def shard_times(
 
 def tables_us(
     shards: Sequence[Shard],
-    model: ModelConfig,
+    tables: Tables,
     global_batch_size: int,
     costs: GpuCosts = DEFAULT,
     ids: IdStatistics = UNIFORM,
     sharers: int = 1,
 ) -> float:
     """Returns the sum of `table_times`."""
-    return table_times(shards, model, global_batch_size, costs, ids, sharers).all
+    return table_times(shards, tables, global_batch_size, costs, ids, sharers).all
 
 
 def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list[int]:
@@ -102,26 +101,26 @@ def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list
     as shared_sort.py does it in peer memory."""
     if topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
         return [1] * len(by_rank)
-    tables = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
-    return [tables.count(own) for own in tables]
+    held = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
+    return [held.count(own) for own in held]
 
 
-def shared_sort_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+def shared_sort_us(table: int, tables: Tables, global_batch_size: int, costs: GpuCosts) -> float:
     """Returns the predicted microseconds that a rank saves for a table whose ids others sort and send it, which rather
     receives eight bytes for each id."""
-    num_ids = global_batch_size * model.multi_hot_sizes[table]
+    num_ids = global_batch_size * tables.hot[table]
     return num_ids * (costs.sort_us_per_million_ids / 1e6 - 8 / costs.all_to_all_bytes_per_us)
 
 
-def picking_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+def picking_us(table: int, tables: Tables, global_batch_size: int, costs: GpuCosts) -> float:
     """Returns the predicted microseconds in which a rank picks out the ids of a table whose rows it has, without the
     fixed part."""
-    return global_batch_size * model.multi_hot_sizes[table] / 1e6 * costs.picking_us_per_million_ids
+    return global_batch_size * tables.hot[table] / 1e6 * costs.picking_us_per_million_ids
 
 
-def shard_us(shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> float:
+def shard_us(shard: Shard, tables: Tables, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> float:
     """Returns the sum of `shard_times`."""
-    return shard_times(shard, model, global_batch_size, costs, ids).all
+    return shard_times(shard, tables, global_batch_size, costs, ids).all
 
 
 def all_to_alls_us(
@@ -158,8 +157,8 @@ class RankLoad:
 
 def rank_loads(
     plan: Plan,
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
+    tables: Tables,
+    optimizer: TableOptimizer,
     global_batch_size: int,
     pooled_bytes: int,
     costs: GpuCosts = DEFAULT,
@@ -171,9 +170,9 @@ def rank_loads(
     loads, topology = [], topology or Topology.one_node(plan.world_size)
     by_rank = shards_by_rank(plan.shards, plan.world_size)
     for shards, sharers in zip(by_rank, sort_sharers(by_rank, topology), strict=True):
-        table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, model, optimizer.state_columns)
+        table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, tables, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
-        own_us = tables_us(shards, model, global_batch_size, costs, ids, sharers)
+        own_us = tables_us(shards, tables, global_batch_size, costs, ids, sharers)
         exchange_us = all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
         loads.append(
             RankLoad(
@@ -194,7 +193,7 @@ def imbalance(times: Sequence[float]) -> float:
 
 def iteration_us(
     shards: Sequence[Shard],
-    model: ModelConfig,
+    tables: Tables,
     topology: Topology,
     global_batch_size: int,
     pooled_bytes: int,
@@ -210,8 +209,8 @@ def iteration_us(
     """
     by_rank = shards_by_rank(shards, topology.world_size)
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
-    tables = (
-        tables_us(own, model, global_batch_size, costs, ids, sharers)
+    times = (
+        tables_us(own, tables, global_batch_size, costs, ids, sharers)
         for own, sharers in zip(by_rank, sort_sharers(by_rank, topology), strict=True)
     )
-    return max(tables) + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
+    return max(times) + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)

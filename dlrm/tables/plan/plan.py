@@ -7,7 +7,7 @@ of a plan has one width.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.tables.tables import Tables
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,9 +25,9 @@ class Shard:
     row_part: int = 0
     row_parts: int = 1
 
-    def rows(self, model: ModelConfig) -> int:
+    def rows(self, tables: Tables) -> int:
         """Returns how many rows of the table it has."""
-        return len(range(self.row_part, model.rows[self.table], self.row_parts))
+        return len(range(self.row_part, tables.rows[self.table], self.row_parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Plan:
         """Returns the shards that `rank` holds, in the order in which its pooled columns lie side by side."""
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, tables: Tables) -> None:
         """ValueError unless every element of every sharded table lies on exactly one rank and no rank mixes widths."""
         for rank in range(self.world_size):
             widths = {shard.columns for shard in self.of_rank(rank)}
             if len(widths) != 1:
                 raise ValueError(f"plan: rank {rank} holds shards of widths {sorted(widths)}; it needs exactly one")
-        for table in sorted(set(range(model.num_features)) - set(self.replicated)):
+        for table in sorted(set(range(tables.count)) - set(self.replicated)):
             of_table = [shard for shard in self.shards if shard.table == table]
             columns_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for shard in of_table:
@@ -57,21 +57,21 @@ class Plan:
             for (column, columns), rows in sorted(columns_of.items()):
                 if sorted(rows) != [(part, len(rows)) for part in range(len(rows))]:
                     raise ValueError(f"plan: table {table} has a gap or an overlap in the rows of column {column}")
-                if len(rows) > model.rows[table]:
-                    raise ValueError(f"plan: table {table} of {model.rows[table]} rows is in {len(rows)} row parts")
+                if len(rows) > tables.rows[table]:
+                    raise ValueError(f"plan: table {table} of {tables.rows[table]} rows is in {len(rows)} row parts")
                 if column != end:
                     raise ValueError(f"plan: table {table} has a gap or an overlap at column {end}")
                 end += columns
-            if end != model.embedding_dim:
-                raise ValueError(f"plan: table {table} has {end} of {model.embedding_dim} columns")
+            if end != tables.columns:
+                raise ValueError(f"plan: table {table} has {end} of {tables.columns} columns")
 
 
 def bytes_of_rank(
-    shards: Sequence[Shard], replicated: Sequence[int], model: ModelConfig, state_columns: Callable[[int], int]
+    shards: Sequence[Shard], replicated: Sequence[int], tables: Tables, state_columns: Callable[[int], int]
 ) -> tuple[int, int]:
     """Returns the bytes of weights, and of optimizer state, of a rank with these shards and the replicated tables."""
-    parts = [(shard.rows(model), shard.columns) for shard in shards]
-    parts += [(model.rows[table], model.embedding_dim) for table in replicated]
+    parts = [(shard.rows(tables), shard.columns) for shard in shards]
+    parts += [(tables.rows[table], tables.columns) for table in replicated]
     return 4 * sum(rows * n for rows, n in parts), 4 * sum(rows * state_columns(n) for rows, n in parts)
 
 

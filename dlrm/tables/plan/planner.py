@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.optimizers import Adagrad, RowWiseAdagrad, TableOptimizer
 from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
@@ -29,6 +30,7 @@ from dlrm_bench.dlrm.tables.plan.costs import (
     sort_sharers,
 )
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+from dlrm_bench.dlrm.tables.tables import Tables
 
 # Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
 # peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
@@ -44,6 +46,7 @@ _ROWS_GAIN = 0.9
 _MOST_IMBALANCE = 1.15
 _IMBALANCED = 1.25
 # Largest works of one shard that are tried, relative to a rank's share of all work.
+_EXACT = Adagrad(1e-8)
 _LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
 
 
@@ -58,16 +61,16 @@ def plan_for(
     """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
     `make_plan`."""
     return make_plan(
-        config.model,
+        config.model.tables,
         topology,
         config.local_batch_size * topology.world_size,
         config.pooled_bytes,
-        config.optimizer.embedding,
+        config.optimizer.tables,
         memory_bytes,
         replicate,
         split_rows,
         costs,
-        IdStatistics.of(config.data),
+        config.data.id_statistics,
     )
 
 
@@ -76,23 +79,23 @@ class _Work:
 
     def __init__(
         self,
-        model: ModelConfig,
+        tables: Tables,
         topology: Topology,
         global_batch_size: int,
         pooled_bytes: int,
         costs: GpuCosts,
         ids: IdStatistics,
     ) -> None:
-        self.model, self.world_size, self.dim = model, topology.world_size, model.embedding_dim
-        self._sizes, self._costs, self._ids = (model, global_batch_size, costs), costs, ids
+        self.tables, self.world_size, self.dim = tables, topology.world_size, tables.columns
+        self._sizes, self._costs, self._ids = (tables, global_batch_size, costs), costs, ids
         self._topology, self._exchange = topology, (topology, global_batch_size, pooled_bytes, costs)
         # Thousands of candidates ask for the same few.
         self._tables_us: dict[tuple[int, int, int], float] = {}
         self._exchange_us: dict[float, float] = {}
         self._shard_us: dict[tuple[int, int, int], float] = {}
-        self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
+        self.picking_us = [picking_us(table, *self._sizes) for table in range(tables.count)]
         """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
-        self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(model.num_features)]
+        self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(tables.count)]
         """What a rank saves for each of its tables whose ids another rank sorts."""
 
     def tables_us(self, shard: Shard) -> float:
@@ -188,11 +191,11 @@ class _Candidate:
 
 
 def make_plan(
-    model: ModelConfig,
+    tables: Tables,
     topology: Topology,
     global_batch_size: int,
     pooled_bytes: int = 2,
-    optimizer: TableOptimizer = "adagrad",
+    optimizer: TableOptimizer = _EXACT,
     memory_bytes: int | None = None,
     replicate: bool = True,
     split_rows: bool = False,
@@ -208,16 +211,16 @@ def make_plan(
     are where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows.
     ValueError if there are fewer shards than ranks at every width, or no plan fits.
     """
-    dim, world_size = model.embedding_dim, topology.world_size
-    work = _Work(model, topology, global_batch_size, pooled_bytes, costs, ids)
-    tables = list(range(model.num_features))
+    dim, world_size = tables.columns, topology.world_size
+    work = _Work(tables, topology, global_batch_size, pooled_bytes, costs, ids)
+    numbers = range(tables.count)
     replicate = replicate and can_replicate(dim, world_size, optimizer)
-    small = tuple(t for t in tables if replicate and model.rows[t] <= REPLICATED_ROWS)
-    replicated = () if len(tables) - len(small) < world_size else small
-    splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
+    small = tuple(t for t in numbers if replicate and tables.rows[t] <= REPLICATED_ROWS)
+    replicated = () if tables.count - len(small) < world_size else small
+    splits = (1,) if isinstance(optimizer, RowWiseAdagrad) else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
     best, least_bytes = _fastest(_by_columns(work, replicated, widths), replicated, work, optimizer, memory_bytes)
-    if split_rows and world_size > 1 and len(small) < len(tables):
+    if split_rows and world_size > 1 and len(small) < tables.count:
         candidates = _by_rows(work, small, widths)
         by_rows, bytes_by_rows = _fastest(candidates, small, work, optimizer, memory_bytes)
         least_bytes = min(least_bytes, bytes_by_rows)
@@ -231,17 +234,17 @@ def make_plan(
         )
     if best is None:
         raise ValueError(
-            f"{model.num_features} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
+            f"{tables.count} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
             + ("use fewer ranks" if split_rows else "use fewer ranks, or --presort-ids, which splits tables by rows")
         )
     plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
-    plan.check(model)
+    plan.check(tables)
     return plan
 
 
 def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
     """Whether replicated.py can hold tables of so many columns, and there is another rank to share them with."""
-    return world_size > 1 and optimizer == "adagrad" and dim & (dim - 1) == 0  # what row_sums can add up
+    return world_size > 1 and isinstance(optimizer, Adagrad) and dim & (dim - 1) == 0  # what row_sums can add up
 
 
 def _fastest(
@@ -254,7 +257,7 @@ def _fastest(
     """Returns time and shards of the fastest candidate that fits, and the least memory that any of them takes, where
     none fits."""
     best: tuple[float, tuple[Shard, ...]] | None = None
-    least_bytes, state_columns = math.inf, OptimizerConfig(embedding=optimizer).state_columns
+    least_bytes, state_columns = math.inf, optimizer.state_columns
     for candidate in candidates:
         if not candidate.leaves_no_rank_empty(work):
             continue
@@ -265,7 +268,7 @@ def _fastest(
         if best is not None and time >= best[0]:
             continue
         ranks = shards_by_rank(shards, work.world_size)
-        largest = max(sum(bytes_of_rank(own, replicated, work.model, state_columns)) for own in ranks)
+        largest = max(sum(bytes_of_rank(own, replicated, work.tables, state_columns)) for own in ranks)
         least_bytes = min(least_bytes, largest)
         if memory_bytes is None or largest <= memory_bytes:
             best = (time, tuple(sorted(shards)))
@@ -311,14 +314,14 @@ def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work
         whole, room, parts = work.tables_us(Shard(0, table, 0, width)), largest_us - work.picking_us[table], 1
         if whole > largest_us:
             parts = math.ceil(whole / (room if room > 0 else largest_us))
-            parts = min(parts, work.world_size, work.model.rows[table])
+            parts = min(parts, work.world_size, work.tables.rows[table])
         grids.append(_Grid(Shard(0, table, 0, width, 0, parts)))
     return grids
 
 
 def _costliest(work: _Work, replicated: tuple[int, ...]) -> list[int]:
     """Returns the sharded tables, the costliest first."""
-    tables = set(range(work.model.num_features)) - set(replicated)
+    tables = set(range(work.tables.count)) - set(replicated)
     whole = {table: work.tables_us(Shard(0, table, 0, work.dim)) for table in sorted(tables)}
     return sorted(whole, key=lambda table: -whole[table])
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -45,10 +45,10 @@ class IdsExchange(Protocol):
 class CollectiveIdsExchange:
     """An exchange by an all-to-all with constant splits, between two kernels that put the ids in order."""
 
-    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
+    def __init__(self, tables: Tables, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
         """Makes a process group. Collective."""
         self._device, self._group = ranks.device, ranks.new_group()
-        hot, starts, at = model.multi_hot_sizes, _feature_starts(model, shape.samples), 0
+        hot, starts, at = tables.hot, _feature_starts(tables, shape.samples), 0
         send, self._send_splits = [], []
         for rank in range(ranks.world_size):
             start = at
@@ -114,9 +114,9 @@ class PeerIdsExchange:
     host waits for its GPU, then for the other hosts.
     """
 
-    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
+    def __init__(self, tables: Tables, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
         self._memory = memory
-        hot, starts = model.multi_hot_sizes, _feature_starts(model, shape.samples)
+        hot, starts = tables.hot, _feature_starts(tables, shape.samples)
         num_ids, segments = [], []
         for owner in range(ranks.world_size):
             of_owner, at = [], 0
@@ -152,10 +152,10 @@ class NodeIdsExchange:
     NodeAllToAll's here.
     """
 
-    def __init__(self, model: ModelConfig, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
+    def __init__(self, tables: Tables, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
         """memory: of the nodes. Collective."""
         self._memory, self._device, self._group = memory, ranks.device, ranks.new_group_across_nodes()
-        hot, starts = model.multi_hot_sizes, _feature_starts(model, shape.samples)
+        hot, starts = tables.hot, _feature_starts(tables, shape.samples)
         size = ranks.local_world_size
         owners = [range(node * size, (node + 1) * size) for node in range(ranks.nodes)]
         send, at = [], 0
@@ -206,6 +206,6 @@ class NodeIdsExchange:
         self._memory.barrier("ids")
 
 
-def _feature_starts(model: ModelConfig, batch_size: int) -> list[int]:
+def _feature_starts(tables: Tables, batch_size: int) -> list[int]:
     """Returns where each feature's ids [batch_size, hot] start in a Batch."""
-    return [batch_size * sum(model.multi_hot_sizes[:feature]) for feature in range(model.num_features)]
+    return [batch_size * sum(tables.hot[:feature]) for feature in range(tables.count)]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.runtime.all_to_all import AllToAlls
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
 from dlrm_bench.kernels.embedding.regroup import (
@@ -50,7 +50,7 @@ class CollectiveExchange:
 
     def __init__(
         self,
-        model: ModelConfig,
+        tables: Tables,
         plan: Plan,
         ranks: Ranks,
         tbe: FixedTBE,
@@ -61,7 +61,7 @@ class CollectiveExchange:
         """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables.
         memory: inside the nodes, where there are several."""
         self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
-        widths, runs = _columns(model, plan)
+        widths, runs = _columns(tables, plan)
         own, world_size = widths[ranks.rank], ranks.world_size
         make, dtype, parts = AllToAlls(ranks, memory).make, shape.dtype, range(shape.parts)
         self._forward = [make(f"pooled {p}", lambda s, _: batch_size * widths[s], dtype) for p in parts]
@@ -113,7 +113,7 @@ class PeerExchange:
 
     def __init__(
         self,
-        model: ModelConfig,
+        tables: Tables,
         plan: Plan,
         ranks: Ranks,
         tbe: FixedTBE,
@@ -123,13 +123,13 @@ class PeerExchange:
         """Collective."""
         parts, batch_size = shape.parts, shape.part_samples
         self._tbe, self._peers, self._batch_size = tbe, peers, batch_size
-        dim, world_size = model.embedding_dim, ranks.world_size
-        tables = [
-            PooledTable(model.multi_hot_sizes[shard.table], first_row, dim + shard.table * dim + shard.column)
-            for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.row_offsets, strict=True)
+        dim, world_size = tables.columns, ranks.world_size
+        looked_up = [
+            PooledTable(tables.hot[shard.table], first_row, dim + shard.table * dim + shard.column)
+            for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.first_row, strict=True)
         ]
-        self._table = LookupTable(tables, batch_size, world_size, ranks.device)
-        widths, runs = _columns(model, plan)
+        self._table = LookupTable(looked_up, batch_size, world_size, ranks.device)
+        widths, runs = _columns(tables, plan)
         global_batch, own = world_size * batch_size, widths[ranks.rank]
         rows_before = [part * global_batch + ranks.rank * batch_size for part in range(parts)]
         self._push = [
@@ -155,14 +155,14 @@ class PeerExchange:
         self._peers.memory.barrier(f"gradients {part}")
 
 
-def _columns(model: ModelConfig, plan: Plan) -> tuple[list[int], list[Run]]:
+def _columns(tables: Tables, plan: Plan) -> tuple[list[int], list[Run]]:
     """Returns the pooled columns of each rank, and where they stand among the columns of all tables; a run's block is
     the rank."""
     widths, runs = [], []
     for rank in range(plan.world_size):
         column = 0
         for shard in plan.of_rank(rank):
-            runs.append(Run(rank, column, shard.table * model.embedding_dim + shard.column, shard.columns))
+            runs.append(Run(rank, column, shard.table * tables.columns + shard.column, shard.columns))
             column += shard.columns
         widths.append(column)
     return widths, runs

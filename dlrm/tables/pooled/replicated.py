@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.optimizers import Adagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.embedding.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
@@ -38,41 +39,41 @@ class ReplicatedTables:
 
     def __init__(
         self,
-        model: ModelConfig,
-        tables: tuple[int, ...],
-        optimizer: OptimizerConfig,
+        tables: Tables,
+        replicated: tuple[int, ...],
+        optimizer: Adagrad,
+        learning_rate: Tensor,
         shape: BatchShape,
         seed: int,
         ranks: Ranks,
     ) -> None:
-        """Collective. shape: its parts make no difference, as lookup and update are local."""
+        """Collective. replicated: the numbers of these tables. learning_rate: fp32 [1] on the device, which every
+        update reads. shape: its parts make no difference, as lookup and update are local."""
         batch_size = shape.samples
-        self.tables, self._eps = tables, optimizer.eps
-        dim = model.embedding_dim
-        rows = self._rows = [model.rows[table] for table in tables]
-        hot = [model.multi_hot_sizes[table] for table in tables]
-        tbe_shape = TBEShape(
-            rows=tuple(rows), hot=tuple(hot), columns=dim, samples=batch_size, dtype=shape.dtype, padded=shape.padded
-        )
-        self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=True)
+        self._tables, self._eps, self._rate = replicated, optimizer.eps, learning_rate
+        dim = tables.columns
+        rows = self._rows = [tables.rows[table] for table in replicated]
+        hot = [tables.hot[table] for table in replicated]
+        tbe_shape = TBEShape(rows=tuple(rows), hot=tuple(hot), columns=dim, samples=batch_size, dtype=shape.dtype)
+        self._tbe = FixedTBE(tbe_shape, optimizer, float(learning_rate), ranks.device, sorted_updates=True)
         for table, part in self.parts().items():
-            fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
+            fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=tables.rows[table])
         self._grad = torch.zeros_like(self._tbe.weights)
         self._group = ranks.new_group()
         start, segments = 0, []
-        for table, size in zip(tables, hot, strict=True):
-            before = batch_size * sum(model.multi_hot_sizes[:table])
+        for table, size in zip(replicated, hot, strict=True):
+            before = batch_size * sum(tables.hot[:table])
             segments.append(Segment(before, start, batch_size * size))
             start += batch_size * size
         self._segments = SegmentTable(segments, ranks.device)
-        runs = [Run(0, position * dim, table * dim, dim) for position, table in enumerate(tables)]
-        self._regroup = RegroupTable(batch_size, [len(tables) * dim], runs, ranks.device)
+        runs = [Run(0, position * dim, table * dim, dim) for position, table in enumerate(replicated)]
+        self._regroup = RegroupTable(batch_size, [len(replicated) * dim], runs, ranks.device)
 
     def parts(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Returns weights and Adagrad state of each table, fp32 [rows, dim] views."""
         return {
             table: (self._tbe.weights[start : start + rows], self._tbe.state[start : start + rows])
-            for table, start, rows in zip(self.tables, self._tbe.first_row, self._rows, strict=True)
+            for table, start, rows in zip(self._tables, self._tbe.first_row, self._rows, strict=True)
         }
 
     def empty_ids(self) -> ReplicatedIds:
@@ -83,7 +84,6 @@ class ReplicatedTables:
     def input_dist(self, ids: Tensor, out: ReplicatedIds) -> None:
         """Picks out and sorts these tables' ids. ids: the flat ids of one Batch, on the device."""
         gather_segments(ids, self._segments, out.ids)
-        self._tbe.shift(out.ids)
         self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
         out.starts.copy_(row_starts(out.sorted_ids, len(self._grad)))
 
@@ -92,7 +92,7 @@ class ReplicatedTables:
         with torch.no_grad():
             regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
 
-    def update(self, ids: ReplicatedIds, grad: Tensor, learning_rate: Tensor, stopped: Tensor | None = None) -> None:
+    def update(self, ids: ReplicatedIds, grad: Tensor, stopped: Tensor | None = None) -> None:
         """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. stopped: flags of a LossGuard;
         where one is raised, nothing changes. Collective."""
         mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
@@ -100,4 +100,4 @@ class ReplicatedTables:
         row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
         dist.all_reduce(self._grad, group=self._group)
         tables = (self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1))
-        flat_adagrad(*tables, learning_rate, self._eps, stopped=stopped)
+        flat_adagrad(*tables, self._rate, self._eps, stopped=stopped)

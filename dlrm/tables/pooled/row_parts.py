@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
 
 # Capacity over the expected number of ids. Rows of a part lie apart, so ids spread over the parts but for the hottest.
@@ -63,17 +63,17 @@ class RowParts:
     """The picking of one rank's ids; a rank that has a part of any table's rows picks those of all its tables."""
 
     def __init__(
-        self, model: ModelConfig, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
+        self, tables: Tables, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
     ) -> None:
         """ranks: of all. device: where ids are."""
-        samples, before, tables = shape.part_samples * ranks, 0, []
+        samples, before, picked = shape.part_samples * ranks, 0, []
         for shard in shards:
-            tables.append(PickedTable(model.multi_hot_sizes[shard.table], shard.row_part, shard.row_parts, before))
-            before += shard.rows(model)
+            picked.append(PickedTable(tables.hot[shard.table], shard.row_part, shard.row_parts, before))
+            before += shard.rows(tables)
         self._cuda, self._device = device.type == "cuda", device
-        self._table = PickTable(tuple(tables), samples, shape.parts, device)
+        self._table = PickTable(tuple(picked), samples, shape.parts, device)
         self.num_ids = self._table.num_ids
-        expected = shape.parts * sum(samples * table.hot / table.row_parts for table in tables)
+        expected = shape.parts * sum(samples * table.hot / table.row_parts for table in picked)
         self._capacity = min(self.num_ids, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
 
     def empty(self, whole: bool = False) -> PickedIds:
@@ -85,7 +85,7 @@ class RowParts:
         return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, count)
 
     def pick(self, ids: Tensor, out: PickedIds) -> None:
-        """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them, -1 for padding.
+        """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them.
 
         Where the ids overflow, `out` has the first of them.
         """

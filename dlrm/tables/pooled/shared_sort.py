@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.input_dist.sort_ids import sort_ids
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
-def sorts_are_shared(plan: Plan, shape: BatchShape) -> bool:
-    """Whether any ranks have a sort to share. Padding, which comes first among sorted ids, has no constant number."""
+def sorts_are_shared(plan: Plan) -> bool:
+    """Whether any ranks have a sort to share."""
     tables = [_tables(plan, rank) for rank in range(plan.world_size)]
-    return not shape.padded and len(set(tables)) < len(tables)
+    return len(set(tables)) < len(tables)
 
 
 class SharedSort:
@@ -39,13 +39,13 @@ class SharedSort:
     """
 
     def __init__(
-        self, model: ModelConfig, plan: Plan, tbe: FixedTBE, ranks: Ranks, shape: BatchShape, memory: PeerMemory
+        self, tables: Tables, plan: Plan, tbe: FixedTBE, ranks: Ranks, shape: BatchShape, memory: PeerMemory
     ) -> None:
-        tables = [_tables(plan, rank) for rank in range(ranks.world_size)]
-        sharers = [rank for rank, of_rank in enumerate(tables) if of_rank == tables[ranks.rank]]
+        held = [_tables(plan, rank) for rank in range(ranks.world_size)]
+        sharers = [rank for rank, of_rank in enumerate(held) if of_rank == held[ranks.rank]]
         self._memory, self._alone = memory, len(sharers) == 1
         samples = shape.part_samples * ranks.world_size
-        ids = [[samples * model.multi_hot_sizes[table] for table in of_rank] for of_rank in tables]
+        ids = [[samples * tables.hot[table] for table in of_rank] for of_rank in held]
         """Of a part of the batch, by rank and table."""
         self._longest = shape.parts * max(map(sum, ids))
         own, before = ids[ranks.rank], [sum(ids[ranks.rank][:place]) for place in range(len(ids[ranks.rank]))]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.optimizers import Adagrad, TableOptimizer
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
@@ -46,6 +46,7 @@ from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedIds, ReplicatedTa
 from dlrm_bench.dlrm.tables.pooled.row_parts import PickedIds, RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from dlrm_bench.kernels.non_finite import clear_if_stopped
@@ -58,7 +59,8 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted_ids: Tensor | None = None
-    """int32, flat: rows of all tables, counted one table after another, in ascending order; -1 for padding."""
+    """int32, flat: rows of all tables, counted one table after another, in ascending order; of picked ids, -1 after the
+    last."""
     sorted_bags: Tensor | None = None
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     sorted_peers: PeerTensors | None = None
@@ -71,7 +73,7 @@ class DistributedIds:
 
     @property
     def ids(self) -> Tensor:
-        """int32 [part][T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
+        """int32 [part][T][G, hot], flat; rows of their table."""
         return self.received.own
 
 
@@ -91,8 +93,9 @@ class StaticEBC:
 
     def __init__(
         self,
-        model: ModelConfig,
-        optimizer: OptimizerConfig,
+        tables: Tables,
+        optimizer: TableOptimizer,
+        learning_rate: Tensor,
         plan: Plan,
         ranks: Ranks,
         shape: BatchShape,
@@ -103,42 +106,43 @@ class StaticEBC:
     ) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
-        presort: sort ids after the input dist and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's
-        fused backward sorts and updates. Replicated tables are for Adagrad too. Several parts need presort, because
-        FBGEMM's backward updates once for each. peers: where ids, pooled vectors and their gradients go through peer
-        memory, which needs presort too. memory: where they go through peer memory inside nodes, and by collectives
-        between them.
+        learning_rate: fp32 [1] on the device, which every update of ours reads. presort: sort ids after the input dist
+        and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's fused backward sorts and updates.
+        Replicated tables are for Adagrad too. Several parts need presort, because FBGEMM's backward updates once for
+        each. peers: where ids, pooled vectors and their gradients go through peer memory, which needs presort too.
+        memory: where they go through peer memory inside nodes, and by collectives between them.
         """
-        assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
+        exact = isinstance(optimizer, Adagrad)
+        assert exact or not (presort or plan.replicated), "exact Adagrad alone"
         assert presort or (shape.parts == 1 and peers is None)
         in_parts = any(shard.row_parts > 1 for shard in plan.shards)
         assert not in_parts or (presort and peers is None), "parts of rows: sorted updates and collectives"
         if peers is not None:
-            width = (model.num_features + 1) * model.embedding_dim
+            width = (tables.count + 1) * tables.columns
             assert peers.inputs.own.shape == (shape.samples, width), "inputs: [B, (num_features + 1) * dim]"
             assert peers.inputs.own.dtype == shape.dtype, "pooled vectors are written as they travel"
-        self.model, self.plan, self.shape = model, plan, shape
+        self.tables, self.plan, self.shape = tables, plan, shape
         self.device, self.presort = ranks.device, presort
-        self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
-        """The learning rate on the device, fp32 [1]; `set_learning_rate` changes it."""
-        self.eps = optimizer.eps
+        self._rate = learning_rate
+        self._eps = optimizer.eps if isinstance(optimizer, Adagrad) else 0.0
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
         self._rank, self._part_samples = ranks.rank, shape.part_samples * ranks.world_size
         self._row_parts: RowParts | None = None
         if any(shard.row_parts > 1 for shard in self.shards):
-            self._row_parts = RowParts(model, self.shards, ranks.world_size, shape, ranks.device)
+            self._row_parts = RowParts(tables, self.shards, ranks.world_size, shape, ranks.device)
         tbe_shape = TBEShape(
-            rows=tuple(shard.rows(model) for shard in self.shards),
-            hot=tuple(model.multi_hot_sizes[shard.table] for shard in self.shards),
+            rows=tuple(shard.rows(tables) for shard in self.shards),
+            hot=tuple(tables.hot[shard.table] for shard in self.shards),
             columns=self.columns,
             samples=shape.part_samples * ranks.world_size,
             dtype=shape.dtype,
             parts=shape.parts,
-            padded=shape.padded and self._row_parts is None,
         )
-        self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=presort, fbgemm=peers is None)
-        layout = (model, plan, ranks, shape)
+        self._tbe = FixedTBE(
+            tbe_shape, optimizer, float(learning_rate), ranks.device, sorted_updates=presort, fbgemm=peers is None
+        )
+        layout = (tables, plan, ranks, shape)
         self._ids_exchange: IdsExchange
         if peers is not None:
             self._ids_exchange = PeerIdsExchange(*layout, peers.memory)
@@ -146,17 +150,17 @@ class StaticEBC:
             self._ids_exchange = NodeIdsExchange(*layout, memory)
         else:
             self._ids_exchange = CollectiveIdsExchange(*layout)
-        sizes = (model, plan, ranks, self._tbe, shape)
+        sizes = (tables, plan, ranks, self._tbe, shape)
         self._exchange: PooledExchange = (
             PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort, memory=memory)
         )
         self._shared_sort: SharedSort | None = None
-        if peers is not None and sorts_are_shared(plan, shape):
-            self._shared_sort = SharedSort(model, plan, self._tbe, ranks, shape, peers.memory)
+        if peers is not None and sorts_are_shared(plan):
+            self._shared_sort = SharedSort(tables, plan, self._tbe, ranks, shape, peers.memory)
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
-        if plan.replicated:
-            self._replicated = ReplicatedTables(model, plan.replicated, optimizer, shape, seed, ranks)
+        if plan.replicated and isinstance(optimizer, Adagrad):
+            self._replicated = ReplicatedTables(tables, plan.replicated, optimizer, learning_rate, shape, seed, ranks)
 
     # Stage 1
 
@@ -164,11 +168,10 @@ class StaticEBC:
         """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
         Collective.
 
-        ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it. out: of `empty_ids`; in
+        ids: int32, the flat ids of one Batch, on the device. out: of `empty_ids`; in
         peer memory the other ranks write to it, too, see PeerIdsExchange.
         """
         self._ids_exchange.exchange(ids, out.received)
-        self._tbe.shift(out.ids)
         if self._row_parts is not None and out.picked is not None:
             self._row_parts.pick(out.ids, out.picked)
         if self._replicated is not None and out.replicated is not None:
@@ -270,8 +273,8 @@ class StaticEBC:
                 self.gradients.view(-1, self.columns),
                 ids.sorted_ids,
                 ids.sorted_bags,
-                self.learning_rate,
-                self.eps,
+                self._rate,
+                self._eps,
                 stopped,
             )
         else:
@@ -284,36 +287,35 @@ class StaticEBC:
         """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. stopped: as in `update`.
         Collective."""
         if self._replicated is not None and ids.replicated is not None:
-            self._replicated.update(ids.replicated, grad, self.learning_rate, stopped)
+            self._replicated.update(ids.replicated, grad, stopped)
 
     # State
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the rate from the next update on; FBGEMM's update in a graph keeps the rate that it was captured
-        with."""
-        self.learning_rate.fill_(value)
+        """Tells FBGEMM's update, which reads no tensor, the rate from the next update on; in a graph it keeps the rate
+        that it was captured with."""
         self._tbe.set_learning_rate(value)
 
-    def tables(self) -> Iterator[TableShard]:
+    def table_shards(self) -> Iterator[TableShard]:
         """Yields every shard of this rank, replicated tables included, with its weights and optimizer state, as
         views."""
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
-            rows = slice(start, start + shard.rows(self.model))
+            rows = slice(start, start + shard.rows(self.tables))
             yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
         if self._replicated is not None:
-            dim = self.model.embedding_dim
+            dim = self.tables.columns
             for table, (weights, state) in self._replicated.parts().items():
                 yield TableShard(Shard(self._rank, table, 0, dim), weights, state)
 
     # Construction
 
     def _fill(self, seed: int) -> None:
-        for part in self.tables():
+        for part in self.table_shards():
             fill_initial_weights(
                 part.weights,
                 seed=seed,
                 table=part.shard.table,
-                num_embeddings=self.model.rows[part.shard.table],
+                num_embeddings=self.tables.rows[part.shard.table],
                 row_offset=part.shard.row_part,
                 column_offset=part.shard.column,
                 row_step=part.shard.row_parts,

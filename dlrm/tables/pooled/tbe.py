@@ -14,13 +14,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad, TableOptimizer
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 
 _OPTIMIZERS = {
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
+    Adagrad.name: EmbOptimType.EXACT_ADAGRAD,
+    RowWiseAdagrad.name: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    SGD.name: EmbOptimType.EXACT_SGD,
 }
 
 
@@ -39,25 +39,23 @@ class TBEShape:
     dtype: torch.dtype
     """The format of pooled vectors: fp32 or bf16."""
     parts: int = 1
-    padded: bool = False
-    """Whether bags may hold ids of -1, which mean nothing."""
 
 
 class FixedTBE:
     """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
 
     The tables lie one after another: `weights` are fp32 [sum(rows), columns], table t's rows start at `first_row[t]`;
-    `state`, the optimizer's, has as many rows and `OptimizerConfig.state_columns` columns. Where there is padding, both
-    have one more row before each table. Samples come in `parts`, each looked up by itself: ids are int32
-    [part][table][samples, hot], flat. A part's pooled vectors are [samples, tables * columns]. The bag of a part's
-    (sample, table) has number (part * samples + sample) * tables + table: its row where the pooled matrices of all
-    parts, one below the other, are viewed as [parts * samples * tables, columns].
+    `state`, the optimizer's, has as many rows and `TableOptimizer.state_columns` columns. Samples come in `parts`, each
+    looked up by itself: ids are int32 [part][table][samples, hot], flat. A part's pooled vectors are [samples, tables *
+    columns]. The bag of a part's (sample, table) has number (part * samples + sample) * tables + table: its row where
+    the pooled matrices of all parts, one below the other, are viewed as [parts * samples * tables, columns].
     """
 
     def __init__(
         self,
         shape: TBEShape,
-        optimizer: OptimizerConfig,
+        optimizer: TableOptimizer,
+        learning_rate: float,
         device: torch.device,
         sorted_updates: bool = False,
         fbgemm: bool = True,
@@ -65,32 +63,19 @@ class FixedTBE:
         """sorted_updates: the tables are updated from what `sort` gives and never by FBGEMM's backward. fbgemm:
         `lookup` may be called; otherwise the Adagrad state of each row lies right after its weights, and the rows of
         both are strided.
-
-        Where bags are padded, `shift` their ids first. Each table then begins with a row of zeros, so that a lookup of
-        fixed shape is exact. FBGEMM's backward writes to that row as to any other, and `lookup` sets it back; sorted
-        updates leave it out.
         """
-        padding, hot, columns, samples, parts = shape.padded, shape.hot, shape.columns, shape.samples, shape.parts
-        self._padding = padding
-        rows = [table_rows + padding for table_rows in shape.rows]
+        rows, hot, columns, samples, parts = shape.rows, shape.hot, shape.columns, shape.samples, shape.parts
         self._tbe: SplitTableBatchedEmbeddingBagsCodegen | None = None
         if fbgemm:
-            self._tbe, self.weights, self.state = _fbgemm_tables(rows, columns, optimizer, shape.dtype, device)
+            self._tbe, self.weights, self.state = _fbgemm_tables(rows, shape, optimizer, learning_rate, device)
         else:
             assert sorted_updates, "FBGEMM's backward has its own layout"
-            assert optimizer.embedding == "adagrad", "the sorted update is exact Adagrad's"
+            assert isinstance(optimizer, Adagrad), "the sorted update is exact Adagrad's"
             # Narrow rows come faster in pairs. One H200, updates of the same number of bytes: 64 columns 849 -> 848 us,
             # 32 columns 915 -> 854, 16 columns 1188 -> 851.
             self.weights, self.state = torch.zeros(sum(rows), 2, columns, device=device).unbind(1)
         self.num_tables, self.columns = len(rows), columns
-        starts = [sum(rows[:table]) for table in range(len(rows))]
-        self.row_offsets = starts
-        """The offset of each table: `lookup`'s id i means row row_offsets[table] + i of `weights`."""
-        self.first_row = [start + padding for start in starts]
-        self._zero_rows = torch.tensor(starts, device=device)
-        if padding:
-            self.weights.index_fill_(0, self._zero_rows, 0)
-        self._written_zeros = padding and not sorted_updates
+        self.first_row = [sum(rows[:table]) for table in range(len(rows))]
         ends, start = [torch.zeros(1, dtype=torch.int64)], 0
         for size in hot:
             ends.append(start + torch.arange(1, samples + 1) * size)
@@ -105,17 +90,10 @@ class FixedTBE:
         if self._tbe is not None:
             self._tbe.set_learning_rate(value)
 
-    def shift(self, ids: Tensor) -> None:
-        """Turns ids as a batch has them, -1 for padding, into those that `lookup` and `sort` take, in place."""
-        if self._padding:
-            ids.add_(1)
-
     def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
         """Returns a part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are
         enabled, and its backward then updates the tables. ids: of all parts."""
         assert self._tbe is not None
-        if self._written_zeros:
-            self.weights.index_fill_(0, self._zero_rows, 0)
         return self._tbe(self.of_part(ids, part), self._offsets)
 
     def lookup_bags(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -138,32 +116,33 @@ class FixedTBE:
         sizes = hot[of_table].repeat_interleave(samples)
         bag = (torch.arange(samples) * self.num_tables + of_table[:, None]).view(-1).repeat_interleave(sizes)
         part = torch.arange(parts)[:, None] * samples * self.num_tables
-        first_row = torch.tensor(self.row_offsets)[of_table].repeat_interleave(samples).repeat_interleave(sizes)
+        first_row = torch.tensor(self.first_row)[of_table].repeat_interleave(samples).repeat_interleave(sizes)
         bags, first_rows = (
             each.to(device=self._device, dtype=torch.int32) for each in ((part + bag).view(-1), first_row.repeat(parts))
         )
-        return SortTable(first_rows, bags, self._rows, self._padding)
+        return SortTable(first_rows, bags, self._rows)
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-        """Writes to sorted_ids, int32 [num_ids], rows of `weights` in ascending order, after -1 for every id of
-        padding; to sorted_bags the bag of each."""
+        """Writes rows of `weights` in ascending order to sorted_ids, int32 [num_ids], and the bag of each to
+        sorted_bags."""
         if self._order is None:  # not sooner: its memory is as much again as the ids'
             self._order = self.sort_table(range(self.num_tables))
         sort_ids(ids, self._order, sorted_ids, sorted_bags)
 
 
 def _fbgemm_tables(
-    rows: list[int], columns: int, optimizer: OptimizerConfig, output_dtype: torch.dtype, device: torch.device
+    rows: Sequence[int], shape: TBEShape, optimizer: TableOptimizer, learning_rate: float, device: torch.device
 ) -> tuple[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor]:
     """Returns FBGEMM's TBE, and its weights and optimizer state as matrices."""
     cuda = device.type == "cuda"
+    columns = shape.columns
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(table_rows, columns, *place) for table_rows in rows],
-        optimizer=_OPTIMIZERS[optimizer.embedding],
-        learning_rate=optimizer.learning_rate,
-        eps=optimizer.eps,
-        output_dtype=SparseType.BF16 if output_dtype == torch.bfloat16 else SparseType.FP32,
+        optimizer=_OPTIMIZERS[optimizer.name],
+        learning_rate=learning_rate,
+        eps=0.0 if isinstance(optimizer, SGD) else optimizer.eps,
+        output_dtype=SparseType.BF16 if shape.dtype == torch.bfloat16 else SparseType.FP32,
         pooling_mode=PoolingMode.SUM,
         # Readers validate ids on the host; a check on the device would cost a kernel an iteration.
         bounds_check_mode=BoundsCheckMode.NONE,
@@ -173,8 +152,8 @@ def _fbgemm_tables(
     )
     weights = (tbe.weights_dev if cuda else tbe.weights_host).detach().view(-1, columns)
     states = [state for (state,) in tbe.split_optimizer_states()]
-    shape = (sum(rows), optimizer.state_columns(columns))
-    assert sum(state.numel() for state in states) == shape[0] * shape[1]
+    size = (sum(rows), optimizer.state_columns(columns))
+    assert sum(state.numel() for state in states) == size[0] * size[1]
     # Views of one buffer, one for each table: taken together.
     first = states[0].view(-1) if states else torch.empty(0, device=device)
-    return tbe, weights, first.as_strided(shape, (shape[1], 1), first.storage_offset())
+    return tbe, weights, first.as_strided(size, (size[1], 1), first.storage_offset())

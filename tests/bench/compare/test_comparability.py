@@ -14,7 +14,7 @@ from dlrm_bench.bench.compare.comparison import Result, compare_sides
 from dlrm_bench.bench.compare.sides import read_side, side_of_records
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from tests.bench.made_records import H200, PROVENANCE, WARMUP, configured, edit, recorded_runs, write
 
 RUNS = recorded_runs()
@@ -32,11 +32,6 @@ def compared(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> Result:
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [
-        (
-            configured_data(),
-            configured_data(variable_lengths=True),
-            "choice of variable bag lengths differs: False in .*, True in",
-        ),
         (configured_data(), configured_data(random_batches=64), "number of random batches differs: 32 in .*, 64 in"),
         (
             configured_data(source="multi_hot", path=Path("/days")),
@@ -72,7 +67,7 @@ def test_records_are_older_than_some_work(tmp_path: Path) -> None:
         folder = write(tmp_path / name, RUNS[0], config=configured(optimizer=OptimizerConfig(embedding=embedding)))  # type: ignore[arg-type]
         if name == "old":
             config = read_record(folder).run["config"]
-            del config["optimizer"]["embedding"], config["data"]["variable_lengths"], config["pipeline"]["row_wise"]
+            del config["optimizer"]["embedding"], config["pipeline"]["row_wise"]
             edit(folder, config=config)
         sides.append(read_side(folder))
     old, new, other = sides

@@ -10,7 +10,7 @@ from dlrm_bench.bench.compare.repeat import repeating_flags
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.launch.dlrm import parse
 from tests.bench.made_records import H200, configured, edit, recorded_runs, write
 
@@ -24,7 +24,7 @@ RUN = recorded_runs()[0]
         configured(pipeline="static", cuda_graph="iteration", overlap=True, presort_ids=True, precision="bf16"),
         configured(pipeline="five-stage", row_wise=False, launch_threads=2, trim_input_dist=True),
         configured(schedule="base", model=replace(preset("smoke").model, table_scale=0.5), seed=3),
-        configured(pipeline="static", data=DataConfig(variable_lengths=True, random_skew=1.2)),
+        configured(pipeline="static", data=DataConfig(random_skew=1.2)),
         replace(preset("smoke"), target_auc=None, iterations=100),
     ],
 )

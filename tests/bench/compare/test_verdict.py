@@ -10,10 +10,10 @@ import pytest
 
 from dlrm_bench.bench.compare.verdict import latest_ladder, main, verdict
 from dlrm_bench.bench.ladder.analysis import rung_results
-from dlrm_bench.bench.ladder.rungs import LADDERS
 from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.records.ladder import LADDER_JSON, LADDER_SCHEMA, Ladder
 from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from tests.bench.made_records import H200, configured, recorded_runs, write
 from tests.pipelines import changed
 

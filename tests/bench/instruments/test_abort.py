@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER, open_expansion_tables
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from tests.dlrm.data.conftest import tiny_model
+from tests.dlrm.conftest import tiny_model
 from tests.launched import PATIENCE_S, fork, wait, wait_until
 
 

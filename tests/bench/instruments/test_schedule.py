@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 
 MLPERF_TRAIN_SAMPLES = 4_195_197_692
 

@@ -8,8 +8,8 @@ import pytest
 from dlrm_bench.bench.ladder import run_ladder as module
 from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE
 from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
-from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.ladder import Plan
+from dlrm_bench.dlrm.benchmark import Rung
 from tests.bench.made_records import profile, recorded_runs, write
 
 RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision", "bf16")), Rung("c", ()))

@@ -10,7 +10,7 @@ from dlrm_bench.bench.limits.bound import bound_of, bound_table, roofline_points
 from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, Ceiling, best_rate, read_limits
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from tests.bench.made_records import H200, configured, profile, recorded_runs, write
 
 RUN = recorded_runs()[0]

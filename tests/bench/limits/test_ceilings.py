@@ -1,7 +1,7 @@
 """The sizes of the work that is measured. That it can be measured, test_cli.py shows."""
 
 from dlrm_bench.bench.limits.ceilings import lookup_bytes, update_bytes
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 
 

@@ -9,7 +9,7 @@ from dlrm_bench.bench.limits.floor import caveats_of_floor, distance_table, limi
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_GATHER, REDUCE_SCATTER
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Kernel, RunRecord
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from tests.bench.made_records import H200, configured, kernel, profile, recorded_runs, write
 from tests.bench.records.test_limits import ceiling, some_limits
 
@@ -129,11 +129,6 @@ def test_a_floor_of_cpus_is_none_for_gpus(tmp_path: Path) -> None:
             {},
             {"config": configured(optimizer=OptimizerConfig(embedding="sgd"))},
             "table optimizer sgd, beside a floor of adagrad",
-        ),
-        (
-            {},
-            {"config": configured(pipeline="static", data=DataConfig(variable_lengths=True))},
-            "bags of varying length, beside a floor of full ones",
         ),
     ],
 )

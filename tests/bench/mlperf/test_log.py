@@ -11,7 +11,7 @@ import pytest
 
 from dlrm_bench.bench.config import MLPerfConfig
 from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
-from dlrm_bench.dlrm.config import OptimizerConfig, TableOptimizer
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig, TableOptimizerName
 
 TRAIN_SAMPLES = 4195197692
 EVAL_SAMPLES = 89137319
@@ -77,7 +77,7 @@ def keys(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("embedding", "name"), [("adagrad", "adagrad"), ("rowwise_adagrad", "rowwise_adagrad for tables, adagrad")]
 )
-def test_optimizers_are_named(tmp_path: Path, embedding: TableOptimizer, name: str) -> None:
+def test_optimizers_are_named(tmp_path: Path, embedding: TableOptimizerName, name: str) -> None:
     log = MLPerfLog(tmp_path / "log")
     log.hyperparameters(
         seed=7,

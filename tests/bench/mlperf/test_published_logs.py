@@ -15,7 +15,7 @@ from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
 from dlrm_bench.bench.mlperf.published_logs import LOG_COLUMNS, MLPerfRun, log_row, read_mlperf_log
 from dlrm_bench.bench.records.record import read_record
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from tests.launched import forked_launch
 
 LOGS = Path(__file__).resolve().parents[2] / "data" / "mlperf_logs" / "nvidia_8xh200_v4.0"

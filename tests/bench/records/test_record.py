@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_bench.bench.machine.description import describe_machine
-from dlrm_bench.bench.presets import PRESETS, preset
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
@@ -25,6 +25,7 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, RunRecord
+from dlrm_bench.dlrm.benchmarks import PRESETS
 from tests.bench.made_records import PROVENANCE
 
 NOW = datetime(2026, 11, 21, 0, 45, 12, tzinfo=UTC)

@@ -69,7 +69,7 @@ def test_every_committed_record_is_read() -> None:
 
 def test_fields_that_older_records_lack_say_what_runs_did_then() -> None:
     config = upgraded({"ebc": "static", "data": {"source": "random"}, "optimizer": {}}, 1)
-    assert config["data"] == {"source": "random", "variable_lengths": False, "random_ids": "uniform"}
+    assert config["data"] == {"source": "random", "random_ids": "uniform"}
     assert config["optimizer"] == {"embedding": "adagrad"}
     today = as_json(preset("launch-bound"))
     assert today["data"]["random_ids"] == "expanded"

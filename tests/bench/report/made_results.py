@@ -9,8 +9,8 @@ import pytest
 from dlrm_bench.bench.ladder import run_ladder as ladder_module
 from dlrm_bench.bench.ladder.launching import LAUNCHER
 from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
-from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.limits import LIMITS_JSON
+from dlrm_bench.dlrm.benchmark import Rung
 from tests.bench.made_records import profile, recorded_runs, telemetry, write
 from tests.bench.mlperf.test_published_logs import LOGS
 from tests.bench.records.test_limits import some_limits

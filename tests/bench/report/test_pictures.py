@@ -13,7 +13,7 @@ from dlrm_bench.bench.report.families import families
 from dlrm_bench.bench.report.pictures import published, series_marks
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from tests.bench.made_records import recorded_runs, write
 from tests.bench.report.test_families import ladder_of
 

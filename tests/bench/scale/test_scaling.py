@@ -8,7 +8,7 @@ import pytest
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
-from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, model_of, period_ms, plan_in, prediction
+from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in, prediction, tables_of
 from dlrm_bench.bench.scale.simulation import simulate
 from dlrm_bench.bench.scale.work import tasks_of
 from dlrm_bench.dlrm.runtime.gpu_costs import H200
@@ -28,7 +28,7 @@ def record(path: str) -> Record:
 
 def fitted(path: str) -> Scaling:
     read = record(path)
-    return fit(read, LIMITS, H200, model_of(read.run))
+    return fit(read, LIMITS, H200, tables_of(read.run))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_record_is_taken_by_its_own_plan():
     run = record(f"{P2P}/512-four-gpus").run
     plan = plan_in(run)
     assert plan is not None
-    plan.check(model_of(run))
+    plan.check(tables_of(run))
     assert [len(plan.of_rank(rank)) for rank in range(4)] == [9, 9, 17, 17]
     assert {shard.columns for shard in plan.shards} == {64}
     assert plan.replicated == (), "in peer memory of one node"
@@ -133,4 +133,4 @@ def test_a_record_that_links_alone_make_slower_is_refused():
     read = record(SMALL)
     slow = {**LIMITS, "ceilings": [{**c, "ms": c["ms"] * 100} for c in LIMITS["ceilings"]]}
     with pytest.raises(ValueError, match="give limits of its machine"):
-        fit(read, slow, H200, model_of(read.run))  # type: ignore[arg-type]
+        fit(read, slow, H200, tables_of(read.run))  # type: ignore[arg-type]

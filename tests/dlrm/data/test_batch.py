@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import ALIGNMENT, Batch, feature_blocks, storage_bytes
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 
 @given(size=st.integers(1, 300))

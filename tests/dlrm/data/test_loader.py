@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data import loader
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 
 def numbered(model: ModelConfig, count: int | None, read: list[int] | None = None) -> Iterator[Batch]:

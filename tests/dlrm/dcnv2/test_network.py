@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.models.dlrm import DLRM_DCN
 
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork, torchrec_names
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 

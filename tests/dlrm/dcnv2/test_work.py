@@ -3,18 +3,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
-from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, SMOKE_MODEL
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, PRESETS, SMOKE_MODEL
 from dlrm_bench.dlrm.dcnv2.work import dense_weights, flop_per_sample, rows_named
 
 
 def test_sizes_of_the_mlperf_model() -> None:
-    assert dense_weights(MLPERF_MODEL) == 16_044_545
-    assert dense_weights(SMOKE_MODEL) == sum(p.numel() for p in DenseNetwork(SMOKE_MODEL).parameters())
-    assert flop_per_sample(MLPERF_MODEL) == pytest.approx(96e6, rel=0.01)
+    assert dense_weights(PRESETS["mlperf-dcnv2"].training) == 16_044_545
+    assert dense_weights(PRESETS["smoke"].training) == sum(p.numel() for p in DenseNetwork(SMOKE_MODEL).parameters())
+    assert flop_per_sample(PRESETS["mlperf-dcnv2"].training) == pytest.approx(96e6, rel=0.01)
 
 
 @pytest.mark.parametrize("ids", ["expanded", "uniform"])

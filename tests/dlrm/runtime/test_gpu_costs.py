@@ -19,7 +19,7 @@ def test_an_unknown_gpu_has_default_costs_and_a_note_says_so() -> None:
 def test_plans_follow_the_costs() -> None:
     """With links a hundred times slower the exchange decides, and every rank gets as many columns."""
     slow = replace(H200, all_to_all_bytes_per_us=H200.all_to_all_bytes_per_us / 100)
-    plans = [make_plan(MLPERF_MODEL, Topology.one_node(8), 8 * 6912, costs=costs) for costs in (H200, slow)]
+    plans = [make_plan(MLPERF_MODEL.tables, Topology.one_node(8), 8 * 6912, costs=costs) for costs in (H200, slow)]
     columns = [
         [sum(shard.columns for shard in plan.of_rank(rank)) for rank in range(plan.world_size)] for plan in plans
     ]

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data.distributions import hashed_ids, zipf_ids
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 
 SAMPLES = 20_000
@@ -38,5 +38,5 @@ def test_uniform_is_the_closed_form() -> None:
 def test_those_of_a_run() -> None:
     random, uniform = DataConfig(), DataConfig(random_ids="uniform", random_skew=0.5)
     files = DataConfig(source="multi_hot", path="data")  # type: ignore[arg-type]
-    assert IdStatistics.of(random) == IdStatistics.of(files) == IdStatistics(skew=1.05, expanded=True)
-    assert IdStatistics.of(uniform) == IdStatistics(skew=0.5, expanded=False)
+    assert random.id_statistics == files.id_statistics == IdStatistics(skew=1.05, expanded=True)
+    assert uniform.id_statistics == IdStatistics(skew=0.5, expanded=False)

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_tables_fit, device_memory_bytes
 
 CPU = torch.device("cpu")
-ADAGRAD = OptimizerConfig()
+ADAGRAD = OptimizerConfig().tables
 
 
 @pytest.fixture
@@ -26,18 +26,18 @@ def one_rank():
 
 
 def test_tables_and_their_state_must_fit(one_rank):
-    needed = int(2 * MLPERF_MODEL.table_bytes / HEADROOM) + 1
-    check_tables_fit(MLPERF_MODEL, ADAGRAD, needed, CPU)
+    needed = int(2 * MLPERF_MODEL.tables.bytes / HEADROOM) + 1
+    check_tables_fit(MLPERF_MODEL.tables, ADAGRAD, needed, CPU)
     with pytest.raises(ValueError, match=r"need 209\.1 GB and the 1 rank\(s\) have 209\.1 GB"):
-        check_tables_fit(MLPERF_MODEL, ADAGRAD, needed - 1000, CPU)
+        check_tables_fit(MLPERF_MODEL.tables, ADAGRAD, needed - 1000, CPU)
 
 
 @pytest.mark.parametrize(("embedding", "gigabytes"), [("rowwise_adagrad", "105.4"), ("sgd", "104.5")])
 def test_other_optimizers_need_less(one_rank, embedding, gigabytes):
-    optimizer = OptimizerConfig(embedding=embedding)
-    check_tables_fit(MLPERF_MODEL, optimizer, int(1.01 * float(gigabytes) * 1e9 / HEADROOM), CPU)
+    optimizer = OptimizerConfig(embedding=embedding).tables
+    check_tables_fit(MLPERF_MODEL.tables, optimizer, int(1.01 * float(gigabytes) * 1e9 / HEADROOM), CPU)
     with pytest.raises(ValueError, match=f"need {gigabytes} GB"):
-        check_tables_fit(MLPERF_MODEL, optimizer, int(0.99 * float(gigabytes) * 1e9 / HEADROOM), CPU)
+        check_tables_fit(MLPERF_MODEL.tables, optimizer, int(0.99 * float(gigabytes) * 1e9 / HEADROOM), CPU)
 
 
 @pytest.mark.parametrize("gigabytes", [0.5, 16, 80, 141, 200])
@@ -45,15 +45,15 @@ def test_other_optimizers_need_less(one_rank, embedding, gigabytes):
 def test_the_proposed_scale_fits(one_rank, gigabytes, scale):
     model = replace(MLPERF_MODEL, table_scale=scale)
     with pytest.raises(ValueError, match=r"--model\.table-scale") as raised:
-        check_tables_fit(model, ADAGRAD, int(gigabytes * 1e9), CPU)
+        check_tables_fit(model.tables, ADAGRAD, int(gigabytes * 1e9), CPU)
     proposed = float(re.findall(r"--model\.table-scale (\S+)$", str(raised.value))[0])
     assert proposed > 0.85 * gigabytes / 209.1 * HEADROOM
-    check_tables_fit(replace(MLPERF_MODEL, table_scale=proposed), ADAGRAD, int(gigabytes * 1e9), CPU)
+    check_tables_fit(replace(MLPERF_MODEL, table_scale=proposed).tables, ADAGRAD, int(gigabytes * 1e9), CPU)
 
 
 def ask(ranks: Ranks, model: ModelConfig, available: list[int]) -> str:
     try:
-        check_tables_fit(model, ADAGRAD, available[ranks.rank], ranks.device)
+        check_tables_fit(model.tables, ADAGRAD, available[ranks.rank], ranks.device)
     except ValueError as error:
         return str(error)
     return "fits"

@@ -33,7 +33,7 @@ def evaluate(ranks: Ranks) -> None:
     if ranks.device.type != "cuda":
         capture_on_cpu()
     presorted = {"presort_ids": True}
-    for changes in ({}, presorted, presorted | {"variable_lengths": True}, presorted | {"peer_memory": True}):
+    for changes in ({}, presorted, presorted | {"peer_memory": True}):
         never = static_pipeline(small(**changes), ranks)
         eager = static_pipeline(small(**changes), ranks)
         graph = static_pipeline(small(**changes, cuda_graph="iteration", overlap=True), ranks)

@@ -8,8 +8,8 @@ import torch
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.batch import Batch, storage_bytes
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig, TableOptimizerName
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import rank_loads
@@ -21,7 +21,7 @@ MODEL = preset("smoke").model
 BATCH_SIZE = 64
 
 
-def config(embedding: TableOptimizer, presort: bool, peer_memory: bool) -> RunConfig:
+def config(embedding: TableOptimizerName, presort: bool, peer_memory: bool) -> RunConfig:
     return run_config(
         "static",
         preset="test",
@@ -36,7 +36,7 @@ def config(embedding: TableOptimizer, presort: bool, peer_memory: bool) -> RunCo
     )
 
 
-JOBS: list[tuple[TableOptimizer, bool, bool]] = [
+JOBS: list[tuple[TableOptimizerName, bool, bool]] = [
     ("adagrad", True, True),
     ("adagrad", True, False),
     ("adagrad", False, False),
@@ -55,7 +55,7 @@ def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None
         optimizer = OptimizerConfig(embedding=embedding)
         made_for = config(embedding, presort, peer_memory)
         plan = plan_for(made_for, Topology.one_node(2), int(1e9), replicate=not peer_memory)
-        loads = rank_loads(plan, MODEL, optimizer, 2 * BATCH_SIZE, 4)
+        loads = rank_loads(plan, MODEL.tables, optimizer.tables, 2 * BATCH_SIZE, 4)
         for rank, (memory, load) in enumerate(zip(ranks, loads, strict=True)):
             assert memory["tables"] * 1e9 == pytest.approx(load.table_bytes, rel=0.01)
             assert memory["optimizer_state"] * 1e9 == pytest.approx(load.state_bytes, rel=0.01)

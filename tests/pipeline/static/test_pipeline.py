@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, Precision
+from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.metrics import exact_auc
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
@@ -134,7 +135,7 @@ def train(ranks: Ranks, config: RunConfig, steps: int, evaluates: bool = False) 
             pipeline.train_step(map(pipeline.prepare, batches[:1]))
     trained = Trained([loss.item() for loss in losses], logits)
     if isinstance(pipeline, StaticPipeline):
-        for part in pipeline.ebc.tables():
+        for part in pipeline.ebc.table_shards():
             columns = slice(part.shard.column, part.shard.column + part.shard.columns)
             trained.tables.append((part.shard.table, columns, part.weights.cpu(), part.state.cpu()))
         trained.weights = {name: value.cpu() for name, value in pipeline.dense.state_dict("master").items()}

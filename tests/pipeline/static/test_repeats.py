@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.cases import GPU_PLACES
@@ -54,7 +54,7 @@ def train(ranks: Ranks, config: RunConfig, warms_up: bool) -> Trained:
     batches = iter(batches_of(config, ranks.rank, ranks.world_size, pin=ranks.device.type == "cuda"))
     losses = [pipeline.train_step(batches) for _ in range(STEPS)]
     tensors = {}
-    for number, part in enumerate(pipeline.ebc.tables()):
+    for number, part in enumerate(pipeline.ebc.table_shards()):
         tensors |= {f"table part {number}": part.weights.cpu(), f"state of table part {number}": part.state.cpu()}
     for kind in ("master", "state"):
         tensors |= {f"{kind} of {name}": value.cpu() for name, value in pipeline.dense.state_dict(kind).items()}

@@ -25,7 +25,7 @@ def plan_of(world_size: int) -> Plan:
     shards = [Shard(rank, 2, 0, 32, part, 3) for part, rank in enumerate((0, last, last))]
     shards += [Shard(rank, 3, 0, 32, part, 2) for part, rank in enumerate((last, 0))]
     plan = Plan(world_size=world_size, shards=tuple(sorted([*shards, Shard(0, 0, 0, 32), Shard(last, 1, 0, 32)])))
-    plan.check(CONFIG.model)
+    plan.check(CONFIG.model.tables)
     return plan
 
 

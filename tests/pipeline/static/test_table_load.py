@@ -16,8 +16,6 @@ CASES: dict[str, dict[str, Any]] = {
     "adagrad": {},
     "presorted": {"presort_ids": True},
     "peer memory": {"presort_ids": True, "peer_memory": True},
-    "padded": {"variable_lengths": True},
-    "presorted and padded": {"presort_ids": True, "variable_lengths": True},
     "rowwise": {"embedding": "rowwise_adagrad"},
     "sgd": {"embedding": "sgd"},
 }

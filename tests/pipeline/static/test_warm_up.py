@@ -27,7 +27,6 @@ CONFIGS = {
     "rowwise": small("rowwise_adagrad", model=MODEL),
     # Whose losses in the warm-up are not finite.
     "diverges": small(learning_rate=1e30, model=MODEL, **WAYS["peer memory"]),
-    "padded": small(presort_ids=True, variable_lengths=True, model=MODEL),
 }
 GPU_CONFIGS = {
     **{

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, Precision
+from dlrm_bench.dlrm.config import Precision
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline

@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.torchrec import stock

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from torchrec.datasets.criteo import CAT_FEATURE_COUNT, INT_FEATURE_COUNT, BinaryCriteoUtils
 
-from dlrm_bench.dlrm.config import ModelConfig
-from tests.dlrm.data.conftest import reference_tables
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
+from tests.dlrm.conftest import reference_tables
 
 
 def raw_lines(rng: np.random.Generator, rows: int, hashes: int = 400) -> list[str]:

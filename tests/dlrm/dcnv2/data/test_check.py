@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data.checksums import checksum
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import check as module
 from dlrm_bench.dlrm.dcnv2.data.check import MLPERF_DAY_SAMPLES, CheckConfig, check, main
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset

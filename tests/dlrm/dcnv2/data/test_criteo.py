@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.criteo import Day, MultiHotDay, OneHotDay, write_multi_hot
 from dlrm_bench.dlrm.dcnv2.data.expansion import open_expansion_tables
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.dataset import FileDataset, open_dataset
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, sole_writer
 
 

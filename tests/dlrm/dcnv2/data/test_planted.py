@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data import planted
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST, MARKER

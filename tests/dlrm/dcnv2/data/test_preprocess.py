@@ -13,7 +13,7 @@ import pytest
 from torchrec.datasets.criteo import BinaryCriteoUtils
 
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data import permutation, preprocess_job, raw_tsv, shuffled_rows
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, read_manifest

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 
 SIZES = (5, 2, 1)

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.data.metrics import exact_auc
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from dlrm_bench.dlrm.dcnv2.data.preprocess import PreprocessConfig, preprocess

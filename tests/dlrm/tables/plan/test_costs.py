@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT
 from dlrm_bench.dlrm.runtime.topology import Topology
@@ -47,14 +47,14 @@ ALL, MIDDLE, ONE_HOT = range(26), (4, 10, 11, 13, 14, 22), (2, 3, 5, 6, 7, 8, 12
 def test_tables_take_what_was_measured(tables, samples, columns, ids, us):
     """Lookup, sort and update on one H200, each alone as a graph, bf16 gradients: their sum within 12 %, each within a
     third. Tables of one id a sample and few rows are the exception, see below."""
-    times = table_times([Shard(0, table, 0, columns) for table in tables], MLPERF_MODEL, samples, ids=ids)
+    times = table_times([Shard(0, table, 0, columns) for table in tables], MLPERF_MODEL.tables, samples, ids=ids)
     assert times.all == pytest.approx(sum(us), rel=0.12)
     assert (times.lookup, times.sort, times.update) == pytest.approx(us, rel=1 / 3)
 
 
 def test_long_runs_of_one_id_take_longer_than_their_bytes():
     """Measured: 64, 45 and 159 us, of which the update's is the merge of runs that cross its chunks."""
-    times = table_times([Shard(0, table, 0, 128) for table in ONE_HOT], MLPERF_MODEL, 55296, ids=MLPERF_IDS)
+    times = table_times([Shard(0, table, 0, 128) for table in ONE_HOT], MLPERF_MODEL.tables, 55296, ids=MLPERF_IDS)
     assert times.all == pytest.approx(267, rel=0.3)
 
 
@@ -71,7 +71,7 @@ def test_ranks_of_one_node_with_the_same_tables_share_their_sort():
     received = 8 * 0.2e6 / 2 / DEFAULT.all_to_all_bytes_per_us
     assert alone - shared == pytest.approx(DEFAULT.sort_us_per_million_ids * 0.2 / 2 - received)
     shards = tuple(sorted(shard for own in by_rank for shard in own))
-    loads = rank_loads(Plan(3, shards), model, OptimizerConfig(), 10000, 2)
+    loads = rank_loads(Plan(3, shards), model, OptimizerConfig().tables, 10000, 2)
     assert loads[0].tables_us == loads[1].tables_us == pytest.approx(shared)
     largest = max(load.tables_us for load in loads)
     assert iteration_us(shards, model, node, 10000, 2) == pytest.approx(largest + all_to_alls_us(128, node, 10000, 2))

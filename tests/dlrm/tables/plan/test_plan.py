@@ -2,14 +2,13 @@
 
 import pytest
 
-from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
+from dlrm_bench.dlrm.tables.tables import Tables
 
 
-def model_of(rows: list[int], hot: list[int], dim: int = 32) -> ModelConfig:
-    return ModelConfig(
-        num_embeddings=tuple(rows), multi_hot_sizes=tuple(hot), embedding_dim=dim, bottom_mlp=(dim,), top_mlp=(8, 1)
-    )
+def model_of(rows: list[int], hot: list[int], dim: int = 32) -> Tables:
+    names = tuple(f"cat_{table}" for table in range(len(rows)))
+    return Tables(names=names, rows=tuple(rows), columns=dim, hot=tuple(hot))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
@@ -32,7 +32,7 @@ def models(draw) -> ModelConfig:
 @given(models(), st.integers(1, 16), st.sampled_from([1, 512, 55296]), st.sampled_from([2, 4]))
 @settings(max_examples=60, deadline=None)
 def test_every_column_is_held_once_and_ranks_have_one_width(model, world_size, global_batch_size, pooled_bytes):
-    if model.num_features < world_size:
+    if model.count < world_size:
         with suppress(ValueError):  # there may or may not be a way to split the tables
             plan_of(model, world_size, global_batch_size, pooled_bytes).check(model)
         return
@@ -42,8 +42,8 @@ def test_every_column_is_held_once_and_ranks_have_one_width(model, world_size, g
     for rank in range(world_size):
         assert len({shard.columns for shard in plan.of_rank(rank)}) == 1
     held = Counter((s.table, column) for s in plan.shards for column in range(s.column, s.column + s.columns))
-    sharded = set(range(model.num_features)) - set(plan.replicated)
-    assert held == {(table, column): 1 for table in sharded for column in range(model.embedding_dim)}
+    sharded = set(range(model.count)) - set(plan.replicated)
+    assert held == {(table, column): 1 for table in sharded for column in range(model.columns)}
     assert all(model.rows[table] <= REPLICATED_ROWS for table in plan.replicated)
     # FBGEMM's kernels read four columns at once.
     assert all(shard.column % 4 == shard.columns % 4 == 0 for shard in plan.shards)
@@ -63,8 +63,8 @@ def test_small_tables_are_replicated_where_there_are_others_to_shard():
 
 
 def test_the_hottest_mlperf_table_is_split_by_columns():
-    plan = plan_of(MLPERF_MODEL, 8, 55296)
-    assert MLPERF_MODEL.multi_hot_sizes[20] == 100
+    plan = plan_of(MLPERF_MODEL.tables, 8, 55296)
+    assert MLPERF_MODEL.tables.hot[20] == 100
     assert len({shard.rank for shard in plan.shards if shard.table == 20}) > 1
 
 
@@ -73,8 +73,8 @@ def test_the_hottest_mlperf_table_is_split_by_columns():
 @pytest.mark.parametrize("pooled_bytes", [2, 4])
 def test_the_mlperf_model_is_balanced(local_batch_size, world_size, pooled_bytes):
     sizes = (local_batch_size * world_size, pooled_bytes)
-    plan = plan_of(MLPERF_MODEL, world_size, *sizes)
-    loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(), *sizes)
+    plan = plan_of(MLPERF_MODEL.tables, world_size, *sizes)
+    loads = rank_loads(plan, MLPERF_MODEL.tables, OptimizerConfig().tables, *sizes)
     assert 1 <= imbalance([load.embedding_us for load in loads]) < 1.03
     if (world_size, local_batch_size) == (8, 6912):
         # The hottest table's quarters alone on four ranks, all others whole, and the others split as it is.
@@ -83,7 +83,7 @@ def test_the_mlperf_model_is_balanced(local_batch_size, world_size, pooled_bytes
         whole = quarters + [Shard(4 + i % 4, table, 0, 128) for i, table in enumerate(others)]
         round_robin = [Shard(i % 8, table, 0, 128) for i, table in enumerate([20, *others])]
         times = [
-            iteration_us(shards, MLPERF_MODEL, Topology.one_node(8), *sizes)
+            iteration_us(shards, MLPERF_MODEL.tables, Topology.one_node(8), *sizes)
             for shards in (plan.shards, whole, round_robin)
         ]
         assert times == sorted(times)
@@ -96,7 +96,7 @@ def test_a_plan_fits_where_one_can():
     model = model_of([40_000_000, 40_000_000, 1_000_000], [1, 1, 20], dim=16)
 
     def gigabytes(plan: Plan) -> list[float]:
-        loads = rank_loads(plan, model, OptimizerConfig(), 1024, 2)
+        loads = rank_loads(plan, model, OptimizerConfig().tables, 1024, 2)
         return [(load.table_bytes + load.state_bytes) / 1e9 for load in loads]
 
     assert max(gigabytes(plan_of(model, 2, 1024))) > 10
@@ -119,17 +119,18 @@ def test_the_mlperf_model_is_balanced_over_nodes(ranks):
     """At 512 samples a GPU and at GBS 135168, on nodes of eight GPUs of 141 GB."""
     topology = Topology.of(ranks, 8)
     for global_batch_size in (512 * ranks, 135168):
-        plan = make_plan(MLPERF_MODEL, topology, global_batch_size, memory_bytes=int(134e9), split_rows=True)
-        loads = rank_loads(plan, MLPERF_MODEL, OptimizerConfig(), global_batch_size, 2, topology=topology)
+        plan = make_plan(MLPERF_MODEL.tables, topology, global_batch_size, memory_bytes=int(134e9), split_rows=True)
+        loads = rank_loads(plan, MLPERF_MODEL.tables, OptimizerConfig().tables, global_batch_size, 2, topology=topology)
         assert imbalance([load.tables_us for load in loads]) <= 1.15
         assert max(load.table_bytes + load.state_bytes for load in loads) <= 134e9
-        held = sum(s.columns * s.rows(MLPERF_MODEL) for s in plan.shards)
-        replicated = sum(MLPERF_MODEL.rows[table] for table in plan.replicated)
-        assert held + 128 * replicated == 128 * sum(MLPERF_MODEL.rows)
+        held = sum(s.columns * s.rows(MLPERF_MODEL.tables) for s in plan.shards)
+        replicated = sum(MLPERF_MODEL.tables.rows[table] for table in plan.replicated)
+        assert held + 128 * replicated == 128 * sum(MLPERF_MODEL.tables.rows)
         if ranks >= 64:
-            columns_alone = make_plan(MLPERF_MODEL, topology, global_batch_size)
+            columns_alone = make_plan(MLPERF_MODEL.tables, topology, global_batch_size)
             times = [
-                iteration_us(p.shards, MLPERF_MODEL, topology, global_batch_size, 2) for p in (plan, columns_alone)
+                iteration_us(p.shards, MLPERF_MODEL.tables, topology, global_batch_size, 2)
+                for p in (plan, columns_alone)
             ]
             assert times[0] < 0.9 * times[1]
 
@@ -143,16 +144,16 @@ def test_every_element_is_held_once(model, ranks, global_batch_size):
         assert sum(model.rows) < 10**7
         return
     plan.check(model)
-    sharded = set(range(model.num_features)) - set(plan.replicated)
+    sharded = set(range(model.count)) - set(plan.replicated)
     for table in sharded:
         assert sum(s.columns * s.rows(model) for s in plan.shards if s.table == table) == (
-            model.rows[table] * model.embedding_dim
+            model.rows[table] * model.columns
         )
     assert plan == plan_of(model, ranks, global_batch_size, split_rows=True), "ranks plan alone and must agree"
 
 
 def test_more_ranks_than_column_shards_need_rows():
     with pytest.raises(ValueError, match="cannot give each of 256 ranks a shard: use fewer ranks, or --presort-ids"):
-        plan_of(MLPERF_MODEL, 256, 256 * 512)
-    plan = make_plan(MLPERF_MODEL, Topology.of(256, 8), 256 * 512, split_rows=True)
+        plan_of(MLPERF_MODEL.tables, 256, 256 * 512)
+    plan = make_plan(MLPERF_MODEL.tables, Topology.of(256, 8), 256 * 512, split_rows=True)
     assert {shard.rank for shard in plan.shards} == set(range(256))

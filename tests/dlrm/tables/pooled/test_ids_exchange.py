@@ -20,8 +20,8 @@ def exchange(ranks: Ranks) -> bool:
     memory = PeerMemory(ranks)
     for seed, shape in enumerate(SHAPES):
         plan = in_row_parts(random_plan(seed, ranks.world_size), seed)
-        flat = CollectiveIdsExchange(MODEL, plan, ranks, shape)
-        nodes = NodeIdsExchange(MODEL, plan, ranks, shape, memory)
+        flat = CollectiveIdsExchange(MODEL.tables, plan, ranks, shape)
+        nodes = NodeIdsExchange(MODEL.tables, plan, ranks, shape, memory)
         expected, buffers = flat.empty(), [nodes.empty() for _ in range(2)]
         for turn in range(BATCHES):
             ids, out = draw_ids(shape.samples, ranks.rank, turn).to(ranks.device), buffers[turn % 2]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedTables
@@ -62,7 +62,8 @@ def columns_of_tables(matrix: Tensor) -> Tensor:
 def train(ranks: Ranks, batch_size: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]]:
     """Checks every lookup and the tables after some steps; returns them."""
     device = ranks.device
-    replicated = ReplicatedTables(MODEL, TABLES, OPTIMIZER, BatchShape(samples=batch_size, dtype=dtype), 7, ranks)
+    rate, shape = torch.tensor([OPTIMIZER.learning_rate], device=device), BatchShape(samples=batch_size, dtype=dtype)
+    replicated = ReplicatedTables(MODEL.tables, TABLES, OPTIMIZER.tables, rate, shape, 7, ranks)
     parameters = []
     for table in TABLES:
         weights = torch.empty(MODEL.rows[table], DIM, device=device)
@@ -70,7 +71,6 @@ def train(ranks: Ranks, batch_size: int, dtype: torch.dtype) -> dict[int, tuple[
         parameters.append(weights.requires_grad_())
     before = [parameter.detach().clone() for parameter in parameters]
     adagrad = torch.optim.Adagrad(parameters, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
-    learning_rate = torch.tensor([OPTIMIZER.learning_rate], device=device)
     out = replicated.empty_ids()
     for step in range(STEPS):
         adagrad.zero_grad()
@@ -89,7 +89,7 @@ def train(ranks: Ranks, batch_size: int, dtype: torch.dtype) -> dict[int, tuple[
         torch.testing.assert_close(columns_of_tables(wider[:, DIM:]).float(), expected, **close)
         others = [0, *(1 + table for table in range(MODEL.num_features) if table not in TABLES)]
         assert all((wider[:, other * DIM : (other + 1) * DIM] == 9).all() for other in others)
-        replicated.update(out, grad, learning_rate)
+        replicated.update(out, grad)
         adagrad.step()
     parts = replicated.parts()
     assert tuple(parts) == TABLES

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.pooled.row_parts import PickedIds, RowParts
 from tests.kernels.devices import DEVICE
@@ -49,7 +49,7 @@ def check(parts: RowParts, picked: PickedIds, ids: torch.Tensor, shards: tuple[S
                 assert bags.pop(0) == own
                 rows += [first + row for row in own]
                 numbers += [(part * samples + sample) * len(shards) + nth] * len(own)
-            first += shard.rows(MODEL)
+            first += shard.rows(MODEL.tables)
     assert not bags
     assert int(picked.count) == len(rows) == int(picked.offsets[-1])
     assert picked.sort_rows.tolist() == rows + [-1] * (picked.capacity - len(rows))
@@ -60,9 +60,9 @@ def check(parts: RowParts, picked: PickedIds, ids: torch.Tensor, shards: tuple[S
 @given(st.integers(0, 10**6), st.sampled_from([1, 2]), st.integers(1, 6), st.integers(1, 5))
 @settings(max_examples=25)
 def test_bags_have_the_ids_of_this_ranks_rows(seed, parts, samples, row_parts):
-    shape = BatchShape(samples=parts * samples, dtype=torch.float32, parts=parts, padded=True)
+    shape = BatchShape(samples=parts * samples, dtype=torch.float32, parts=parts)
     shards = (Shard(0, 0, 0, 16, seed % row_parts, row_parts), Shard(0, 1, 0, 16), Shard(0, 2, 0, 16, 0, 2))
-    picking, ids = RowParts(MODEL, shards, RANKS, shape, DEVICE), draw(shards, shape, seed)
+    picking, ids = RowParts(MODEL.tables, shards, RANKS, shape, DEVICE), draw(shards, shape, seed)
     picked = picking.empty(whole=True)
     picking.pick(ids, picked)
     check(picking, picked, ids, shards, shape)
@@ -71,7 +71,7 @@ def test_bags_have_the_ids_of_this_ranks_rows(seed, parts, samples, row_parts):
 def test_a_batch_of_this_ranks_rows_alone_overflows_and_is_picked_again():
     shape = BatchShape(samples=200, dtype=torch.float32)
     shards = (Shard(0, 0, 0, 16, 1, 4),)
-    picking, usual = RowParts(MODEL, shards, RANKS, shape, DEVICE), draw((Shard(0, 0, 0, 16),), shape, 1)
+    picking, usual = RowParts(MODEL.tables, shards, RANKS, shape, DEVICE), draw((Shard(0, 0, 0, 16),), shape, 1)
     picked = picking.empty()
     assert picked.capacity < picking.num_ids / 2
     for ids, overflows in ((usual, False), (usual.clamp(min=0) // 4 * 4 + 1, True), (usual, False)):
@@ -90,7 +90,7 @@ def test_a_batch_of_this_ranks_rows_alone_overflows_and_is_picked_again():
 def test_picking_can_be_captured():
     shape = BatchShape(samples=64, dtype=torch.float32)
     shards = (Shard(0, 0, 0, 16, 1, 2), Shard(0, 2, 0, 16, 0, 3))
-    picking, ids = RowParts(MODEL, shards, RANKS, shape, DEVICE), draw(shards, shape, 1)
+    picking, ids = RowParts(MODEL.tables, shards, RANKS, shape, DEVICE), draw(shards, shape, 1)
     picked = picking.empty()
     picking.pick(ids, picked)
     graph = torch.cuda.CUDAGraph()

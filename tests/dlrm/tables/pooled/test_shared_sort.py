@@ -1,27 +1,18 @@
 """Which ranks share a sort, and what each of them sorts. What they sort together: test_static_ebc.py."""
 
-import torch
-
-from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.pooled.shared_sort import _share_out, sorts_are_shared
 
-SHAPE = BatchShape(samples=8, dtype=torch.float32)
 HALVES = tuple(Shard(rank, table, 32 * rank, 32) for rank in range(2) for table in range(3))
 
 
 def test_ranks_of_the_same_tables_share_their_sort() -> None:
-    assert sorts_are_shared(Plan(world_size=2, shards=HALVES), SHAPE)
+    assert sorts_are_shared(Plan(world_size=2, shards=HALVES))
     with_another = (*HALVES, Shard(2, 3, 0, 64))
-    assert sorts_are_shared(Plan(world_size=3, shards=with_another), SHAPE)
+    assert sorts_are_shared(Plan(world_size=3, shards=with_another))
     whole = tuple(Shard(rank, rank, 0, 64) for rank in range(3))
-    assert not sorts_are_shared(Plan(world_size=3, shards=whole), SHAPE)
-    assert not sorts_are_shared(Plan(world_size=1, shards=(Shard(0, 0, 0, 64),)), SHAPE)
-
-
-def test_the_number_of_padding_ids_is_not_known() -> None:
-    padded = BatchShape(samples=8, dtype=torch.float32, padded=True)
-    assert not sorts_are_shared(Plan(world_size=2, shards=HALVES), padded)
+    assert not sorts_are_shared(Plan(world_size=3, shards=whole))
+    assert not sorts_are_shared(Plan(world_size=1, shards=(Shard(0, 0, 0, 64),)))
 
 
 def test_each_table_is_sorted_by_one_rank_and_the_ranks_have_about_as_many_ids() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
@@ -57,7 +57,7 @@ def random_plan(seed: int, world_size: int) -> Plan:
             shards += [Shard(random.choice(ranks), table, column, width) for column in range(0, DIM, width)]
         plan = Plan(world_size=world_size, shards=tuple(sorted(shards)), replicated=replicated)
         if all(plan.of_rank(rank) for rank in range(world_size)):
-            plan.check(MODEL)
+            plan.check(MODEL.tables)
             return plan
 
 
@@ -78,7 +78,7 @@ def in_row_parts(plan: Plan, seed: int) -> Plan:
             if parts > 1:
                 shards[-1] = replace(shards[-1], rank=random.choice(ranks))
     split = replace(plan, shards=tuple(sorted(shards)))
-    split.check(MODEL)
+    split.check(MODEL.tables)
     return split
 
 
@@ -89,7 +89,7 @@ def shared_plan(world_size: int) -> Plan:
     shards = [Shard(rank, table, rank * DIM // 2, DIM // 2) for rank in range(2) for table in halves]
     shards += [Shard(2 + i % (world_size - 2), table, 0, DIM) for i, table in enumerate(alone)]
     plan = Plan(world_size=world_size, shards=tuple(sorted(shards)))
-    plan.check(MODEL)
+    plan.check(MODEL.tables)
     return plan
 
 
@@ -138,8 +138,9 @@ class World:
             memory, width = PeerMemory(ranks), (MODEL.num_features + 1) * DIM
             self.peers = PeerInputs(memory, memory.zeros(case.batch_size, width, dtype=case.dtype))
         self.ebc = StaticEBC(
-            MODEL,
-            OPTIMIZER,
+            MODEL.tables,
+            OPTIMIZER.tables,
+            torch.tensor([OPTIMIZER.learning_rate], device=ranks.device),
             case.plan,
             ranks,
             BatchShape(samples=case.batch_size, dtype=case.dtype, parts=case.parts),
@@ -332,7 +333,7 @@ def check_update(ranks: Ranks, world: World) -> None:
         world.pooled(batch, parameters).backward(grad.float())
         adagrad.step()
     held = set()
-    for part in world.ebc.tables():
+    for part in world.ebc.table_shards():
         shard, parameter = part.shard, parameters[part.shard.table]
         assert shard.rank == ranks.rank
         block = slice(shard.row_part, None, shard.row_parts), slice(shard.column, shard.column + shard.columns)

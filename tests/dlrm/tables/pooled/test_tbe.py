@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
@@ -26,7 +26,7 @@ def make(
     generator = torch.Generator().manual_seed(tables)
     rows, hot = tuple(ROWS[:tables]), tuple(HOT[:tables])
     shape = TBEShape(rows=rows, hot=hot, columns=COLUMNS, samples=samples, dtype=dtype, parts=parts)
-    tbe = FixedTBE(shape, OPTIMIZER, device, sorted_updates=True)
+    tbe = FixedTBE(shape, OPTIMIZER.tables, OPTIMIZER.learning_rate, device, sorted_updates=True)
     tbe.weights.copy_(torch.randn(tbe.weights.shape, generator=generator))
     ids = [
         torch.randint(rows, (samples, hot), generator=generator, dtype=torch.int32)
@@ -81,7 +81,7 @@ def test_lookup_equals_embedding_bag(tables: int, device: torch.device) -> None:
 def test_without_fbgemm_the_state_of_a_row_lies_after_its_weights(device: torch.device) -> None:
     rows = ROWS[:3]
     shape = TBEShape(rows=tuple(rows), hot=tuple(HOT[:3]), columns=COLUMNS, samples=5, dtype=torch.float32)
-    tbe = FixedTBE(shape, OPTIMIZER, device, sorted_updates=True, fbgemm=False)
+    tbe = FixedTBE(shape, OPTIMIZER.tables, OPTIMIZER.learning_rate, device, sorted_updates=True, fbgemm=False)
     assert tbe.weights.shape == tbe.state.shape == (sum(rows), COLUMNS)
     assert tbe.weights[1].data_ptr() - tbe.weights.data_ptr() == 2 * 4 * COLUMNS
     assert tbe.state.data_ptr() - tbe.weights.data_ptr() == 4 * COLUMNS

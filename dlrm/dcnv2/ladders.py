@@ -1,16 +1,7 @@
-"""The built-in ladders: each rung's flags of launch/dlrm.py, and what it takes away from the rung before it."""
+"""The built-in ladders of DLRM-DCNv2: each rung's flags of launch/dlrm.py, and what it takes away
+from the rung before it."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """One variant: its name, the flags of launch/dlrm.py that make it, and what it changes, in a sentence."""
-
-    name: str
-    flags: tuple[str, ...]
-    note: str = ""
-
+from dlrm_bench.dlrm.benchmark import Rung
 
 _FP32, _TF32, _BF16 = (("--precision", precision) for precision in ("fp32", "tf32", "bf16"))
 _STOCK = "TrainPipelineSparseDist as the MLPerf reference runs it."
@@ -171,10 +162,3 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
 }
 """Ladders by name, first rung first. A rung changes one thing of the rung before it where the order allows; in `same`,
 nothing (A/A). `same-pipelines` has three such pairs, so that rounds of all three see the same machine."""
-
-
-def built_in_ladder(name: str) -> tuple[Rung, ...]:
-    """The rungs of a built-in ladder; ValueError names the known ladders."""
-    if name not in LADDERS:
-        raise ValueError(f"--rungs {name!r} is unknown: choose one of {', '.join(LADDERS)}")
-    return LADDERS[name]

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from dlrm_bench.bench.ladder.rungs import LADDERS, Rung, built_in_ladder
+from dlrm_bench.dlrm.benchmark import Rung
+from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.launch.dlrm import parse
 
 
@@ -25,7 +26,7 @@ AFTER_ALL = ("one-launch-thread", "graph-dists")
 
 @pytest.mark.parametrize("name", LADDERS)
 def test_every_rung_is_a_valid_configuration(name: str) -> None:
-    rungs = built_in_ladder(name)
+    rungs = LADDERS[name]
     assert len({rung.name for rung in rungs}) == len(rungs)
     configs = [parse(["--preset", "launch-bound", "--data.path", "data", *rung.flags]) for rung in rungs]
     assert len(set(configs)) == (len(rungs) // 2 if name.startswith("same") else len(rungs))
@@ -45,7 +46,7 @@ def test_every_rung_is_a_valid_configuration(name: str) -> None:
     ],
 )
 def test_the_five_stages_gain_one_switch_a_rung(name: str, order: list[str]) -> None:
-    rungs = [r for r in built_in_ladder(name) if "five-stage" in r.flags and r.name not in AFTER_ALL]
+    rungs = [r for r in LADDERS[name] if "five-stage" in r.flags and r.name not in AFTER_ALL]
     assert pairs(rungs[0]) == {("--pipeline", "five-stage"), ("--no-row-wise",), ("--precision", "tf32")}
     added = [pairs(b) - pairs(a) for a, b in pairwise(rungs)]
     assert [[pair[0] for pair in more] for more in added] == [[flag] for flag in order]
@@ -76,8 +77,3 @@ def test_the_full_ladder_ends_in_everything() -> None:
         ("--precision", "bf16"),
     }
     assert pairs(LADDERS["full"][-1]) == last
-
-
-def test_unknown_ladders() -> None:
-    with pytest.raises(ValueError, match="--rungs 'fast' is unknown: choose one of stock"):
-        built_in_ladder("fast")

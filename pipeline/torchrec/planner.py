@@ -4,32 +4,33 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+import torchrec.optim
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.optim import RowWiseAdagrad
 
-from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.config import OptimizerOptions
+from dlrm_bench.dlrm.optimizers import SGD, Adagrad
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
+from dlrm_bench.dlrm.tables.tables import Tables
 
 
-def table_configs(model: ModelConfig, prefix: str = "") -> list[EmbeddingBagConfig]:
+def table_configs(tables: Tables, prefix: str = "") -> list[EmbeddingBagConfig]:
     """The tables, each called by `prefix` and the name of its one feature."""
     return [
-        EmbeddingBagConfig(
-            name=prefix + name, embedding_dim=model.embedding_dim, num_embeddings=rows, feature_names=[name]
-        )
-        for name, rows in zip(model.feature_names, model.rows, strict=True)
+        EmbeddingBagConfig(name=prefix + name, embedding_dim=tables.columns, num_embeddings=rows, feature_names=[name])
+        for name, rows in zip(tables.names, tables.rows, strict=True)
     ]
 
 
-def table_optimizer(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class and arguments of the tables' optimizer, whose state the planner counts."""
-    if config.embedding == "sgd":
-        return torch.optim.SGD, {"lr": config.learning_rate}
-    kind = torch.optim.Adagrad if config.embedding == "adagrad" else RowWiseAdagrad
-    return kind, {"lr": config.learning_rate, "eps": config.eps}
+def table_optimizer(config: OptimizerOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Returns class and arguments of the tables' optimizer, whose state the planner counts."""
+    optimizer, rate = config.tables, {"lr": config.learning_rate}
+    if isinstance(optimizer, SGD):
+        return torch.optim.SGD, rate
+    kind = torch.optim.Adagrad if isinstance(optimizer, Adagrad) else torchrec.optim.RowWiseAdagrad
+    return kind, {**rate, "eps": optimizer.eps}
 
 
 def sharding_planner(

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 from dlrm_bench.bench.config import MLPerfConfig
-from dlrm_bench.bench.mlperf.division import MLPERF_EVAL_SAMPLES, MLPERF_TRAIN_SAMPLES, division_of
+from dlrm_bench.bench.mlperf.division import division_of
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.check import MLPERF_DAY_SAMPLES
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_TARGET_AUC
+from dlrm_bench.dlrm.dcnv2.ruleset import EVAL_SAMPLES, TRAIN_SAMPLES
 
 
 @dataclass
 class Samples:
     """A data set, as far as the division asks."""
 
-    train_samples: int = MLPERF_TRAIN_SAMPLES
-    eval_samples: int = MLPERF_EVAL_SAMPLES
+    train_samples: int = TRAIN_SAMPLES
+    eval_samples: int = EVAL_SAMPLES
     best_auc: float | None = None
 
 
@@ -29,8 +30,8 @@ CLOSED = replace(DEFAULT, data=FILES, min_time=None, target_auc=MLPERF_TARGET_AU
 
 
 def test_the_samples_are_those_of_the_days() -> None:
-    assert sum(MLPERF_DAY_SAMPLES[:-1]) == MLPERF_TRAIN_SAMPLES
-    assert (MLPERF_DAY_SAMPLES[-1] + 1) // 2 == MLPERF_EVAL_SAMPLES
+    assert sum(MLPERF_DAY_SAMPLES[:-1]) == TRAIN_SAMPLES
+    assert (MLPERF_DAY_SAMPLES[-1] + 1) // 2 == EVAL_SAMPLES
 
 
 def test_a_run_by_the_rules_is_closed_where_it_asks_for_it() -> None:

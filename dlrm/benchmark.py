@@ -1,0 +1,147 @@
+"""A benchmark as a value: everything that the harness asks of a model, one object beside that model.
+
+The training loop, the clock, the log, ladders, limits and reports know this type and no model. What it holds here needs
+no torch, so that records are read, compared and reported without; `parts` imports what trains.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dlrm_bench.dlrm.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch
+
+
+class Piece(NamedTuple):
+    """Work of one iteration on one rank; amounts are FLOP and bytes."""
+
+    name: str
+    stage: str
+    """One of kernels.stages.STAGES, or several in words."""
+    flop: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+    """Bytes that leave the rank for other GPUs of its node."""
+    pcie: float = 0.0
+    waits: bool = False
+    """Whether the next piece that waits cannot begin before this one has ended: such pieces are a chain, whose times
+    add up."""
+
+
+class Work(Protocol):
+    """What an iteration has to compute and move, from its configuration alone."""
+
+    def dense_weights(self, config: TrainingConfig) -> int:
+        """Returns the number of weights and biases of the dense network."""
+        ...
+
+    def products(self, config: TrainingConfig, samples: int) -> dict[str, tuple[int, int, int]]:
+        """Returns (M, N, K) of every matrix product of an iteration on `samples` samples, by name."""
+        ...
+
+    def flop_per_sample(self, config: TrainingConfig) -> float:
+        """Returns the floating-point operations that training on a sample needs, table lookups left out."""
+        ...
+
+    def pieces(self, config: TrainingConfig, world_size: int, cache_bytes: float) -> list[Piece]:
+        """Returns the pieces of an iteration on one rank that has its share of everything. cache_bytes: what the GPU's
+        cache holds from one use to the next."""
+        ...
+
+
+class Ruleset(Protocol):
+    """MLPerf's rules for a benchmark: what its log says, and what the closed division fixes."""
+
+    @property
+    def version(self) -> str:
+        """The ruleset of mlperf_logging's checkers that judges its logs."""
+        ...
+
+    def hyperparameters(
+        self, config: TrainingConfig, global_batch_size: int, train_samples: int, eval_samples: int
+    ) -> list[tuple[str, Any]]:
+        """Returns the keys and values to log before init_stop, in their order."""
+        ...
+
+    def obstacles(self, config: TrainingConfig, run: Mapping[str, Any], data: "Dataset") -> Iterator[str]:
+        """Yields in words what keeps a run out of the closed division. run: the other fields of its configuration."""
+        ...
+
+
+class Parts(Protocol):
+    """What trains a benchmark; importing it imports torch."""
+
+    def open_data(self, config: TrainingConfig) -> "Dataset":
+        """Opens and checks the data; ValueError names the file or flag that is wrong."""
+        ...
+
+    def batch_bytes(self, config: TrainingConfig) -> int:
+        """Returns the bytes of a rank's batch in host memory."""
+        ...
+
+    def empty_batch(self, config: TrainingConfig, pin: bool) -> "HostBatch":
+        """Returns a batch of uninitialised host memory. pin: page-locked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One variant of a ladder: its name, the flags of launch/dlrm.py that make it, and what it changes, in a
+    sentence."""
+
+    name: str
+    flags: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A named complete configuration."""
+
+    training: TrainingConfig
+    text: str
+    """What it is for, in a sentence."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of bench.config.RunConfig that differ from their defaults."""
+    division: str = "open"
+    """The MLPerf division that its runs ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One benchmark."""
+
+    name: str
+    """Its name in records, and in MLPerf's logs where it is one of MLPerf's."""
+    title: str
+    """Its name in pages and tables."""
+    presets: Mapping[str, Preset]
+    ladders: Mapping[str, tuple[Rung, ...]]
+    """Built-in ladders by name, the first rung first."""
+    pipelines: tuple[str, ...]
+    """Names of the pipelines that train it, as --pipeline takes them."""
+    ruleset: Ruleset | None
+    """None where MLPerf has no rules for it."""
+    work: Work | None
+    """None where nobody has counted its work."""
+    parts: Callable[[], Parts]
+    """Imports what trains it."""
+
+    def restored(self, config: Mapping[str, Any]) -> TrainingConfig:
+        """Returns the training configuration of a record's config. What this version does not know is left out."""
+        default = next(iter(self.presets.values())).training
+        options = {
+            name: _restored(type(getattr(default, name)), config.get(name, {}))
+            for name in ("model", "data", "optimizer")
+        }
+        known = {name: config[name] for name in ("local_batch_size", "precision", "seed") if name in config}
+        return TrainingConfig(**options, **known)
+
+
+def _restored(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Returns a dataclass from a record's values; lists become tuples."""
+    known = kind.__dataclass_fields__
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
+    return kind(**given)

@@ -1,0 +1,41 @@
+"""All benchmarks, by their names and by the names of their presets."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dlrm_bench.dlrm.benchmark import Benchmark, Preset
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dcnv2.benchmark import DCNV2
+
+BENCHMARKS: tuple[Benchmark, ...] = (DCNV2,)
+
+PRESETS: Mapping[str, tuple[Benchmark, Preset]] = {
+    name: (benchmark, preset) for benchmark in BENCHMARKS for name, preset in benchmark.presets.items()
+}
+"""Every preset with its benchmark, by its name."""
+
+
+def preset_of(name: str) -> tuple[Benchmark, Preset]:
+    """Returns a preset and its benchmark; ValueError names the known presets."""
+    if name not in PRESETS:
+        raise ValueError(f"--preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def benchmark_of(config: Mapping[str, Any]) -> Benchmark | None:
+    """Returns the benchmark of a record's config; None where this version knows none of that name, as of timings that
+    another program took."""
+    return next((benchmark for benchmark in BENCHMARKS if benchmark.name == config.get("benchmark")), None)
+
+
+def named(name: str) -> Benchmark:
+    """Returns the benchmark of this name; ValueError names the known ones."""
+    for benchmark in BENCHMARKS:
+        if benchmark.name == name:
+            return benchmark
+    raise ValueError(f"no benchmark is called {name!r}: known are {', '.join(b.name for b in BENCHMARKS)}")
+
+
+def restored(config: Mapping[str, Any]) -> TrainingConfig:
+    """Returns the training configuration of a record's config; ValueError where its benchmark is unknown."""
+    return named(str(config.get("benchmark"))).restored(config)

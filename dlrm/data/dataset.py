@@ -1,0 +1,35 @@
+"""Which samples each rank reads, in which order: what every benchmark's data offers the training loop."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class HostBatch(Protocol):
+    """One rank's samples of one iteration, in host memory."""
+
+    num_valid: int
+    """The first num_valid samples are real; the others pad the last evaluation batch."""
+
+
+class Dataset(Protocol):
+    """A source of batches. Global batch i holds samples [i * GBS, (i + 1) * GBS) with GBS = world_size * B; rank r
+    reads [i * GBS + r * B, i * GBS + (r + 1) * B).
+
+    Batches come as a Sequence where each can be read on its own, by any thread, else as an iterator.
+    """
+
+    train_samples: int | None
+    """Samples of one epoch; None without end."""
+    eval_samples: int
+    """Samples of one evaluation."""
+    best_auc: float | None
+    """The AUC of the true probabilities on the evaluation samples, where a generator knows it."""
+
+    def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Any]:
+        """One epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
+        ...
+
+    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Any]:
+        """One evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
+        samples are real, possibly none, and the others have id 0, dense 0 and label 0."""
+        ...

@@ -1,0 +1,25 @@
+"""DLRM-DCNv2, the recommender of MLPerf Training v3.0 to v6.0, as a benchmark."""
+
+from importlib import import_module
+from typing import cast
+
+from dlrm_bench.dlrm.benchmark import Benchmark, Parts
+from dlrm_bench.dlrm.dcnv2 import ruleset, work
+from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
+from dlrm_bench.dlrm.dcnv2.presets import PRESETS
+
+
+def _parts() -> Parts:
+    return cast(Parts, import_module("dlrm_bench.dlrm.dcnv2.parts"))
+
+
+DCNV2 = Benchmark(
+    name="dlrm_dcnv2",
+    title="DLRM-DCNv2",
+    presets=PRESETS,
+    ladders=LADDERS,
+    pipelines=("torchrec", "five-stage", "static"),
+    ruleset=ruleset,
+    work=work,
+    parts=_parts,
+)

@@ -1,0 +1,26 @@
+"""What trains DLRM-DCNv2; see benchmark.Parts."""
+
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.dcnv2 import work
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
+
+
+def open_data(config: TrainingConfig) -> Dataset:
+    """Opens and checks the data; ValueError names the file or flag that is wrong."""
+    assert isinstance(config.data, DataConfig)
+    assert isinstance(config.model, ModelConfig)
+    return open_dataset(config.data, config.model, config.seed)
+
+
+def batch_bytes(config: TrainingConfig) -> int:
+    """Returns the bytes of a rank's batch: ids, dense features and labels of four bytes each."""
+    return work.batch_bytes(config)
+
+
+def empty_batch(config: TrainingConfig, pin: bool) -> Batch:
+    """Returns a batch of uninitialised host memory. pin: page-locked."""
+    assert isinstance(config.model, ModelConfig)
+    return Batch.empty(config.local_batch_size, config.model, pin)

@@ -1,0 +1,77 @@
+"""MLPerf's rules for DLRM-DCNv2, a benchmark of the rounds v3.0 to v6.0; see benchmark.Ruleset.
+
+Keys, values and their order follow the reference (mlcommons/training, recommendation_v2/torchrec_dlrm).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
+
+version = "6.0.0"
+"""The newest ruleset that knows this benchmark; the checkers' own default does not, and passes or crashes."""
+
+# Samples of days 0 to 22 and of the first half of day 23 (training_rules.adoc; ruleset 6.0.0 checks the latter).
+TRAIN_SAMPLES = 4195197692
+EVAL_SAMPLES = 89137319
+EVALUATIONS = 20
+EPS = 1e-8
+
+
+def hyperparameters(
+    config: TrainingConfig, global_batch_size: int, train_samples: int, eval_samples: int
+) -> list[tuple[str, Any]]:
+    """Returns the keys and values that the closed division fixes or asks to know."""
+    from mlperf_logging.mllog import constants  # not installed where records are only read
+
+    optimizer = config.optimizer
+    assert isinstance(optimizer, OptimizerConfig)
+    return [
+        (constants.SEED, config.seed),
+        (constants.GLOBAL_BATCH_SIZE, global_batch_size),
+        (constants.OPT_NAME, _optimizer_name(optimizer)),
+        (constants.OPT_BASE_LR, optimizer.learning_rate),
+        (constants.OPT_ADAGRAD_LR_DECAY, 0),
+        (constants.OPT_WEIGHT_DECAY, 0),
+        (constants.OPT_ADAGRAD_INITIAL_ACCUMULATOR_VALUE, 0),
+        (constants.OPT_ADAGRAD_EPSILON, optimizer.eps),
+        (constants.OPT_LR_WARMUP_STEPS, 0),
+        (constants.OPT_LR_DECAY_START_STEP, 0),
+        (constants.OPT_LR_DECAY_STEPS, 0),
+        (constants.GRADIENT_ACCUMULATION_STEPS, 1),
+        (constants.TRAIN_SAMPLES, train_samples),
+        (constants.EVAL_SAMPLES, eval_samples),
+    ]
+
+
+def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> Iterator[str]:
+    """Yields what keeps a run out of the closed division, where only global batch size and learning rate are free
+    (training_rules.adoc, Hyperparameters)."""
+    options, optimizer = config.data, config.optimizer
+    assert isinstance(options, DataConfig)
+    assert isinstance(optimizer, OptimizerConfig)
+    if options.source == "random":
+        yield "the data are random"
+    elif data.best_auc is not None:
+        yield "a generator made the data"
+    elif (data.train_samples, data.eval_samples) != (TRAIN_SAMPLES, EVAL_SAMPLES):
+        yield (
+            f"the data have {data.train_samples} training and {data.eval_samples} evaluation samples, MLPerf's "
+            f"{TRAIN_SAMPLES} and {EVAL_SAMPLES}"
+        )
+    if config.model != MLPERF_MODEL:
+        yield "the model is not MLPerf's"
+    if run["target_auc"] != MLPERF_TARGET_AUC:
+        yield f"--target-auc is {run['target_auc']}, MLPerf's {MLPERF_TARGET_AUC}"
+    if run["evaluations_per_epoch"] != EVALUATIONS:
+        yield f"--evaluations-per-epoch is {run['evaluations_per_epoch']}, MLPerf's {EVALUATIONS}"
+    if (optimizer.embedding, optimizer.eps) != ("adagrad", EPS):
+        yield "the optimizer is not MLPerf's Adagrad"
+
+
+def _optimizer_name(optimizer: OptimizerConfig) -> str:
+    """Returns `adagrad`, the only one that the closed division knows, or both where tables have another optimizer."""
+    return "adagrad" if optimizer.embedding == "adagrad" else f"{optimizer.embedding} for tables, adagrad"

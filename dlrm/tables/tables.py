@@ -1,0 +1,34 @@
+"""The embedding tables of a model, as sharding, exchanges, lookups and updates need to know them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Tables of one width, each with one feature of a fixed number of ids a sample."""
+
+    names: tuple[str, ...]
+    """Name of each table's feature: the keys of a KJT, in table order."""
+    rows: tuple[int, ...]
+    """Rows of each table."""
+    columns: int
+    """Columns of every table."""
+    hot: tuple[int, ...]
+    """Number of ids that a sample names in each table (multi-hot size)."""
+    scale: float = 1.0
+    """Factor by which --model.table-scale has shrunk the rows, for errors that advise another one."""
+
+    @property
+    def count(self) -> int:
+        """Number of tables."""
+        return len(self.rows)
+
+    @property
+    def ids_per_sample(self) -> int:
+        """Number of ids that a sample names in all tables."""
+        return sum(self.hot)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tables in fp32, without optimizer state."""
+        return sum(self.rows) * self.columns * 4
