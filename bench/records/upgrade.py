@@ -18,6 +18,8 @@ _BEFORE: dict[str, dict[str, Any]] = {
     "data": {"random_ids": "uniform"},
 }
 """What runs did whose records are older than the field."""
+_REMOVED = {"data": ("variable_lengths",)}
+"""Fields of former versions, which had one value in all records."""
 _SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
 """What schema 1 called TorchRec's default schedule."""
 
@@ -29,12 +31,18 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     for block, before in _BEFORE.items():
         if block in rest:
             rest[block] = before | rest[block]
+    for block, removed in _REMOVED.items():
+        if block in rest:
+            rest[block] = {name: value for name, value in rest[block].items() if name not in removed}
     if "model" in rest:
         rest.setdefault("benchmark", "dlrm_dcnv2")  # for years the only one
     if "iterations" in rest:
         rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
         rest.setdefault("max_time", None)
-    return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}
+    known = defaults(options["name"])
+    if known:  # an option that was removed had one value in all records
+        options = {name: value for name, value in options.items() if name in known or name == "name"}
+    return rest | {"pipeline": {"name": options["name"], **known, **options}}
 
 
 def defaults(pipeline: str) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_the_target_is_reached_and_recorded(data, reached):
 
 def test_the_log_passes_the_checker(reached):
     folder, _, _ = reached
-    verdict = check_compliance(folder / "results" / "x" / LOG_NAME)
+    verdict = check_compliance(folder / "results" / "x" / LOG_NAME, "6.0.0")
     assert verdict.passed, verdict.output
     assert values(folder, "global_batch_size") == [GBS]
     assert values(folder, "train_samples") == [TRAIN_SAMPLES]
@@ -141,7 +141,7 @@ def test_a_missed_target(data, tmp_path):
     assert ended.statuses == [3, 3]
     assert "missed" in ended.outputs[0]
     assert [end["status"] for end in metadata(tmp_path, "run_stop")] == ["aborted"]
-    assert not check_compliance(tmp_path / "results" / "x" / LOG_NAME).passed
+    assert not check_compliance(tmp_path / "results" / "x" / LOG_NAME, "6.0.0").passed
     record = read_record(tmp_path / "results" / "x")
     training = record.run["training"]
     assert training is not None
@@ -173,7 +173,7 @@ def test_a_run_without_a_target_does_not_look_failed(data, tmp_path):
     assert training is not None
     assert training["status"] == "no_target"
     assert read_side(log).warnings == []
-    verdict = check_compliance(log)
+    verdict = check_compliance(log, "6.0.0")
     assert not verdict.passed
     assert "eval_accuracy" in verdict.output
 

@@ -4,6 +4,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from dlrm_bench.bench.config import MLPerfConfig
 from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.dcnv2 import ruleset
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig, TableOptimizerName
 
 TRAIN_SAMPLES = 4195197692
@@ -31,14 +34,9 @@ INIT_KEYS = [
 def log_init(log: MLPerfLog, config: MLPerfConfig, batch: int = 55296) -> None:
     log.cache_clear(True)
     log.init_start()
-    log.submission(config, platform="8 x NVIDIA H200")
-    log.hyperparameters(
-        seed=7,
-        global_batch_size=batch,
-        optimizer=OptimizerConfig(),
-        train_samples=TRAIN_SAMPLES,
-        eval_samples=EVAL_SAMPLES,
-    )
+    log.submission("dlrm_dcnv2", config, platform="8 x NVIDIA H200")
+    config_of_run = replace(preset("mlperf-dcnv2"), seed=7)
+    log.hyperparameters(ruleset.hyperparameters(config_of_run, batch, TRAIN_SAMPLES, EVAL_SAMPLES))
     log.init_stop()
 
 
@@ -79,13 +77,8 @@ def keys(path: Path) -> list[str]:
 )
 def test_optimizers_are_named(tmp_path: Path, embedding: TableOptimizerName, name: str) -> None:
     log = MLPerfLog(tmp_path / "log")
-    log.hyperparameters(
-        seed=7,
-        global_batch_size=1,
-        optimizer=OptimizerConfig(embedding=embedding),
-        train_samples=TRAIN_SAMPLES,
-        eval_samples=EVAL_SAMPLES,
-    )
+    config = replace(preset("mlperf-dcnv2"), optimizer=OptimizerConfig(embedding=embedding))
+    log.hyperparameters(ruleset.hyperparameters(config, 1, TRAIN_SAMPLES, EVAL_SAMPLES))
     assert [event["value"] for event in events(tmp_path / "log") if event["key"] == "opt_name"] == [name]
 
 
@@ -100,7 +93,7 @@ def test_open_division_run_passes_the_checker(tmp_path: Path) -> None:
     log.close("success", 1.0)
     assert keys(path) == [*INIT_KEYS, *["eval_start", "eval_accuracy", "eval_stop"] * 2, "run_stop", "epoch_stop"]
     assert next(e["value"] for e in events(path) if e["key"] == "submission_platform") == "two cores"
-    verdict = check_compliance(path)
+    verdict = check_compliance(path, "6.0.0")
     assert verdict.passed, verdict.output
 
 
@@ -110,7 +103,7 @@ def test_closed_division_run_passes_the_checker(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path / "cwd")
     path = Path("../logs/result_0.txt")
     log_closed_run(path)
-    verdict = check_compliance(path)
+    verdict = check_compliance(path, "6.0.0")
     assert verdict.passed, verdict.output
     assert keys(path).count("eval_accuracy") == 15
     assert not list((tmp_path / "cwd").iterdir())
@@ -119,7 +112,7 @@ def test_closed_division_run_passes_the_checker(tmp_path: Path, monkeypatch: pyt
 
 def test_checker_trap_an_aborted_run_that_reached_the_target_fails(tmp_path: Path) -> None:
     log_closed_run(tmp_path / "log.txt", status="aborted")
-    verdict = check_compliance(tmp_path / "log.txt")
+    verdict = check_compliance(tmp_path / "log.txt", "6.0.0")
     assert not verdict.passed
     assert "INFO - SUCCESS" in verdict.output  # so says the checker, by itself
     assert "'aborted', not 'success'" in verdict.output
@@ -133,7 +126,7 @@ def test_aborted_closed_run_below_the_target_fails(tmp_path: Path) -> None:
     log.epoch_start()
     log_eval(log, 0.05, 0.79)
     log.close("aborted", 0.06)
-    verdict = check_compliance(path)
+    verdict = check_compliance(path, "6.0.0")
     assert not verdict.passed
     assert "Failed checks for eval_accuracy" in verdict.output
 
@@ -143,18 +136,18 @@ def test_checker_finds_a_missing_key(tmp_path: Path, key: str) -> None:
     path = tmp_path / "log.txt"
     log_closed_run(path)
     path.write_text("".join(line for line in path.read_text().splitlines(True) if f'"{key}"' not in line))
-    verdict = check_compliance(path)
+    verdict = check_compliance(path, "6.0.0")
     assert not verdict.passed
     assert f"EXACTLY_ONE occurrence of '{key}' but found 0" in verdict.output
 
 
 def test_checker_input_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"log\.txt is not a file"):
-        check_compliance(tmp_path / "log.txt")
+        check_compliance(tmp_path / "log.txt", "6.0.0")
     (tmp_path / "log.txt").touch()
     with pytest.raises(ValueError, match=r"refuses ruleset '2\.7\.1'"):
         check_compliance(tmp_path / "log.txt", ruleset="2.7.1")
-    assert not check_compliance(tmp_path / "log.txt").passed
+    assert not check_compliance(tmp_path / "log.txt", "6.0.0").passed
 
 
 def test_abort_within_an_evaluation_closes_it_with_its_own_epoch_num(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ OLD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"ebc": "static", "cuda_graph": "iteration", "overlap": True},
-        {"name": "static", "cuda_graph": "iteration", "overlap": True, "presort_ids": False, "plan": "balanced"},
+        {"name": "static", "cuda_graph": "iteration", "overlap": True, "presort_ids": False},
     ),
     (
         {"ebc": "static", "pipeline": "five-stage", "cuda_graph": "iteration", "cuda_graph_fallback": True},

@@ -7,13 +7,14 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from dlrm_bench.bench.mlperf.log import MLPerfLog
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, read_record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import families
 from dlrm_bench.bench.report.pictures import published, series_marks
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
-from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2 import ruleset
 from tests.bench.made_records import recorded_runs, write
 from tests.bench.report.test_families import ladder_of
 
@@ -37,7 +38,7 @@ def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
     folder = write(tmp_path / "trained", RUNS[0], training=outcome)  # 260 iterations
     log = MLPerfLog(folder / "result_0.txt")
     log.init_start()
-    log.hyperparameters(seed=0, global_batch_size=1, optimizer=OptimizerConfig(), train_samples=520, eval_samples=1)
+    log.hyperparameters(ruleset.hyperparameters(preset("smoke"), 1, 520, 1))
     log.init_stop()
     log.run_start()
     for epoch in (0.25, 0.5):
