@@ -171,7 +171,7 @@ def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
     A field that one of the two lacks is no reason.
     """
     ran, measured = run["machine"], limits["machine"]
-    config, data = run["config"], run["config"].get("data", {})
+    config = run["config"]
     found = []
     for name, of_run, of_floor in (
         ("precision", config["precision"], limits["config"].get("precision")),
