@@ -1,6 +1,6 @@
 // Matrices in eight bits, as they are and transposed, for Hopper (sm_90a); see fp8_copies.py.
 //
-// Of bf16 matrices [batch, width]: x, or with MASK x where mask > 0, and its column sums.
+// Of bf16 matrices [batch, width]: x, or with MASK x but for 0 where mask <= 0, and its column sums.
 //
 // A warp has a tile of 64 rows and 64 columns, a lane 16 rows and 8 columns of it: their bytes are 16 of each column,
 // in the order of hopper.cuh's transposed pieces, and no lane needs another's but for the sums.
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
         for (int j = 0; j < 4; ++j) {
           u32 pair = word(x[4 * quad + i], j);
           if (MASK) {
-            const u32 open = word(mask[4 * quad + i], j);
-            pair = (low(open) > 0 ? pair & 0xffffu : 0) | (high(open) > 0 ? pair & 0xffff0000u : 0);
+            const u32 out = word(mask[4 * quad + i], j);
+            pair = (low(out) <= 0 ? 0 : pair & 0xffffu) | (high(out) <= 0 ? 0 : pair & 0xffff0000u);
           }
           sums[2 * j] += low(pair), sums[2 * j + 1] += high(pair);
           pairs[i][j] = quantise<OUT_FORMAT>(pair, p.scale);

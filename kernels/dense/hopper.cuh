@@ -74,6 +74,13 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) 
       : R16(0), R16(16), R16(32), R16(48) \
       : "l"(a), "l"(b), "r"(accumulate))
 
+// What the compiler may otherwise move: reads and writes of an accumulator, past the instructions around products that
+// are under way, which write it later than the instruction says.
+__device__ __forceinline__ void keep_in_place(float (&acc)[64]) {
+#pragma unroll
+  for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
+}
+
 // d (or 0) + 64 rows of a times 128 columns of b, over the 32 bytes of a row of a that descriptors point to.
 template <Format A, bool B_ROWS_ARE_DEPTH>
 __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {

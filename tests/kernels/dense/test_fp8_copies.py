@@ -29,6 +29,18 @@ def test_relu_backward_is_that_in_bf16(place: str) -> None:
     torch.testing.assert_close(partials.sum(0), expected_partials.sum(0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_nan_is_open_and_stays(place: str) -> None:
+    g, out = torch.ones(16, 16, device=place).to(BF16), torch.ones(16, 16, device=place).to(BF16)
+    out[3, 5], out[4, 6], g[7, 8] = torch.nan, -1, torch.nan
+    got, partials = empty_part(16, 16, E5M2, 16.0, g.device), partials_of(g)
+    fp8_copies(g, got, out, partials)
+    expected = torch.ones(16, 16, device=place)
+    expected[4, 6], expected[7, 8] = 0, torch.nan
+    assert torch.equal(got.plain.float().nan_to_num(99), expected.nan_to_num(99))
+    assert partials.sum(0).isnan().nonzero().tolist() == [[8]]
+
+
 @needs_hopper
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES)
