@@ -18,8 +18,8 @@ def partial_rows(batch: int) -> int:
 
 
 def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
-    """dz = g, but 0 where out <= 0, as in PyTorch: NaN stays open. `partials` are partial column sums of dz, before it is rounded: the bias' gradient, once
-    `column_sums` has added them up.
+    """dz = g, but 0 where out <= 0, as in PyTorch: NaN stays open. `partials` are partial column sums of dz, before it
+    is rounded: the bias' gradient, once `column_sums` has added them up.
 
     g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may lie apart; dz may be g. partials:
     fp32 [partial_rows(batch), width], overwritten.

@@ -27,6 +27,7 @@ from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.tallies import Tallies
 from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.kernels.dense import fp8
 from dlrm_bench.pipeline.interface import check_device
@@ -102,7 +103,7 @@ class StaticPipeline:
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
         # Its flags are read at once, on all nodes.
-        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None)
+        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None, self.dense.tallies)
         parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
         self._iteration = Iteration(config, schedule, *parts)
         make_graphs = None
@@ -174,6 +175,10 @@ class StaticPipeline:
         for bucket in (*self.dense.cross.values(), *self.dense.top.values()):
             bucket.all_gather()
         yield from self._eval.run(batches)
+
+    def tallies(self) -> Tallies:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        return self.dense.tallies
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of all weights from the next step on, the same on all ranks. ValueError names a bad
