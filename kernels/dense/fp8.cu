@@ -18,7 +18,9 @@ struct Arguments {
   u16* out;
   u8 *quantised, *transposed;
   const u16* bias;
+  u64* tally;
   float scale, unscale;
+  u32 limit;
   int transposed_stride, batch, width, steps, column_tiles;
 };
 

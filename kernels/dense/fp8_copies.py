@@ -54,12 +54,15 @@ def cuda_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partial
     """What `fp8_copies` does, in one kernel."""
     batch, width = x.shape
     row_tiles, column_tiles = partial_rows(batch), cdiv(width, _TILE)
+    tally, limit = out.plain.tallied()
     arguments = _Arguments(
         x.data_ptr(),
         None if mask is None else mask.data_ptr(),
         *out.addresses(),
         None if partials is None else partials.data_ptr(),
+        tally,
         out.plain.scale,
+        limit,
         out.transposed.values.stride(0),
         batch,
         width,
@@ -78,7 +81,9 @@ class _Arguments(ctypes.Structure):
         ("quantised", ctypes.c_void_p),
         ("transposed", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
+        ("tally", ctypes.c_void_p),
         ("scale", ctypes.c_float),
+        ("limit", ctypes.c_uint),
         ("transposed_stride", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("width", ctypes.c_int),

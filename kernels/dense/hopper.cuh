@@ -186,6 +186,42 @@ __device__ __forceinline__ void store_row(u8* to, const u32 (&pairs)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
+// Numbers that eight bits do not hold. A bf16 number's magnitude is its bits but for the sign: in their order numbers
+// come first, those beyond `limit`, the largest that the format has, times its inverse scale, then Infinity and NaN.
+constexpr u32 MAGNITUDES = 0x7fff7fff, NOT_FINITE = 0x7f80;
+
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // by halves
+  u32 result;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ u32 largest_of(u32 largest, const uint4& pairs) {  // by halves, `largest` among them
+  return larger(largest, larger(larger(pairs.x & MAGNITUDES, pairs.y & MAGNITUDES),
+                                larger(pairs.z & MAGNITUDES, pairs.w & MAGNITUDES)));
+}
+
+__device__ __forceinline__ bool beyond(u32 largest, u32 limit) { return max(largest & 0xffff, largest >> 16) > limit; }
+
+struct Beyond {  // counts
+  u32 large = 0, not_finite = 0;
+
+  __device__ __forceinline__ void add(u32 magnitude, u32 limit) {
+    if (magnitude >= NOT_FINITE)
+      ++not_finite;
+    else if (magnitude > limit)
+      ++large;
+  }
+  __device__ __forceinline__ void add_pair(u32 pair, u32 limit) {
+    add(pair & 0x7fff, limit), add(pair >> 16 & 0x7fff, limit);
+  }
+  // tally: of a tensor, numbers that were too large and those that were not finite.
+  __device__ __forceinline__ void add_to(u64* tally) const {
+    if (large) atomicAdd(tally, u64(large));
+    if (not_finite) atomicAdd(tally + 1, u64(not_finite));
+  }
+};
+
 // What `transpose` has put together of 16 rows, into the transposed matrix, whose rows are `stride` bytes apart.
 __device__ __forceinline__ void store_columns(u8* to, int stride, int row, int column, const u32 (&columns)[8][4]) {
 #pragma unroll
@@ -200,10 +236,12 @@ __device__ __forceinline__ void store_columns(u8* to, int stride, int row, int c
 template <Format F, bool IN_BF16, class Arguments>
 __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
+  u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
     const int row = warp_row + i + lane / 8;
     const uint4 values = words_at(piece + row * 128 + ((lane ^ row) % 8 << 4));
+    if (F != BF16) largest = largest_of(largest, values);
     if (IN_BF16 && first_row + row < p.batch && column < p.width)
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + u64(first_row + row) * p.width + column),
                    "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
@@ -216,6 +254,19 @@ __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, in
                      "r"(left), "r"(right)
                      : "memory");
     }
+  }
+  if constexpr (F != BF16) {
+    if (!beyond(largest, p.limit)) return;
+    Beyond counts;
+#pragma unroll 1
+    for (int i = 0; i < 16; i += 4) {
+      const int row = warp_row + i + lane / 8;
+      if (first_row + row >= p.batch || column >= p.width) continue;
+      const uint4 values = words_at(piece + row * 128 + ((lane ^ row) % 8 << 4));
+      counts.add_pair(values.x, p.limit), counts.add_pair(values.y, p.limit);
+      counts.add_pair(values.z, p.limit), counts.add_pair(values.w, p.limit);
+    }
+    counts.add_to(p.tally);
   }
 }
 

@@ -215,6 +215,7 @@ class StaticPipeline:
                 [_describe_shard(s, names) for s in self._plan.of_rank(rank)] for rank in range(self._ranks.world_size)
             ],
             **self._describe_overflows(),
+            **self._describe_eight_bits(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
             "memory_gb": memory,
@@ -228,6 +229,16 @@ class StaticPipeline:
         overflows = [0] * self._ranks.world_size
         dist.all_gather_object(overflows, self._overflows)
         return {"batches_over_capacity": overflows}
+
+    def _describe_eight_bits(self) -> dict[str, Any]:
+        """How many numbers, evaluations' among them, were too large for eight bits and became the largest, by tensor;
+        of all ranks. Collective."""
+        if not self.dense.in_eight_bits:
+            return {}
+        counts = self.dense.tallies.counts.clone()
+        dist.all_reduce(counts)
+        large = zip(self.dense.tallies.names[1:], counts[1:, 0].tolist(), strict=True)
+        return {"too_large_for_eight_bits": {name: count for name, count in large if count}}
 
     def close(self) -> None:
         """Destroys the graphs."""

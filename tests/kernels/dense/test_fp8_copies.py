@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.dense import mlp
-from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2
+from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2, empty_pair
 from dlrm_bench.kernels.dense.fp8_copies import cuda_fp8_copies, fp8_copies, partial_rows, plain_fp8_copies
-from tests.kernels.dense.test_fp8 import BF16, empty_part, equal, needs_hopper, pair_of
+from tests.kernels.dense.test_fp8 import BF16, empty_part, equal, needs_hopper, pair_of, spoil
 
 # A part of one tile and many, with edges inside of one.
 SHAPES = [(16, 16), (64, 64), (48, 272), (528, 144), (3456, 1024)]
@@ -71,3 +71,16 @@ def test_refuses_what_the_kernel_does_not_take() -> None:
         fp8_copies(x[:16], out, x[:16])
     with pytest.raises(AssertionError, match="partial_rows"):
         fp8_copies(x[:16], out, x[:16], torch.empty(2, 32))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cuda_counts_as_plain(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, mask = spoil(torch.randn(*shape, device="cuda").to(BF16), torch.finfo(dtype).max / 4), torch.randn(*shape).cuda()
+    tallies = torch.zeros(2, 2, 2, dtype=torch.int64, device="cuda")
+    for copies, (plain, masked) in zip((cuda_fp8_copies, plain_fp8_copies), tallies, strict=True):
+        copies(x, empty_pair(*shape, dtype, 4.0, x.device, plain))
+        copies(x, empty_pair(*shape, dtype, 4.0, x.device, masked), mask.to(BF16), partials_of(x))
+    assert tallies[0].tolist() == tallies[1].tolist()
+    assert tallies[0, 0].tolist() == [5, 2]
