@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
         for (int j = 0; j < 4; ++j) {
           u32 pair = word(x[4 * quad + i], j);
           if (MASK) pair = masked(pair, word(mask[4 * quad + i], j));
-          largest = larger(largest, pair & MAGNITUDES);
+          largest = larger(largest, pair);
           sums[2 * j] += low(pair), sums[2 * j + 1] += high(pair);
           pairs[i][j] = quantise<OUT_FORMAT>(pair, p.scale);
         }

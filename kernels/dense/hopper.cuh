@@ -188,20 +188,28 @@ __device__ __forceinline__ void store_row(u8* to, const u32 (&pairs)[4]) {
 
 // Numbers that eight bits do not hold. A bf16 number's magnitude is its bits but for the sign: in their order numbers
 // come first, those beyond `limit`, the largest that the format has, times its inverse scale, then Infinity and NaN.
-constexpr u32 MAGNITUDES = 0x7fff7fff, NOT_FINITE = 0x7f80;
+constexpr u32 NOT_FINITE = 0x7f80;
 
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // by halves
+// By halves, the larger of `largest`, a magnitude, and that of the pair; NaN is the largest. One instruction.
+__device__ __forceinline__ u32 larger(u32 largest, u32 pair) {
   u32 result;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  asm("{\n"
+      ".reg .b32 magnitudes;\n"
+      "abs.bf16x2 magnitudes, %2;\n"
+      "max.NaN.bf16x2 %0, %1, magnitudes;\n"
+      "}\n"
+      : "=r"(result)
+      : "r"(largest), "r"(pair));
   return result;
 }
 
-__device__ __forceinline__ u32 largest_of(u32 largest, const uint4& pairs) {  // by halves, `largest` among them
-  return larger(largest, larger(larger(pairs.x & MAGNITUDES, pairs.y & MAGNITUDES),
-                                larger(pairs.z & MAGNITUDES, pairs.w & MAGNITUDES)));
+__device__ __forceinline__ u32 largest_of(u32 largest, const uint4& pairs) {
+  return larger(larger(larger(larger(largest, pairs.x), pairs.y), pairs.z), pairs.w);
 }
 
-__device__ __forceinline__ bool beyond(u32 largest, u32 limit) { return max(largest & 0xffff, largest >> 16) > limit; }
+__device__ __forceinline__ bool beyond(u32 largest, u32 limit) {
+  return max(largest & 0x7fff, largest >> 16 & 0x7fff) > limit;
+}
 
 struct Beyond {  // counts
   u32 large = 0, not_finite = 0;
