@@ -8,6 +8,7 @@ it is, and tells the next look.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +85,65 @@ def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
         _clear_gradients_kernel[grid](*watch, gradients, gradients.numel(), len(watch.stopped), turns, _BLOCK)
 
 
+class GradientTables:
+    """Where gradients lie, for one kernel over all of them; kept as long as they lie there."""
+
+    _KEPT = 4
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def of(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns address, int64, and elements, int32, of each block of at most _BLOCK; the host waits for the device
+        where it has not seen these addresses lately."""
+        key = tuple(gradient.data_ptr() for gradient in gradients)
+        if key not in self._of:
+            if len(self._of) == self._KEPT:
+                self._of.clear()
+            blocks = [
+                (gradient.data_ptr() + 4 * start, min(_BLOCK, gradient.numel() - start))
+                for gradient in gradients
+                for start in range(0, gradient.numel(), _BLOCK)
+            ]
+            addresses, counts = zip(*blocks, strict=True)
+            device = gradients[0].device
+            self._of[key] = (
+                torch.tensor(addresses, device=device),
+                torch.tensor(counts, dtype=torch.int32, device=device),
+            )
+        return self._of[key]
+
+
+def clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Sets all gradients to zero where a flag is raised, or where any of them, or the square of one, is not finite,
+    which `bad` then tells: all are used, or none.
+
+    gradients: fp32, contiguous, on one device. tables: the same for the same gradients, for speed.
+    """
+    assert all(gradient.is_contiguous() for gradient in gradients), "contiguous gradients"
+    assert all(gradient.dtype == torch.float32 for gradient in gradients), "fp32 gradients"
+    if gradients:
+        clear = triton_clear_together if gradients[0].is_cuda else plain_clear_together
+        clear(watch, gradients, tables)
+
+
+def plain_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """What `clear_together` does, in PyTorch."""
+    whole = torch.stack([(gradient * gradient).isfinite().all() for gradient in gradients]).all()
+    watch.bad.masked_fill_(~whole & ~watch.stopped.any(), 1)
+    for gradient in gradients:
+        gradient.masked_fill_(watch.stopped.any() | watch.bad.any(), 0)
+
+
+def triton_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """What `clear_together` does, in two kernels, of which the second ends at once where nothing is to be done."""
+    addresses, counts = tables.of(gradients)
+    for clears in (False, True):
+        _clear_together_kernel[(len(counts),)](
+            *watch, gradients[0], addresses, counts, len(watch.stopped), clears, _BLOCK
+        )
+
+
 @jit
 def is_stopped(stopped, flags: tl.constexpr):
     """For other kernels: whether any of so many flags is raised."""
@@ -140,6 +200,23 @@ def _raise_flag_kernel(
     for peer in tl.static_range(ranks):
         flags = tl.load(addresses + peer).to(own.dtype)
         tl.store(flags + rank, raised)
+
+
+@jit
+def _clear_together_kernel(
+    stopped, bad, like, addresses, counts, flags: tl.constexpr, clears: tl.constexpr, block: tl.constexpr
+) -> None:
+    stops = is_stopped(stopped, flags)
+    at = tl.arange(0, block)
+    gradient = tl.load(addresses + tl.program_id(0)).to(like.dtype) + at
+    mask = at < tl.load(counts + tl.program_id(0))
+    if clears:
+        if stops | (tl.load(bad) != 0):
+            tl.store(gradient, tl.zeros([block], tl.float32), mask)
+    else:
+        g = tl.load(gradient, mask, other=0.0)
+        whole = g * g < float("inf")  # false for NaN too
+        tl.store(bad + at * 0, tl.full([block], 1, tl.int64), mask & (whole == 0) & (stops == 0))
 
 
 @jit

@@ -112,7 +112,7 @@ class LossHistory:
         bad = (~losses.isfinite()).nonzero()
         if len(bad):
             at = int(bad[0])
-            partly = GRADIENTS in counts and counts[GRADIENTS][1] > 0
+            partly = any(counts[name][1] for name in counts if name.endswith(GRADIENTS))
             raise NonFiniteError.of_loss(self._before + first + at + 1, losses[at].item(), self._values, partly)
         if names := [name for name, (_, not_finite) in counts.items() if not_finite]:
             first, last = self._before + first + 1, self._before + len(self._values)

@@ -123,7 +123,7 @@ class TorchRecPipeline(ABC):
 
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""
-        return self._guard.tallies()
+        return self._guard.tallies
 
     def state_dict(self) -> ModelState:
         """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""

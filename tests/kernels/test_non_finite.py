@@ -13,10 +13,13 @@ from dlrm_bench.kernels.dense.flat_adagrad import plain_flat_adagrad, triton_fla
 from dlrm_bench.kernels.dense.sharded_adagrad import cuda_sharded_adagrad, plain_sharded_adagrad, triton_sharded_adagrad
 from dlrm_bench.kernels.embedding.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, triton_sorted_adagrad
 from dlrm_bench.kernels.non_finite import (
+    GradientTables,
     Watch,
     plain_clear_gradients,
+    plain_clear_together,
     plain_raise_flag,
     triton_clear_gradients,
+    triton_clear_together,
     triton_raise_flag,
 )
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -79,6 +82,30 @@ def test_gradients_are_cleared_where_a_flag_is_raised_or_they_are_not_finite(
     clear(Watch(stopped + 1, bad), gradients)
     assert not gradients.any()
     assert bad == 0
+
+
+@pytest.mark.parametrize("clear", twins(plain_clear_together, triton_clear_together))
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 1e20, None])
+def test_gradients_are_cleared_together(clear: Callable[..., None], bad: float | None) -> None:
+    """1e20: its square is not finite."""
+    memory, tables = torch.rand(30_000, device=DEVICE), GradientTables()
+    gradients = [memory[:1].view(1, 1), memory[1:20_001].view(100, 200), memory[25_000:25_013]]
+    expected, watch = memory.clone(), watch_of()
+    if bad is not None:
+        memory[20_000] = bad  # the last of the second
+        for part in (expected[:20_001], expected[25_000:25_013]):
+            part.zero_()
+    for _ in range(2):
+        clear(watch, gradients, tables)
+        assert torch.equal(memory, expected)
+        assert watch.bad == (bad is not None)
+    watch.bad.zero_()
+    watch.stopped[1] = 1
+    memory[:20_001] = torch.nan
+    clear(watch, gradients, tables)
+    assert not memory[:20_001].any()
+    assert not memory[25_000:25_013].any()
+    assert watch.bad == 0
 
 
 UPDATES: dict[str, tuple[Callable[..., None], ...]] = {
