@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.measure.losses import NonFiniteLossError
+from dlrm_bench.bench.measure.losses import NonFiniteError
 from dlrm_bench.bench.measure.provenance import provenance
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOG_NAME = "result_0.txt"
 
 
-def keep_figures(this: "Run", error: NonFiniteLossError) -> str:
+def keep_figures(this: "Run", error: NonFiniteError) -> str:
     """Keeps what a run has measured that cannot go on; returns where. Collective."""
     this.clock.pause()
     iterations_ms = this.clock.gather_ms()
@@ -38,8 +38,8 @@ def keep_figures(this: "Run", error: NonFiniteLossError) -> str:
         write_iterations(folder, iterations_ms, error.known, this.losses_before)
 
     kept = f"losses and latencies so far are in {_write_somewhere(this, write) / ITERATIONS_NPZ}"
-    good = error.iteration - 1
-    if this.checkpoints.saves and good > this.first:
+    good = error.whole
+    if this.checkpoints.saves and good is not None and good > this.first:
         try:
             this.save(good, error.known[: good - this.first])
             this.checkpoints.wait()

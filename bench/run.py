@@ -21,7 +21,7 @@ from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.division import division_of
-from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteLossError
+from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteError
 from dlrm_bench.bench.measure.machine import describe_machine, platform_name, short_name
 from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, RunStatus
 from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
@@ -270,7 +270,7 @@ def run(
             pipeline=profiling or pipeline,
             log=log,
             clock=IterationClock(ranks.device),
-            losses=LossHistory(ranks.device, config.loss_interval, resumed.first if resumed else 0),
+            losses=LossHistory(ranks.device, config.loss_interval, resumed.first if resumed else 0, pipeline.tallies),
             bar=StillBar(
                 schedule.iterations, "training (drawn at evaluations only)", stderr_console(), ranks.rank == 0
             ),
@@ -291,13 +291,19 @@ def run(
                 with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor, stall:
                     this.train()
                 losses = this.losses.finish()
-            except NonFiniteLossError as error:
+            except NonFiniteError as error:
                 raise ValueError(f"{error}; {keep_figures(this, error)}") from None
         telemetry = monitor.gather()
         if telemetry.get("clock_jump_s"):
             text = (
                 f"the wall clock jumped by {telemetry['clock_jump_s']} s during the run: times in the log are off by it"
             )
+            log.note(text)
+            if ranks.rank == 0:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+        if this.losses.too_large:
+            counts = ", ".join(f"{count} of {name}" for name, count in this.losses.too_large.items())
+            text = f"numbers too large for eight bits, which became the largest: {counts}"
             log.note(text)
             if ranks.rank == 0:
                 print(f"warning: {text}", file=sys.stderr, flush=True)

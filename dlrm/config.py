@@ -155,11 +155,17 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.learning_rate < math.inf, "--optimizer.learning-rate must be finite and positive")
+        require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
         require(
             2**-149 <= self.learning_rate < 2**128,
             f"--optimizer.learning-rate is {self.learning_rate}: it must be a number that float32 holds, as weights do",
         )
-        require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
+        # A quotient of 0 by less is NaN in float32, and one by a subnormal number on some GPUs' fast paths.
+        require(
+            2**-126 <= self.eps < 2**128,
+            f"--optimizer.eps is {self.eps}: it must be a normal number of float32, 1.2e-38 to 3.4e38, as gradients of "
+            "0 are divided by it",
+        )
 
     def state_columns(self, columns: int) -> int:
         """fp32 elements of optimizer state that a table row of `columns` columns has."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.tallies import Tallies
 from dlrm_bench.pipeline.state import StateBlocks
 
 
@@ -54,6 +55,11 @@ class Pipeline(Protocol):
 
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
+        ...
+
+    def tallies(self) -> Tallies:
+        """Returns this rank's counts of numbers that went wrong so far, on the device. Where any was not finite, no
+        weight on any rank changes from the next step on."""
         ...
 
     def state_blocks(self) -> StateBlocks:

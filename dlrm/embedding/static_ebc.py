@@ -48,7 +48,7 @@ from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
-from dlrm_bench.kernels.non_finite import clear_if_stopped
+from dlrm_bench.kernels.non_finite import Watch, clear_gradients
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
@@ -256,10 +256,10 @@ class StaticEBC:
         """Brings the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
         self._exchange.backward(grad, part)
 
-    def update(self, ids: DistributedIds, pooled: Tensor | None, stopped: Tensor | None = None) -> None:
+    def update(self, ids: DistributedIds, pooled: Tensor | None, watch: Watch | None = None) -> None:
         """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part.
 
-        stopped: flags of a LossGuard; where one is raised, no weight or state changes.
+        watch: a LossGuard's; where a flag is raised, no weight or state changes.
         """
         if self.presort:
             assert ids.sorted_ids is not None
@@ -272,19 +272,19 @@ class StaticEBC:
                 ids.sorted_bags,
                 self.learning_rate,
                 self.eps,
-                stopped,
+                watch,
             )
         else:
             assert pooled is not None
-            if stopped is not None:  # gradients of zero change nothing under any of the optimizers
-                clear_if_stopped(stopped, self.gradients)
+            if watch is not None:  # gradients of zero change nothing under any of the optimizers
+                clear_gradients(watch, self.gradients)
             pooled.backward(self.gradients.view_as(pooled))
 
-    def update_replicated(self, ids: DistributedIds, grad: Tensor, stopped: Tensor | None = None) -> None:
-        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. stopped: as in `update`.
+    def update_replicated(self, ids: DistributedIds, grad: Tensor, watch: Watch | None = None) -> None:
+        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. watch: as in `update`.
         Collective."""
         if self._replicated is not None and ids.replicated is not None:
-            self._replicated.update(ids.replicated, grad, self.learning_rate, stopped)
+            self._replicated.update(ids.replicated, grad, self.learning_rate, watch)
 
     # State
 

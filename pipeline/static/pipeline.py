@@ -27,6 +27,7 @@ from dlrm_bench.dlrm.loss_guard import LossGuard
 from dlrm_bench.dlrm.model import torchrec_names
 from dlrm_bench.dlrm.peer_memory import PeerMemory
 from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.tallies import Tallies
 from dlrm_bench.dlrm.topology import Topology
 from dlrm_bench.kernels.dense import fp8
 from dlrm_bench.pipeline.interface import check_device
@@ -102,7 +103,7 @@ class StaticPipeline:
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
         # Its flags are read at once, on all nodes.
-        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None)
+        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None, self.dense.tallies)
         parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
         self._iteration = Iteration(config, schedule, *parts)
         make_graphs = None
@@ -175,6 +176,10 @@ class StaticPipeline:
             bucket.all_gather()
         yield from self._eval.run(batches)
 
+    def tallies(self) -> Tallies:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        return self.dense.tallies
+
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of all weights from the next step on, the same on all ranks. ValueError names a bad
         one.
@@ -210,6 +215,7 @@ class StaticPipeline:
                 [_describe_shard(s, names) for s in self._plan.of_rank(rank)] for rank in range(self._ranks.world_size)
             ],
             **self._describe_overflows(),
+            **self._describe_eight_bits(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
             "memory_gb": memory,
@@ -223,6 +229,16 @@ class StaticPipeline:
         overflows = [0] * self._ranks.world_size
         dist.all_gather_object(overflows, self._overflows)
         return {"batches_over_capacity": overflows}
+
+    def _describe_eight_bits(self) -> dict[str, Any]:
+        """How many numbers, evaluations' among them, were too large for eight bits and became the largest, by tensor;
+        of all ranks. Collective."""
+        if not self.dense.in_eight_bits:
+            return {}
+        counts = self.dense.tallies.counts.clone()
+        dist.all_reduce(counts)
+        large = zip(self.dense.tallies.names[1:], counts[1:, 0].tolist(), strict=True)
+        return {"too_large_for_eight_bits": {name: count for name, count in large if count}}
 
     def close(self) -> None:
         """Destroys the graphs."""
