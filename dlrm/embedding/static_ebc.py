@@ -12,7 +12,7 @@ samples, G = W * B, and the rank's T shards of C columns each:
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
 A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
-are summands of the output.
+are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
 
 In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
 itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
@@ -41,7 +41,7 @@ from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
-from dlrm_bench.dlrm.embedding.row_parts import PickedIds, RowParts
+from dlrm_bench.dlrm.embedding.row_parts import Overflows, PickedIds, RowParts
 from dlrm_bench.dlrm.embedding.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.peer_memory import PeerMemory
@@ -68,6 +68,8 @@ class DistributedIds:
     picked: PickedIds | None = None
     """Those of the ids whose rows this rank has, where it has a part of any table's rows; these are then what is looked
     up and sorted."""
+    overflow: Tensor | None = None
+    """Where the plan splits rows, and ids are for an update: what the ranks agree on of this batch, see Overflows."""
 
     @property
     def ids(self) -> Tensor:
@@ -128,6 +130,7 @@ class StaticEBC:
         self._row_parts: RowParts | None = None
         if any(shard.row_parts > 1 for shard in self.shards):
             self._row_parts = RowParts(model, self.shards, ranks.world_size, shape, ranks.device)
+        self._overflows = Overflows(ranks) if in_parts else None
         tbe_shape = TBEShape(
             rows=tuple(shard.rows(model) for shard in self.shards),
             hot=tuple(model.multi_hot_sizes[shard.table] for shard in self.shards),
@@ -169,8 +172,11 @@ class StaticEBC:
         """
         self._ids_exchange.exchange(ids, out.received)
         self._tbe.shift(out.ids)
+        count, capacity = None, 0
         if self._row_parts is not None and out.picked is not None:
-            self._row_parts.pick(out.ids, out.picked)
+            count, capacity = self._row_parts.pick(out.ids, out.picked), out.picked.capacity
+        if self._overflows is not None and out.overflow is not None:
+            self._overflows.exchange(count, capacity, out.overflow)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
 
@@ -197,6 +203,8 @@ class StaticEBC:
         ids = DistributedIds(received, replicated=replicated)
         if self._row_parts is not None:
             ids.picked = self._row_parts.empty(whole=not sorts)
+        if self._overflows is not None and sorts:
+            ids.overflow = self._overflows.empty()
         if self.presort and sorts:
             self._make_sorted(ids)
         return ids
@@ -210,15 +218,23 @@ class StaticEBC:
         ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
 
     def expect(self, ids: DistributedIds) -> None:
-        """Says that an input dist into `ids` comes next, before it is launched: `whole_ids` waits for it."""
+        """Says that an input dist into `ids` comes next, before it is launched: `eager_ids` waits for it."""
         if ids.picked is not None:
             ids.picked.reset()
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.reset(ids.overflow)
 
-    def whole_ids(self, ids: DistributedIds) -> DistributedIds | None:
-        """Returns the ids of a batch whose picked ones are more than `ids` takes, once its input dist has run; None
-        where they are not. The host waits for the device only where the rank has a part of some table's rows."""
-        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+    def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
+        """Returns, once the input dist of a batch has run, the ids that this rank runs it with eagerly, as all ranks
+        do; None, on all ranks, where the picked ids of no rank are more than its list takes.
+
+        Of a rank whose picked ids are no more than `ids` takes these are `ids` themselves. The host waits for the
+        device only where the plan splits rows.
+        """
+        if self._overflows is None or ids.overflow is None or not self._overflows.any(ids.overflow):
             return None
+        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+            return ids
         whole = replace(ids, picked=self._row_parts.empty(whole=True))
         self._make_sorted(whole)
         assert whole.picked is not None
