@@ -45,9 +45,10 @@ class PickedIds:
     """int32 [capacity]: the bag of each id, as FixedTBE numbers them."""
     offsets: Tensor
     """int32 [parts * T * G + 1]: where each bag's ids start."""
+    counted: Tensor
+    """int32 [1] on the device: how many ids there are, capacity or not."""
     count: Tensor
-    """int32 [1] on the host, pinned beside a GPU: how many ids there are, capacity or not; _NOT_YET until it is
-    known."""
+    """The same, int32 [1] on the host, pinned beside a GPU; _NOT_YET until it is known."""
 
     @property
     def capacity(self) -> int:
@@ -87,18 +88,16 @@ class RowParts:
         rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)
         count = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
-        return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, count)
+        counted = torch.zeros(1, dtype=torch.int32, device=self._device)
+        return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, counted, count)
 
-    def pick(self, ids: Tensor, out: PickedIds) -> Tensor:
-        """Launches the picking. Returns the number of ids, int32 [1] on the device. ids: int32 [part][T][G, hot] flat,
-        as batches have them, -1 for padding.
+    def pick(self, ids: Tensor, out: PickedIds) -> None:
+        """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them, -1 for padding.
 
         Where the ids overflow, `out` has the first of them.
         """
-        count = ids.new_empty(1)
-        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, count))
-        out.count.copy_(count, non_blocking=True)
-        return count
+        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, out.counted))
+        out.count.copy_(out.counted, non_blocking=True)
 
 
 class Overflows:
@@ -117,12 +116,13 @@ class Overflows:
         """Forgets the agreement, before the next batch's is on its way."""
         out.fill_(_NOT_YET)
 
-    def exchange(self, count: Tensor | None, capacity: int, out: Tensor) -> None:
-        """Launches the exchange of one batch, after the picking. Collective.
-
-        count: what `pick` returned; None on a rank that picks nothing. capacity: of the list that it picked into.
-        """
-        excess = torch.full((1,), -1, dtype=torch.int32, device=self._device) if count is None else count - capacity
+    def exchange(self, picked: PickedIds | None, out: Tensor) -> None:
+        """Launches the exchange of one batch, after the picking. Collective. picked: None on a rank that picks
+        nothing."""
+        if picked is None:
+            excess = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        else:
+            excess = picked.counted - picked.capacity
         if self._group is not None:
             dist.all_reduce(excess, dist.ReduceOp.MAX, group=self._group)
         out.copy_(excess, non_blocking=True)

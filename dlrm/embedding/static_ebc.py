@@ -163,6 +163,11 @@ class StaticEBC:
 
     # Stage 1
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether any rank has a part of any table's rows."""
+        return self._overflows is not None
+
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
         """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
         Collective.
@@ -172,13 +177,16 @@ class StaticEBC:
         """
         self._ids_exchange.exchange(ids, out.received)
         self._tbe.shift(out.ids)
-        count, capacity = None, 0
         if self._row_parts is not None and out.picked is not None:
-            count, capacity = self._row_parts.pick(out.ids, out.picked), out.picked.capacity
-        if self._overflows is not None and out.overflow is not None:
-            self._overflows.exchange(count, capacity, out.overflow)
+            self._row_parts.pick(out.ids, out.picked)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
+
+    def agree(self, ids: DistributedIds) -> None:
+        """Tells all ranks, after the input dist, whether picked ids are more than `ids` takes, for `eager_ids`.
+        Launches nothing where not `splits_rows`. Collective."""
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.exchange(ids.picked, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`, for the update; where ranks share it,
@@ -218,7 +226,8 @@ class StaticEBC:
         ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
 
     def expect(self, ids: DistributedIds) -> None:
-        """Says that an input dist into `ids` comes next, before it is launched: `eager_ids` waits for it."""
+        """Says that an input dist into `ids`, and `agree`, come next, before they are launched: `eager_ids` waits for
+        them."""
         if ids.picked is not None:
             ids.picked.reset()
         if self._overflows is not None and ids.overflow is not None:
