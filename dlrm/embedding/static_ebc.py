@@ -12,7 +12,7 @@ samples, G = W * B, and the rank's T shards of C columns each:
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
 A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
-are summands of the output.
+are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
 
 In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
 itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
@@ -41,7 +41,7 @@ from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.embedding.plan import Plan, Shard
 from dlrm_bench.dlrm.embedding.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
 from dlrm_bench.dlrm.embedding.replicated import ReplicatedIds, ReplicatedTables
-from dlrm_bench.dlrm.embedding.row_parts import PickedIds, RowParts
+from dlrm_bench.dlrm.embedding.row_parts import Overflows, PickedIds, RowParts
 from dlrm_bench.dlrm.embedding.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.embedding.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.peer_memory import PeerMemory
@@ -68,6 +68,8 @@ class DistributedIds:
     picked: PickedIds | None = None
     """Those of the ids whose rows this rank has, where it has a part of any table's rows; these are then what is looked
     up and sorted."""
+    overflow: Tensor | None = None
+    """Where the plan splits rows, and ids are for an update: what the ranks agree on of this batch, see Overflows."""
 
     @property
     def ids(self) -> Tensor:
@@ -128,6 +130,7 @@ class StaticEBC:
         self._row_parts: RowParts | None = None
         if any(shard.row_parts > 1 for shard in self.shards):
             self._row_parts = RowParts(model, self.shards, ranks.world_size, shape, ranks.device)
+        self._overflows = Overflows(ranks) if in_parts else None
         tbe_shape = TBEShape(
             rows=tuple(shard.rows(model) for shard in self.shards),
             hot=tuple(model.multi_hot_sizes[shard.table] for shard in self.shards),
@@ -160,6 +163,11 @@ class StaticEBC:
 
     # Stage 1
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether any rank has a part of any table's rows."""
+        return self._overflows is not None
+
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
         """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
         Collective.
@@ -173,6 +181,12 @@ class StaticEBC:
             self._row_parts.pick(out.ids, out.picked)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
+
+    def agree(self, ids: DistributedIds) -> None:
+        """Tells all ranks, after the input dist, whether picked ids are more than `ids` takes, for `eager_ids`.
+        Launches nothing where not `splits_rows`. Collective."""
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.exchange(ids.picked, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`, for the update; where ranks share it,
@@ -197,6 +211,8 @@ class StaticEBC:
         ids = DistributedIds(received, replicated=replicated)
         if self._row_parts is not None:
             ids.picked = self._row_parts.empty(whole=not sorts)
+        if self._overflows is not None and sorts:
+            ids.overflow = self._overflows.empty()
         if self.presort and sorts:
             self._make_sorted(ids)
         return ids
@@ -210,15 +226,24 @@ class StaticEBC:
         ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
 
     def expect(self, ids: DistributedIds) -> None:
-        """Says that an input dist into `ids` comes next, before it is launched: `whole_ids` waits for it."""
+        """Says that an input dist into `ids`, and `agree`, come next, before they are launched: `eager_ids` waits for
+        them."""
         if ids.picked is not None:
             ids.picked.reset()
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.reset(ids.overflow)
 
-    def whole_ids(self, ids: DistributedIds) -> DistributedIds | None:
-        """Returns the ids of a batch whose picked ones are more than `ids` takes, once its input dist has run; None
-        where they are not. The host waits for the device only where the rank has a part of some table's rows."""
-        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+    def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
+        """Returns, once the input dist of a batch has run, the ids that this rank runs it with eagerly, as all ranks
+        do; None, on all ranks, where the picked ids of no rank are more than its list takes.
+
+        Of a rank whose picked ids are no more than `ids` takes these are `ids` themselves. The host waits for the
+        device only where the plan splits rows.
+        """
+        if self._overflows is None or ids.overflow is None or not self._overflows.any(ids.overflow):
             return None
+        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+            return ids
         whole = replace(ids, picked=self._row_parts.empty(whole=True))
         self._make_sorted(whole)
         assert whole.picked is not None

@@ -89,6 +89,9 @@ class Iteration:
         with self._streams.iteration():
             with self._streams.beside("input_dist", priority=Priority.FILL) as incoming:
                 self._exchange_ids(ahead)
+            if self._ebc.splits_rows:
+                with self._streams.beside("agreement", incoming, priority=Priority.FILL):  # no sort waits for it
+                    self._agree(ahead)
             with record_function("embedding_forward"):
                 forward = self._embedding_forward(now)
             with record_function("dense_forward_backward"), torch.no_grad():
@@ -229,12 +232,17 @@ class Iteration:
     def input_dist(self, slot: Slot) -> None:
         """Fetches the next batch into `slot`, distributes its ids and sorts them."""
         self._exchange_ids(slot)
+        self._agree(slot)
         self._sort_ids(slot)
 
     def _exchange_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):
             self._fetcher.fetch(slot.batch)
             self._ebc.input_dist(slot.batch.ids, slot.ids)
+
+    def _agree(self, slot: Slot) -> None:
+        with record_function("input_dist"):
+            self._ebc.agree(slot.ids)
 
     def _sort_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):

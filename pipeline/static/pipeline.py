@@ -153,14 +153,14 @@ class StaticPipeline:
             padded, rank = self._config.data.variable_lengths, self._ranks.rank
             check_ids(now.batch, self._config.model, padded, rank, self._step + 1)
         self._name(next(batches, None))
-        whole = self.ebc.whole_ids(now.ids)
+        eager = self.ebc.eager_ids(now.ids)
         self.ebc.expect(ahead.ids)
         graphs = self._graphs if self._launched >= _EAGER_ITERATIONS else None
         if graphs is not None:
-            graphs.capture()  # with all ranks, whichever of them have more ids than their lists take
-        if whole is not None:
-            self._overflows += 1
-            self._iteration.train(replace(now, ids=whole), ahead)
+            graphs.capture()  # before the first replay, which a batch that runs eagerly may put off
+        if eager is not None:
+            self._overflows += eager is not now.ids
+            self._iteration.train(replace(now, ids=eager), ahead)
         elif graphs is not None:
             graphs.run(self._step % 2)
         else:
