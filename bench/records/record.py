@@ -35,7 +35,7 @@ from dlrm_bench.bench.records.schema import (
     TrainingStatus,
 )
 from dlrm_bench.bench.records.series import drift_within, median_ci95, slowest_rank, summary_statistics
-from dlrm_bench.bench.records.upgrade import upgraded
+from dlrm_bench.bench.records.upgrade import check_readable, upgraded
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -242,6 +242,7 @@ def read_record(folder: Path) -> Record:
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
+    check_readable(path, record["config"], record["schema"])
     record["config"] = upgraded(record["config"], record["schema"])
     return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
 
