@@ -82,8 +82,8 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
     record = read_record(path)
     check_config(path / RUN_JSON, record.run["config"])
     program = _program_of(record)
-    place = nullcontext(ROOT) if program.checked_out is None else _worktree(program.checked_out)
-    with place as tree, _environment(tree, program.stated):
+    checkout = nullcontext(ROOT) if program.checked_out is None else _worktree(program.checked_out)
+    with checkout as tree, _environment(tree, program.stated):
         flags, processes = _flags(tree, path, record.run["git"]["commit"])
         folder = create_run_folder(results_dir, new_id(nproc or processes, flags, "rerun"))
         with StillBar(rounds, "runs", stderr_console()) as bar:

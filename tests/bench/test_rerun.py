@@ -92,7 +92,9 @@ def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypat
     assert os.environ["SOURCE_COMMIT"] == "456def"
     for i, source in enumerate((None, "789abc")):
         other = made(tmp_path / f"other-{i}", commit="0123abc", source=source)
-        with pytest.raises(ValueError, match="is of commit 0123abc, and .* has other source code than made it: run it"):
+        with pytest.raises(
+            ValueError, match=r"is of commit 0123abc, and .* has other source code than made it: run it"
+        ):
             rerun.rerun(other, 1, None, tmp_path / "again")
     started.clear()
     unnamed = made(tmp_path / "installed", source=source_hash(tmp_path / "copy"))  # as an installed package makes them
