@@ -19,6 +19,7 @@ from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
+from dlrm_bench.bench.measure.beginning import BEGINNING
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.division import division_of
 from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteLossError
@@ -238,6 +239,7 @@ def run(
     _set_precision(config, ranks.device)
     _check_batches_fit(config, ranks)
     check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
+    BEGINNING.now("waits for the other ranks in init_process_group")
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
@@ -248,6 +250,8 @@ def run(
             release_room(this.folder)
 
     with AbortWatch(ranks, close_log) as abort:
+        BEGINNING.ends_by(abort.stop)
+        BEGINNING.now("opens its data")
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = open_dataset(config.data, config.model, config.seed)
         _check_target(config, dataset.best_auc)
@@ -259,7 +263,9 @@ def run(
             _log_init(config, ranks, log, machine, dataset, schedule)
         else:
             log.go_on(resumed.state.mlperf_log)
+        BEGINNING.now("builds its pipeline")
         pipeline = build_pipeline(config, config.pipeline, ranks)
+        BEGINNING.now("reads its checkpoint", by_bytes=True)
         checkpoints = Checkpoints(config, ranks, pipeline, resumed)
         profiling = profiled(pipeline, folder) if profiled else None
         this = Run(
@@ -281,8 +287,10 @@ def run(
             this.first, this.losses_before, this.auc = resumed.first, resumed.state.losses, resumed.state.auc
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
+            BEGINNING.now("warms up")
             this.warm_up()
             dist.barrier()
+            BEGINNING.over()
             if resumed is None:
                 log.init_stop()
                 log.run_start()
