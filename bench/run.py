@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
+from dlrm_bench.bench.ending import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
 from dlrm_bench.bench.measure.beginning import BEGINNING
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
@@ -30,7 +30,7 @@ from dlrm_bench.bench.measure.source import git_state
 from dlrm_bench.bench.measure.stall import StallWatch
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
-from dlrm_bench.bench.records.record import create_run_folder, new_run_id, release_room, reserve_room
+from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
@@ -68,6 +68,8 @@ class Run:
     losses_before: list[float] = field(default_factory=list)
     """Losses of these iterations."""
     auc: float | None = None
+    place: Path | None = None
+    """Folder that what it measured was written to, on rank 0, once that is done."""
     evaluated: int = 0
     """Batches, over all evaluations."""
 
@@ -91,7 +93,8 @@ class Run:
                         if self.reached_target:
                             break
                     if saves:
-                        self.save(iteration, losses)
+                        with named_checkpoints(self):
+                            self.save(iteration, losses)
                     self.clock.start()
                 if iteration == last and not evaluates:
                     last += self._lacking()
@@ -246,8 +249,8 @@ def run(
 
     def close_log() -> None:
         log.close("aborted", this.epoch_num if this else 0.0)
-        if this is not None and ranks.rank == 0:
-            release_room(this.folder)
+        if this is not None:
+            keep_own_figures(this)
 
     with AbortWatch(ranks, close_log) as abort:
         BEGINNING.ends_by(abort.stop)
@@ -310,7 +313,8 @@ def run(
             if ranks.rank == 0:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
         log.close(this.log_status, this.epoch_num)
-        checkpoints.wait()
+        with named_checkpoints(this):
+            checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()
