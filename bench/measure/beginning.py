@@ -27,6 +27,17 @@ def _exit(reason: str) -> None:
     os._exit(1)
 
 
+def _is_init(parent: int) -> bool:
+    """Whether the kernel has handed this process on, its torchrun having ended before the first line ran: that is a
+    Python program of the same user, also where it is a container's first process."""
+    try:
+        return parent == 1 and "python" not in Path("/proc/1/exe").readlink().name
+    except PermissionError:  # another user's
+        return True
+    except OSError:
+        return False
+
+
 class Beginning:
     """What this rank does before its training, and how long it may."""
 
@@ -64,6 +75,8 @@ class Beginning:
 
     def _watch(self, parent: int | None) -> None:
         looked, moved = time.monotonic(), _bytes_moved()
+        if parent is not None and _is_init(parent):
+            self._end("its torchrun was killed")
         while not self._over.wait(_PERIOD_S):
             now, bytes_now = time.monotonic(), _bytes_moved()
             if parent is not None and os.getppid() != parent:

@@ -1,5 +1,6 @@
 """Ranks that get nowhere before their training end, whether torchrun was killed or another rank was stopped."""
 
+import errno
 import os
 import signal
 import threading
@@ -14,7 +15,6 @@ from dlrm_bench.bench.measure import beginning
 from dlrm_bench.bench.measure.beginning import FACTOR, Beginning
 from tests.launched import end, ranks_naming, torchrun, wait_until
 
-# Python's start, before the first line of launch/dlrm.py, cannot be watched from within.
 FLAGS = ["--preset=smoke", "--data.source=random", "--target-auc=None", "--iterations=1000000", "--local-batch-size=64"]
 
 
@@ -53,6 +53,29 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_end(started: Callable[
     wait_until(lambda: not list(ranks_naming(str(tmp_path))), "both ranks have ended", 30)
     text = (tmp_path / "output").read_text()
     assert [f"rank {rank}: its torchrun was killed" in text for rank in (0, 1)] == [True, True], text
+
+
+@pytest.mark.parametrize(
+    ("parent", "init", "gone"),
+    [
+        (1, "/usr/lib/systemd/systemd", True),
+        (1, PermissionError(errno.EACCES, "Permission denied"), True),
+        (1, "/usr/bin/python3.12", False),
+        (1, FileNotFoundError(errno.ENOENT, "No such file"), False),
+        (7, "/usr/lib/systemd/systemd", False),
+    ],
+)
+def test_a_torchrun_that_was_killed_before_the_first_line(
+    monkeypatch: pytest.MonkeyPatch, parent: int, init: str | OSError, gone: bool
+) -> None:
+    def readlink(path: Path) -> Path:
+        assert str(path) == "/proc/1/exe"
+        if isinstance(init, OSError):
+            raise init
+        return Path(init)
+
+    monkeypatch.setattr(Path, "readlink", readlink)
+    assert beginning._is_init(parent) == gone
 
 
 def test_a_rank_that_is_stopped_while_it_imports_ends_the_other(started: Callable[..., Any], tmp_path: Path) -> None:
