@@ -94,7 +94,9 @@ class Host:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rerun:
-    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison."""
+    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison.
+
+    A record without a commit, of an installed package, is rerun by the same version, installed or checked out."""
 
     record: Positional[Path]
     """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), whose rounds are all compared with."""
