@@ -1,11 +1,12 @@
-"""dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command.
+"""dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command,
+`dlrm-bench --version` says which version this is.
 
 Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the command started fails for any reason; 2 for
 bad input and for what --strict refuses; 5 if there are not enough runs for a check; 128 plus its number after a signal.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +16,7 @@ from tyro.conf import Positional
 
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.scale.arguments import Scale
-from dlrm_bench.dlrm.command_line import exit_status
+from dlrm_bench.dlrm.command_line import exit_status, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +94,9 @@ class Host:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rerun:
-    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison."""
+    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison.
+
+    A record without a commit, of an installed package, is rerun by the same version, installed or checked out."""
 
     record: Positional[Path]
     """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), whose rounds are all compared with."""
@@ -340,6 +343,12 @@ def _run(arguments: Sequence[str]) -> int:
     starts = (i for i, word in enumerate(arguments) if word == "--" or word.partition("=")[0] == "--preset")
     end = 2 if list(arguments[:1]) in (["data"], ["submission"]) else next(starts, len(arguments))
     forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
+    if list(arguments) == ["--version"]:
+        from dlrm_bench.bench import ROOT
+        from dlrm_bench.bench.measure.source import version
+
+        print(version(ROOT))
+        return 0
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
     if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
@@ -357,10 +366,16 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
 
 
 def _console() -> "Console":
-    """A console at least as wide as the tables, which are cut off otherwise."""
-    from rich.console import Console
+    """A console at least as wide as the tables, which are cut off otherwise; it prints no file's name as it steers
+    terminals."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
     class EndingConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else printable(text), style, control)
+
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # as print() ends: rich alone exits with status 1, which has a meaning here
 

@@ -91,8 +91,8 @@ class RunConfig(TrainingConfig):
     resume: Path | None = None
     """Go on from this checkpoint, or from the newest complete one in this folder."""
     stall_timeout: float | None = 60.0
-    """Seconds after which a training that does not go on is ended on all ranks; ten times as many until its first
-    iteration has ended. None waits without end."""
+    """Seconds after which a training that does not go on is ended on all ranks; ten times as many for each step of its
+    beginning, from the imports on, and for its first iteration. None waits without end."""
     results_dir: Path = Path("results")
     """Directory of records; the run makes one folder in it and never writes into an existing one."""
     run_id: str | None = None

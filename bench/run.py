@@ -17,8 +17,9 @@ import torch.distributed as dist
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
+from dlrm_bench.bench.ending import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
+from dlrm_bench.bench.measure.beginning import BEGINNING
 from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.measure.division import division_of
 from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteError
@@ -29,7 +30,7 @@ from dlrm_bench.bench.measure.source import git_state
 from dlrm_bench.bench.measure.stall import StallWatch
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
-from dlrm_bench.bench.records.record import create_run_folder, new_run_id, release_room, reserve_room
+from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
@@ -67,6 +68,8 @@ class Run:
     losses_before: list[float] = field(default_factory=list)
     """Losses of these iterations."""
     auc: float | None = None
+    place: Path | None = None
+    """Folder that what it measured was written to, on rank 0, once that is done."""
     evaluated: int = 0
     """Batches, over all evaluations."""
 
@@ -90,7 +93,8 @@ class Run:
                         if self.reached_target:
                             break
                     if saves:
-                        self.save(iteration, losses)
+                        with named_checkpoints(self):
+                            self.save(iteration, losses)
                     self.clock.start()
                 if iteration == last and not evaluates:
                     last += self._lacking()
@@ -238,16 +242,19 @@ def run(
     _set_precision(config, ranks.device)
     _check_batches_fit(config, ranks)
     check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
+    BEGINNING.now("waits for the other ranks in init_process_group")
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
 
     def close_log() -> None:
         log.close("aborted", this.epoch_num if this else 0.0)
-        if this is not None and ranks.rank == 0:
-            release_room(this.folder)
+        if this is not None:
+            keep_own_figures(this)
 
     with AbortWatch(ranks, close_log) as abort:
+        BEGINNING.ends_by(abort.stop)
+        BEGINNING.now("opens its data")
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = open_dataset(config.data, config.model, config.seed)
         _check_target(config, dataset.best_auc)
@@ -259,7 +266,9 @@ def run(
             _log_init(config, ranks, log, machine, dataset, schedule)
         else:
             log.go_on(resumed.state.mlperf_log)
+        BEGINNING.now("builds its pipeline")
         pipeline = build_pipeline(config, config.pipeline, ranks)
+        BEGINNING.now("reads its checkpoint", by_bytes=True)
         checkpoints = Checkpoints(config, ranks, pipeline, resumed)
         profiling = profiled(pipeline, folder) if profiled else None
         this = Run(
@@ -281,8 +290,10 @@ def run(
             this.first, this.losses_before, this.auc = resumed.first, resumed.state.losses, resumed.state.auc
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
+            BEGINNING.now("warms up")
             this.warm_up()
             dist.barrier()
+            BEGINNING.over()
             if resumed is None:
                 log.init_stop()
                 log.run_start()
@@ -308,7 +319,8 @@ def run(
             if ranks.rank == 0:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
         log.close(this.log_status, this.epoch_num)
-        checkpoints.wait()
+        with named_checkpoints(this):
+            checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()

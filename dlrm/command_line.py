@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -45,13 +46,25 @@ def exit_status(work: Callable[[], int]) -> int:
         raise
 
 
+def printable(text: str) -> str:
+    """The text with control and format characters as escapes, but line ends and tabs: a file's name could steer a
+    terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c.encode("unicode_escape").decode() if _steers(c) else c for c in text)
+
+
+def _steers(character: str) -> bool:
+    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf")
+
+
 def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
 def _say(*lines: str) -> None:
     for line in lines:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def exit_process(status: int) -> NoReturn:

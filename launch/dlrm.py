@@ -16,11 +16,9 @@ those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, thos
 
 import argparse
 import json
-import logging
 import os
 import signal
 import sys
-import warnings
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -33,19 +31,14 @@ if "dlrm_bench" not in sys.modules:
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     del sys.path[0]  # Python's own doing: the files here are modules of the package and have no other names
 
-# In the eight hardware queues that CUDA takes by default, kernels of many streams could wait for one another.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+from dlrm_bench.launch.surroundings import prepare
 
-# torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
-if not sys.warnoptions:
-    warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.ERROR)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # such as that a switch does not apply
+prepare()
 
 # None of these needs torch, which is imported once the flags are read: --help and a wrong flag answer at once.
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
+from dlrm_bench.bench.measure.beginning import BEGINNING
 from dlrm_bench.dlrm.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
@@ -77,6 +70,7 @@ def parse(arguments: list[str]) -> RunConfig:
         if getattr(chosen, flag) is not None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is for --print-plan: leave it out, or add --print-plan")
+    BEGINNING.allow(config.stall_timeout)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
     return config
 

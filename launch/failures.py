@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
+from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED, printable
 
 _TORCHREC = "pip install '.[torchrec]', or without a GPU what requirements/cpu.txt lists"
 _INSTALLATION = {
@@ -45,12 +45,12 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except ValueError as error:
-        print(f"{where}: error: {error}", file=sys.stderr, flush=True)
+        print(f"{where}: error: {printable(str(error))}", file=sys.stderr, flush=True)
         return EXIT_BAD_INPUT
     except Exception as error:
         known = _in_one_line(error)
         if known is not None:
-            print(f"{where}: error: {known}", file=sys.stderr, flush=True)
+            print(f"{where}: error: {printable(known)}", file=sys.stderr, flush=True)
             return EXIT_BAD_INPUT
         print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return EXIT_FAILED

@@ -175,3 +175,8 @@ def test_a_ladder_of_the_installed_copy_starts_the_installed_copy(site, tmp_path
     assert done.stdout.split() == [str(site / PACKAGE / "launch" / "dlrm.py")]
     run = json.loads((tmp_path / "results" / "x" / "run.json").read_text(encoding="utf-8"))
     assert run["git"]["commit"] is None  # not the checkout's
+    again = python(site, tmp_path, "-m", f"{PACKAGE}.launch.console", "rerun", "results/x", "--rounds", "1")
+    assert again.returncode == 0, again.stderr
+    (rerun,) = (tmp_path / "results").glob("*-rerun/00/run.json")
+    source = json.loads(rerun.read_text(encoding="utf-8"))["git"]
+    assert source == run["git"]

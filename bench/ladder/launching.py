@@ -9,6 +9,7 @@ the next.
 """
 
 import contextlib
+import ctypes
 import io
 import logging
 import multiprocessing
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +50,7 @@ _PRELOADED = [
     "dlrm_bench.bench.measure.limits",
     "dlrm_bench.bench.measure.profiled_run",
 ]
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATIENCE_S = 5
 """Time that a rank whose parent is gone has to close its log, before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -150,13 +152,32 @@ def _status_of(command: Sequence[str], output: Path) -> int:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, forward)
         # In a process group of its own, or Ctrl-C would reach it twice.
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=_end_with_this_process(),
+        )
         if stopped is not None:  # as it was being started
             process.send_signal(stopped)
         status = process.wait()
     if stopped is not None:
         raise _end_by(stopped)
     return status
+
+
+def _end_with_this_process() -> Callable[[], None]:
+    """What a child calls to get a SIGTERM when this process ends, by SIGKILL too: nothing else would end a torchrun."""
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl  # found here: between fork and exec, little is safe
+
+    def call() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it had ended already
+            os._exit(128 + signal.SIGTERM)
+
+    return call
 
 
 def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:

@@ -76,6 +76,11 @@ class LossHistory:
             self._collect()
             self._average()
 
+    @property
+    def known(self) -> list[float]:
+        """The losses read so far; any thread may ask."""
+        return list(self._values)
+
     def finish(self) -> list[float]:
         """All losses so far; waits for them. Collective, and raises NonFiniteError like `add`."""
         self._collect()

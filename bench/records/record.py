@@ -4,6 +4,7 @@ run.json says what ran, where, and how fast; iterations.npz holds every iteratio
 run.json is written last: a folder without it is a run that did not finish.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from dlrm_bench.bench.records.schema import (
     TrainingStatus,
 )
 from dlrm_bench.bench.records.series import drift_within, median_ci95, slowest_rank, summary_statistics
-from dlrm_bench.bench.records.upgrade import upgraded
+from dlrm_bench.bench.records.upgrade import check_readable, upgraded
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -104,8 +105,10 @@ def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
 
 
 def release_room(folder: Path) -> None:
-    """Gives back what `reserve_room` took, for the record to be written."""
-    (folder / _RESERVE).unlink(missing_ok=True)
+    """Gives back what `reserve_room` took, for the record to be written. Whoever writes it meets what makes that fail:
+    a folder that was made immutable, or is none any more."""
+    with contextlib.suppress(OSError):
+        (folder / _RESERVE).unlink(missing_ok=True)
 
 
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
@@ -242,6 +245,7 @@ def read_record(folder: Path) -> Record:
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
+    check_readable(path, record["config"], record["schema"])
     record["config"] = upgraded(record["config"], record["schema"])
     return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
 

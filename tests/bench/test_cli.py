@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from dlrm_bench.bench import ROOT, started_runs
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.ladder import run_ladder
+from dlrm_bench.bench.measure.source import source_hash, version
 from dlrm_bench.bench.records import record
 from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.dlrm.command_line import FailedError
@@ -40,6 +42,27 @@ def test_compare_prints_a_verdict(two: tuple[str, str], capsys: pytest.CaptureFi
     assert "95 % interval" in out
     assert main(["compare", two[0], two[1], str(LOGS)]) == 0
     assert capsys.readouterr().out.count("Latency of an iteration") == 2
+
+
+def test_names_of_folders_are_printed_without_escape_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i, name in enumerate(("a\x1b[2J", "b\x9b31m")):
+        write(tmp_path / name / "run", RUNS[i], minute=i)
+    assert main(["compare", *(str(path) for path in sorted(tmp_path.iterdir()))]) == 0
+    assert main(["compare", str(tmp_path / "\x1b[31mnowhere"), str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "\\x1b[2J" in said.out
+    assert "\\x1b[31mnowhere" in said.err
+    assert not {"\x1b", "\x9b"} & set(said.out + said.err)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"{version(ROOT)}\n"
+    assert version(ROOT).startswith(f"dlrm-bench {number}, ")
+    assert version(ROOT).endswith(f", source {source_hash(ROOT)[:12]}")
 
 
 @pytest.mark.parametrize(("limit", "status", "same"), [("2%", 1, 5), ("2", 1, 5), ("90%", 1, 0), ("300%", 0, 0)])

@@ -1,9 +1,12 @@
 """Runs that go on from a checkpoint; what is kept of a run that diverges, and of one whose folder is gone."""
 
+import contextlib
+import errno
 import itertools
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from dlrm_bench.bench.measure.mlperf_log import check_compliance
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
 from tests.bench.test_run import GBS, SAMPLES_PER_DAY, assert_aborted, launch, read_events
-from tests.launched import forked_launch
+from tests.launched import fork, forked_launch, launch_main, wait, wait_until_training
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,130 @@ class FolderGone:
             return build(**given)
 
         ending.build_record = build_record
+
+
+class Spoils:
+    """Does something to the run's folder, on rank 0, while its log is open and before the record is written."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.folder, self.how = folder, how
+
+    def __call__(self) -> None:
+        tempfile.tempdir = str(self.folder)
+        build, spoil = ending.build_record, getattr(self, self.how)
+
+        def build_record(**given: Any) -> Any:
+            if os.environ["RANK"] == "0":
+                spoil(self.folder / "results" / "x")
+            return build(**given)
+
+        ending.build_record = build_record
+
+    def immutable(self, run: Path) -> None:
+        subprocess.run(["chattr", "+i", run], check=True)
+
+    def replaced(self, run: Path) -> None:
+        run.rename(run.with_name("moved"))
+        run.touch()
+
+    def log_deleted(self, run: Path) -> None:
+        (run / LOG_NAME).unlink()
+
+    def log_changed(self, run: Path) -> None:
+        (run / LOG_NAME).write_text("mine\n")
+
+
+FEW = ["--target-auc", "None", "--iterations", "3", "--warmup-iterations", "1"]
+
+
+def can_be_immutable(folder: Path) -> bool:
+    """Whether this user and file system have immutable folders."""
+    with contextlib.suppress(OSError):
+        if subprocess.run(["chattr", "+i", folder], capture_output=True).returncode == 0:
+            return subprocess.run(["chattr", "-i", folder], capture_output=True).returncode == 0
+    return False
+
+
+@pytest.mark.parametrize(("how", "says"), [("immutable", "Operation not permitted"), ("replaced", "Not a directory")])
+def test_a_record_whose_folder_takes_no_files_is_written_elsewhere(data, tmp_path, how, says):
+    if how == "immutable" and not can_be_immutable(tmp_path):
+        pytest.skip("no immutable folders here")
+    run = tmp_path / "results" / "x"
+    place = ["--results-dir", str(tmp_path / "results"), "--run-id", "x", "--data.path", str(data)]
+    try:
+        ended = forked_launch(2, tmp_path, [*place, *FEW], before=Spoils(tmp_path, how))
+    finally:
+        if how == "immutable":
+            subprocess.run(["chattr", "-i", run], check=True)
+    assert ended.statuses == [0, 0], ended
+    (rescued,) = tmp_path.glob("dlrm-bench-*/x")
+    assert says in ended.outputs[0]
+    assert f"the record is in {rescued} instead" in ended.outputs[0]
+    assert len(read_record(rescued).losses) == 3
+    assert read_events(rescued / LOG_NAME)[-1]["key"] == "epoch_stop"
+
+
+@pytest.mark.parametrize(("how", "says"), [("log_deleted", "was deleted"), ("log_changed", "was changed")])
+def test_a_log_that_is_deleted_or_changed_during_a_run_is_written_again(data, tmp_path, how, says):
+    run = tmp_path / "results" / "x"
+    place = ["--results-dir", str(tmp_path / "results"), "--run-id", "x", "--data.path", str(data)]
+    ended = forked_launch(2, tmp_path, [*place, *FEW], before=Spoils(tmp_path, how))
+    assert ended.statuses == [0, 0], ended
+    assert len(read_record(run).losses) == 3
+    log = run / LOG_NAME if how == "log_deleted" else next(tmp_path.glob("dlrm-bench-*/x")) / LOG_NAME
+    assert f"warning: {run / LOG_NAME} {says} during the run: what the run logged is in {log}" in ended.outputs[0]
+    assert [read_events(log)[i]["key"] for i in (0, -1)] == ["cache_clear", "epoch_stop"]
+    assert how == "log_deleted" or (run / LOG_NAME).read_text() == "mine\n"
+
+
+class FullDisk:
+    """Lets the second save fail as on a disk that is full, whose error names no file."""
+
+    def __call__(self) -> None:
+        begin, saves = checkpoints._begin, itertools.count(1)
+
+        def full(*given: Any) -> None:
+            if next(saves) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            begin(*given)
+
+        checkpoints._begin = full
+
+
+def test_a_full_disk_for_checkpoints_is_named_and_the_timings_are_kept(data, tmp_path):
+    saved = tmp_path / "saved"
+    flags = ["--results-dir", str(tmp_path / "results"), "--run-id", "x", "--data.path", str(data), "--target-auc=None"]
+    saves = ["--checkpoint.path", str(saved), "--checkpoint.every", "3", "--loss-interval", "2"]
+    ended = forked_launch(2, tmp_path, [*flags, *saves, "--iterations=12", "--warmup-iterations=1"], before=FullDisk())
+    assert_aborted(tmp_path, ended)
+    assert f"--checkpoint.path {saved}: [Errno 28] No space left on device" in "".join(ended.outputs)
+    figures = tmp_path / "results" / "x" / ITERATIONS_NPZ
+    assert f"rank 0: its latencies so far, and the losses that were read, are in {figures}" in ended.outputs[0]
+    with np.load(figures) as kept:
+        assert kept["latency_ms"].shape[0] == 1
+        assert kept["latency_ms"].shape[1] >= len(kept["loss"]) >= 6
+        assert np.isfinite(kept["loss"]).all()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_run_that_a_signal_ends_keeps_its_timings(tmp_path, number, told):
+    """Whichever rank gets it; as much as rank 0 knows without any other."""
+    flags = ["--preset=smoke", "--data.source=random", "--target-auc=None", "--local-batch-size=64", "--run-id=x"]
+    flags += ["--iterations=1000000", "--loss-interval=5", f"--results-dir={tmp_path}"]
+    processes = fork(2, tmp_path, launch_main, flags)
+    wait_until_training(tmp_path / "x" / LOG_NAME, lambda: [process.pid for process in processes])
+    os.kill(processes[told].pid, number)
+    ended = wait(processes, tmp_path)
+    assert ended.statuses[told] == 128 + number, ended
+    figures = tmp_path / "x" / ITERATIONS_NPZ
+    assert f"are in {figures}" in ended.outputs[0], ended
+    with np.load(figures) as kept:
+        assert kept["latency_ms"].shape[0] == 1
+        assert kept["latency_ms"].shape[1] >= len(kept["loss"]) >= 5
+        assert (kept["latency_ms"] > 0).all()
+    assert sorted(path.name for path in figures.parent.iterdir()) == [ITERATIONS_NPZ, LOG_NAME]
+    assert read_events(figures.parent / LOG_NAME)[-1]["key"] == "epoch_stop"
 
 
 class KilledInASave:
