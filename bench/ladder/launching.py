@@ -169,6 +169,7 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     os.close(sink)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through=True)  # torchrun's -u: a rank that is killed has said what it said
+    del os.environ["TORCHELASTIC_ERROR_FILE"]  # an error goes to the file, not to torch elastic, which stays silent
     sys.argv = [str(launcher), *flags]
     try:
         runpy.run_path(str(launcher), run_name="__main__")
@@ -227,7 +228,7 @@ def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str
     torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if re.match(r"rank \d+: error: ", line)]
+    errors = [line.strip() for line in lines if re.match(r" *rank \d+: error: ", line)]  # torchrun indents them
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
     others = [line for line in lines[max(first, last - 30) : last] if line not in errors]

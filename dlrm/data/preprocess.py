@@ -34,6 +34,7 @@ from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.disk_space import require_space
 from dlrm_bench.dlrm.data.manifest import MARKER, Manifest, read_manifest, sole_writer
+from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
 from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
 from dlrm_bench.dlrm.presets import training
@@ -81,7 +82,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
             f"features: choose one with the {DENSE_FIELDS} and {HASH_FIELDS} of Criteo's files"
         )
     if not config.raw.is_dir():
-        raise ValueError(f"{config.raw} is not a directory: name that of the raw days day_0, day_1, ...")
+        raise ValueError(f"{config.raw} {why_not(config.raw)}: name the directory of the raw days day_0, day_1, ...")
     raw = raw_days(config.raw)
     if len(raw) < 2:
         raise ValueError(f"{config.raw} has one day only: at least two are needed, as the last one evaluates")

@@ -141,7 +141,7 @@ class PreprocessJob:
         if largest - smallest + 2 >= 2**31:
             raise ValueError(
                 f"{self._raw[day]}: its integers range from {smallest} to {largest}: log(x - smallest + 2) needs their "
-                "difference to fit 32 bits; copy the file again"
+                "difference to fit 32 bits; correct the line that holds one of them"
             )
         _replace(partial, self._scratch / "parsed" / str(day))
         _write_json(facts, {"rows": rows, "smallest": smallest})
