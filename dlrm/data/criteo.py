@@ -251,5 +251,6 @@ def write_multi_hot_columns(
                     ids = column(feature, start, min(start + WRITE_CHUNK, samples))
                     block = np.empty((len(ids), hot), dtype=np.int32)
                     tables.expand(feature, ids, block)
+                    assert (block[:, 0] == ids).all(), "an id beyond the rows of its table that are kept"
                     member.write(block.data)
                     advance(len(ids))
