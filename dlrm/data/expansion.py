@@ -127,9 +127,8 @@ def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], k
         last = max(drawn, default=-1)
         skipped = sum((rows[feature] - kept[feature]) * (multi_hot_sizes[feature] - 1) for feature in drawn[:-1])
         with _shown(title, sum(kept_ids(kept, multi_hot_sizes)) + skipped) as advance:
-            for feature, pieces in zip(
-                range(last + 1), draw_tables(rows, multi_hot_sizes, kept, advance), strict=False
-            ):
+            tables = draw_tables(rows, multi_hot_sizes, kept, advance)
+            for feature, pieces in zip(range(last + 1), tables, strict=False):
                 if multi_hot_sizes[feature] > 1:
                     with (partial / f"{feature}.npy").open("wb") as file:
                         write_header(file, np.int32, (kept[feature], multi_hot_sizes[feature]))

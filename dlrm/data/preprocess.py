@@ -16,8 +16,9 @@ finding the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A fr
 the numbering, with up to 7 GB more. Besides, writing multi-hot ids maps one feature's expansion table at a time, up to
 16.0 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at
 a time, and their memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and
-gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days; that there is
-room is seen to before it begins.
+gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days, and the rows of
+the expansion tables that ids reach, 24 GB for Criteo's, which small inputs do not keep. Disk and time are estimated and
+said before it begins, and that there is room is seen to.
 """
 
 import shutil
@@ -94,7 +95,8 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
             return manifest, False
         if config.out.is_dir() and (odd := sorted(path.name for path in config.out.glob("day_*"))):
             raise ValueError(f"{config.out} holds {odd[0]}, which this program did not make: choose another OUT")
-    require_space(config.out, raw, model, config.formats, config.workers)
+    estimate = require_space(config.out, raw, model, config.formats, config.workers)
+    print(estimate, file=sys.stderr, flush=True)
     config.out.mkdir(parents=True, exist_ok=True)
     with sole_writer(config.out):
         if manifest := read_manifest(config.out):  # Of a process that ended just before it removed its marker.

@@ -31,9 +31,8 @@ def test_pieces_do_not_change_the_sequence(shapes: list[tuple[int, int]], chunk:
     rng = np.random.RandomState(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expansion, "CHUNK_IDS", chunk)
-        for (rows, hot), pieces in zip(
-            shapes, draw_tables(*zip(*shapes, strict=True), [rows for rows, _ in shapes]), strict=True
-        ):
+        drawn = draw_tables(*zip(*shapes, strict=True), [rows for rows, _ in shapes])
+        for (rows, hot), pieces in zip(shapes, drawn, strict=True):
             got = np.concatenate([*pieces])
             np.testing.assert_array_equal(got[:, 0], np.arange(rows))
             np.testing.assert_array_equal(got[:, 1:], rng.randint(0, rows, size=(rows, hot - 1)))
