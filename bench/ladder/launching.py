@@ -228,9 +228,15 @@ def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str
     torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line.strip() for line in lines if re.match(r" *rank \d+: error: ", line)]  # torchrun indents them
+    found = [
+        match for line in lines if (match := re.match(r" *rank (\d+): error: (.*)", line))
+    ]  # torchrun indents them
+    said_by = {
+        match[2]: match[1] for match in sorted(found, key=lambda match: -int(match[1]))
+    }  # by the first to say it
+    errors = [f"rank {rank}: error: {error}" for error, rank in reversed(said_by.items())]
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
-    others = [line for line in lines[max(first, last - 30) : last] if line not in errors]
+    others = [line for line in lines[max(first, last - 30) : last] if not re.match(r" *rank \d+: error: ", line)]
     said = "\n".join([*errors, *others, f"(all of it: {output})"])
     return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{said}"

@@ -16,7 +16,6 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.measure.ceilings import measure
 from dlrm_bench.bench.measure.machine import describe_machine, short_name
 from dlrm_bench.bench.measure.source import git_state
-from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.records.limits import (
     LIMITS_JSON,
     LIMITS_SCHEMA,
@@ -31,7 +30,6 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
     """Measures everything and, on rank 0, writes limits.json into a new folder of config.results_dir. Collective."""
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     ranks.init_process_group()
-    check_machine(config, ranks)
     machine = describe_machine()
     ceilings = list(measure(config, ranks))
     now = datetime.now(UTC)
