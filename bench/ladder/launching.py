@@ -228,12 +228,9 @@ def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str
     torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = [
-        match for line in lines if (match := re.match(r" *rank (\d+): error: (.*)", line))
-    ]  # torchrun indents them
-    said_by = {
-        match[2]: match[1] for match in sorted(found, key=lambda match: -int(match[1]))
-    }  # by the first to say it
+    # torchrun indents what it says of a rank. Of ranks with the same error, the first is named.
+    found = [match for line in lines if (match := re.match(r" *rank (\d+): error: (.*)", line))]
+    said_by = {match[2]: match[1] for match in sorted(found, key=lambda match: -int(match[1]))}
     errors = [f"rank {rank}: error: {error}" for error, rank in reversed(said_by.items())]
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
