@@ -1,14 +1,12 @@
 """Says what stops a command, in one line where its user can mend it."""
 
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED
+from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, EXIT_FAILED, told_to_torchrun, torchrun_says_errors
 
 _TORCHREC = "pip install '.[torchrec]', or without a GPU what requirements/cpu.txt lists"
 _INSTALLATION = {
@@ -58,36 +56,15 @@ def guarded(work: Callable[[], int]) -> int:
         known = str(error) if isinstance(error, ValueError) else _in_one_line(error)
         if known is None:
             print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            _told_to_torchrun(f"{where} failed, its traceback is above: {_last_line(error)}")
+            told_to_torchrun(f"{where} failed, its traceback is above: {_last_line(error)}")
             return EXIT_FAILED
     line = f"{where}: error: {known}" if "RANK" in os.environ else f"error: {known}"
-    if _torchrun_says_errors() and os.environ["LOCAL_RANK"] != "0":
+    if torchrun_says_errors() and os.environ["LOCAL_RANK"] != "0":
         time.sleep(_SAME_ERROR_S)  # torchrun ends this rank meanwhile, if rank 0 of the node failed as well
-    if not _told_to_torchrun(line):
+    if not told_to_torchrun(line):
         print(line, file=sys.stderr, flush=True)
     return EXIT_BAD_INPUT
 
 
 def _last_line(error: Exception) -> str:
     return traceback.format_exception_only(error)[-1].strip()
-
-
-def _torchrun_says_errors() -> bool:
-    """Whether this is a rank of torchrun, which ends for good when the rank fails."""
-    tries = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-    return "TORCHELASTIC_ERROR_FILE" in os.environ and tries[0] == tries[1]
-
-
-def _told_to_torchrun(line: str) -> bool:
-    """Hands `line` to torchrun, for the end of its message (torch.distributed.elastic.multiprocessing.errors).
-
-    Returns False where nobody would print it.
-    """
-    if not _torchrun_says_errors():
-        return False
-    message = {"message": f"\n{line}", "extraInfo": {"timestamp": str(int(time.time()))}}
-    try:
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
-    except OSError:
-        return False
-    return True

@@ -11,6 +11,24 @@ import pytest
 from dlrm_bench.bench import ROOT
 from dlrm_bench.launch.failures import guarded, what_to_install
 
+WATCHED = """
+import os
+import torch.distributed as dist
+from dlrm_bench.bench.measure.abort import AbortWatch
+from dlrm_bench.dlrm.command_line import exit_process
+from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.launch.failures import guarded
+
+def work():
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    with AbortWatch(ranks, lambda: None):
+        if os.environ["RANK"] in {ranks!r}:
+            raise {error}
+        dist.barrier()
+
+exit_process(guarded(work))
+"""
 FAILING = """
 import os, time
 from dlrm_bench.dlrm.command_line import exit_process
@@ -81,9 +99,9 @@ def test_without_torchrun_there_is_no_rank(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: --seed is wrong\n"
 
 
-def under_torchrun(folder: Path, ranks: tuple[str, ...], error: str, *options: str) -> str:
+def under_torchrun(folder: Path, ranks: tuple[str, ...], error: str, *options: str, script: str = FAILING) -> str:
     """Output of a failing torchrun of two ranks, of which these raise the error."""
-    (folder / "script.py").write_text(FAILING.format(ranks=ranks, error=error))
+    (folder / "script.py").write_text(script.format(ranks=ranks, error=error))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *options, "script.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
@@ -112,3 +130,8 @@ def test_an_error_of_a_try_that_torchrun_repeats_is_said_by_each_rank(tmp_path):
     assert said.startswith(("rank 0: error: --seed is wrong", "rank 1: error: --seed is wrong"))
     assert said.splitlines()[-2].strip() == "rank 0: error: --seed is wrong"
     assert time.monotonic() - begun < 120
+
+
+def test_the_last_words_of_torchrun_are_the_error_of_the_rank_that_others_waited_for(tmp_path):
+    said = under_torchrun(tmp_path, ("1",), "ValueError('day_0.npy is truncated')", script=WATCHED)
+    assert said.splitlines()[-2].strip() == "rank 0: rank 1 failed: ValueError: day_0.npy is truncated"
