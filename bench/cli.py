@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -17,6 +17,9 @@ from tyro.conf import Positional
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.command_line import exit_status, printable
+
+_WIDEST = 1000
+"""Columns of a console that shows every table whole."""
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -366,10 +369,11 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
 
 
 def _console() -> "Console":
-    """A console at least as wide as the tables, which are cut off otherwise; it prints no file's name as it steers
-    terminals."""
+    """Returns a console at least as wide as each table, which would be cut off otherwise; it prints no file's name as
+    what steers terminals."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
+    from rich.table import Table
 
     class EndingConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -378,6 +382,13 @@ def _console() -> "Console":
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # as print() ends: rich alone exits with status 1, which has a meaning here
+
+        def print(self, *objects: Any, **keywords: Any) -> None:
+            for table in objects:
+                if isinstance(table, Table):
+                    whole = self.measure(table, options=self.options.update(width=_WIDEST)).maximum
+                    self.width = max(self.width, whole)
+            super().print(*objects, **keywords)
 
     return EndingConsole(width=max(130, Console().width))
 

@@ -29,6 +29,7 @@ from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.measure.source import git_state
 from dlrm_bench.bench.measure.stall import StallWatch
 from dlrm_bench.bench.measure.telemetry import RunMonitor
+from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
@@ -38,7 +39,7 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.metrics import distributed_auc
 from dlrm_bench.dlrm.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.interface import Pipeline, check_device
+from dlrm_bench.pipeline.interface import Pipeline
 
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
     from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline
@@ -239,9 +240,7 @@ def run(
     the record's folder; None in a timed run. ValueError on bad input, before training where that can be known; a run
     that fails later leaves a folder whose log is closed as aborted.
     """
-    _set_precision(config, ranks.device)
-    _check_batches_fit(config, ranks)
-    check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     BEGINNING.now("waits for the other ranks in init_process_group")
     ranks.init_process_group()
     log = MLPerfLog(None)
@@ -254,6 +253,7 @@ def run(
 
     with AbortWatch(ranks, close_log) as abort:
         BEGINNING.ends_by(abort.stop)
+        check_machine(config, ranks)  # now: a folder that is made is never used again
         BEGINNING.now("opens its data")
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = open_dataset(config.data, config.model, config.seed)
@@ -325,26 +325,6 @@ def run(
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
-
-
-def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
-    """ValueError where the batches that wait on a node exceed its memory."""
-    samples = config.local_batch_size * ranks.local_world_size
-    count = config.data.random_batches if config.data.source == "random" else config.data.prefetch_batches
-    needed = 4 * (1 + config.model.dense_in_features + config.model.ids_per_sample) * samples * count
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        flag = "--data.random-batches" if config.data.source == "random" else "--data.prefetch-batches"
-        raise ValueError(
-            f"{count} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) take "
-            f"{needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
-        )
-
-
-def _set_precision(config: RunConfig, device: torch.device) -> None:
-    if config.precision == "tf32" and device.type != "cuda":
-        raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
-    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
 
 
 def _check_target(config: RunConfig, best_auc: float | None) -> None:

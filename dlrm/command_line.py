@@ -1,11 +1,14 @@
 """How a command of this project ends: what is wrong in one line, and an exit status."""
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_FAILED = 1
@@ -65,6 +68,27 @@ def _notes(error: BaseException) -> list[str]:
 def _say(*lines: str) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
+
+
+def torchrun_says_errors() -> bool:
+    """Whether this is a rank of torchrun, which ends for good when the rank fails."""
+    tries = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    return "TORCHELASTIC_ERROR_FILE" in os.environ and tries[0] == tries[1]
+
+
+def told_to_torchrun(line: str) -> bool:
+    """Hands `line` to torchrun, for the end of its message (torch.distributed.elastic.multiprocessing.errors).
+
+    Returns False where nobody would print it.
+    """
+    if not torchrun_says_errors():
+        return False
+    message = {"message": f"\n{line}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+    except OSError:
+        return False
+    return True
 
 
 def exit_process(status: int) -> NoReturn:

@@ -2,8 +2,8 @@
 
 PYTHONPATH=. torchrun --nproc_per_node 2 examples/torchrec_script.py [--stock]
 
-It runs with or without GPUs, and prints the same losses both ways. PYTHONPATH is for a checkout; where the package is
-installed it is not needed.
+It runs with or without GPUs, and prints the same losses both ways; without, all switches of the pipeline are off.
+PYTHONPATH is for a checkout; where the package is installed it is not needed.
 """
 
 import logging

@@ -130,14 +130,14 @@ def test_a_command_that_needs_torch_says_what_to_install(site, tmp_path):
         done = dlrm_bench_without_torch(site, tmp_path, *command, "--preset", "smoke")
         assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
     done = launch_without(NOT_IN_THE_CORE, site, tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"rank -: error: {said}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_says_what_else_to_install(site, tmp_path):
     done = launch_without(["torchrec"], site, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("rank -: error: this needs torchrec, which is not installed: in a checkout")
+    assert done.stderr.startswith("error: this needs torchrec, which is not installed: in a checkout")
     assert len(done.stderr.splitlines()) == 1
 
 

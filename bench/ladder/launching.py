@@ -190,6 +190,7 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     os.close(sink)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through=True)  # torchrun's -u: a rank that is killed has said what it said
+    del os.environ["TORCHELASTIC_ERROR_FILE"]  # an error goes to the file, not to torch elastic, which stays silent
     sys.argv = [str(launcher), *flags]
     try:
         runpy.run_path(str(launcher), run_name="__main__")
@@ -248,9 +249,12 @@ def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str
     torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if re.match(r"rank \d+: error: ", line)]
+    # torchrun indents what it says of a rank. Of ranks with the same error, the first is named.
+    found = [match for line in lines if (match := re.match(r" *rank (\d+): error: (.*)", line))]
+    said_by = {match[2]: match[1] for match in sorted(found, key=lambda match: -int(match[1]))}
+    errors = [f"rank {rank}: error: {error}" for error, rank in reversed(said_by.items())]
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
-    others = [line for line in lines[max(first, last - 30) : last] if line not in errors]
+    others = [line for line in lines[max(first, last - 30) : last] if not re.match(r" *rank \d+: error: ", line)]
     said = "\n".join([*errors, *others, f"(all of it: {output})"])
     return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{said}"

@@ -52,7 +52,7 @@ class Batch:
     @cached_property
     def ids(self) -> Tensor:
         """int32 [B * ids_per_sample], feature-major: feature f is a row-major [B, multi_hot_sizes[f]] block, the blocks
-        in table order. These are the values of a KJT; where lengths vary, bags are padded (capacity.py)."""
+        in table order. These are the values of a KJT; where lengths vary, bags are padded (padding.py)."""
         return self.storage[self.layout.ids_start :].view(torch.int32)
 
     @classmethod

@@ -12,6 +12,7 @@ from dlrm_bench.dlrm.data.criteo import Day, MultiHotDay, OneHotDay
 from dlrm_bench.dlrm.data.expansion import open_expansion_tables
 from dlrm_bench.dlrm.data.file_batches import FileBatches
 from dlrm_bench.dlrm.data.manifest import MARKER, read_manifest
+from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.data.random_batches import RandomDataset
 
 
@@ -78,7 +79,7 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     """The best AUC that the directory's manifest knows for this evaluation day, if there is one."""
     if not path.is_dir():
         raise ValueError(
-            f"--data.path {path} is not a directory: generate a small data set with "
+            f"--data.path {path} {why_not(path)}: generate a small data set with "
             f"'dlrm-bench data generate --preset smoke --path {path}', or name the directory of "
             "MLPerf's day files"
         )

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dlrm_bench.bench import ROOT, started_runs
-from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.analysis.ladder import ladder_table, read_judged_ladder
+from dlrm_bench.bench.cli import _console, main
 from dlrm_bench.bench.ladder import run_ladder
 from dlrm_bench.bench.measure.source import source_hash, version
 from dlrm_bench.bench.records import record
@@ -318,3 +319,18 @@ def test_what_reads_records_imports_little(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
         (imported,) = (line.split() for line in done.stdout.splitlines() if line.startswith("imported "))
         assert unneeded & set(imported) == set()
+
+
+def test_no_table_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Record 38's, whose rungs have longer names here."""
+    monkeypatch.setenv("COLUMNS", "100")
+    ladder, _ = read_judged_ladder(ROOT / "results" / "38-2xh200-512-a-gpu-fair-baselines")
+    for factor in (1, 3):
+        for rung in ladder["rungs"]:
+            rung["name"] *= factor
+        _console().print(ladder_table(ladder))
+        said = capsys.readouterr().out
+        assert "\N{HORIZONTAL ELLIPSIS}" not in said
+        assert "previous" in said
+        assert all(rung["name"] in said for rung in ladder["rungs"])
+        assert "10.155 .. 42.572" in said
