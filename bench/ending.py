@@ -21,6 +21,7 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
+from dlrm_bench.bench.saved_state import history_arrays
 from dlrm_bench.dlrm.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -35,13 +36,14 @@ def keep_figures(this: "Run", error: NonFiniteLossError) -> str:
     iterations_ms = this.clock.gather_ms()
 
     def write(folder: Path) -> None:
-        write_iterations(folder, iterations_ms, error.known, this.losses_before)
+        write_iterations(folder, iterations_ms, error.known, history_arrays(this.losses_before))
 
     kept = f"losses and latencies so far are in {_write_somewhere(this, write) / ITERATIONS_NPZ}"
     good = error.iteration - 1
     if this.checkpoints.saves and good > this.first:
         try:
-            this.save(good, error.known[: good - this.first])
+            if good != this.checkpoints.iteration:  # that one has these weights
+                this.save(good, error.known[: good - this.first])
             this.checkpoints.wait()
             kept += f", these weights in {this.config.checkpoint.path}"
         except ValueError as failure:
@@ -90,7 +92,7 @@ def write_results(
     )
 
     def write(folder: Path) -> None:
-        write_record(folder, record, iterations_ms, losses, this.losses_before)
+        write_record(folder, record, iterations_ms, losses, history_arrays(this.losses_before))
 
     return _write_somewhere(this, write), record
 

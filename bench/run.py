@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
+from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
@@ -30,7 +29,8 @@ from dlrm_bench.bench.measure.stall import StallWatch
 from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, release_room, reserve_room
-from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
+from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
@@ -64,8 +64,8 @@ class Run:
     checkpoints: Checkpoints
     first: int = 0
     """Iterations before this run's first: those of the checkpoint that it resumes."""
-    losses_before: list[float] = field(default_factory=list)
-    """Losses of these iterations."""
+    losses_before: list[LossStretch] = field(default_factory=list)
+    """Losses of all iterations before, which may have had other sizes."""
     auc: float | None = None
     evaluated: int = 0
     """Batches, over all evaluations."""
@@ -99,16 +99,18 @@ class Run:
 
     def save(self, iteration: int, losses: list[float]) -> None:
         """Saves the state as it is after `iteration`. losses: of this run's iterations up to then. Collective."""
+        size = self.schedule.global_batch_size
         state = RunState(
-            iteration=iteration,
-            samples=iteration * self.schedule.global_batch_size,
-            losses=[*self.losses_before, *losses],
+            schema=STATE_SCHEMA,
+            samples=iteration * size,
+            losses=extended(self.losses_before, size, losses),
             auc=self.auc,
             mlperf_log=self.log.text,
             run_id=self.folder.name,
             config=as_json(self.config),
+            data_files=self.checkpoints.data_files,
         )
-        self.checkpoints.save(state)
+        self.checkpoints.save(iteration, state)
 
     def _lacking(self) -> int:
         """Iterations that a run by time still lacks, by rank 0's clock; goes on with the clock if there are some."""
@@ -118,7 +120,7 @@ class Run:
         answer = [self.schedule.lacking(self.clock.local_ms(), self.config.warmup_iterations)]
         dist.broadcast_object_list(answer, src=0)
         if answer[0]:
-            self._draw(self.clock.iterations)
+            self._draw(self.first + self.clock.iterations)
             self.clock.start()
         return answer[0]
 
@@ -168,9 +170,7 @@ class Run:
     def progress(self) -> tuple[int, int]:
         """A number that grows as the training goes on, and the iterations trained; any thread may ask."""
         trained = self.first + self.clock.iterations
-        # A rank may wait for another's files, and for the disk to have them: that is no stall.
-        waiting = time.monotonic_ns() if self.checkpoints.waited_for else 0
-        return trained + self.evaluated + self.checkpoints.pieces + waiting, trained
+        return trained + self.evaluated + self.checkpoints.pieces, trained
 
     @property
     def epoch_num(self) -> float:
@@ -258,7 +258,8 @@ def run(
         if resumed is None:
             _log_init(config, ranks, log, machine, dataset, schedule)
         else:
-            log.go_on(resumed.state.mlperf_log)
+            schedule = schedule.resumed(resumed.first)
+            log.go_on(resumed.state["mlperf_log"])
         pipeline = build_pipeline(config, config.pipeline, ranks)
         checkpoints = Checkpoints(config, ranks, pipeline, resumed)
         profiling = profiled(pipeline, folder) if profiled else None
@@ -278,7 +279,7 @@ def run(
             checkpoints=checkpoints,
         )
         if resumed is not None:
-            this.first, this.losses_before, this.auc = resumed.first, resumed.state.losses, resumed.state.auc
+            this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
             this.warm_up()
@@ -287,26 +288,29 @@ def run(
                 log.init_stop()
                 log.run_start()
                 log.epoch_start()
-            try:
-                with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor, stall:
-                    this.train()
-                losses = this.losses.finish()
-            except NonFiniteLossError as error:
-                raise ValueError(f"{error}; {keep_figures(this, error)}") from None
-        telemetry = monitor.gather()
-        if telemetry.get("clock_jump_s"):
-            text = (
-                f"the wall clock jumped by {telemetry['clock_jump_s']} s during the run: times in the log are off by it"
-            )
-            log.note(text)
-            if ranks.rank == 0:
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-        log.close(this.log_status, this.epoch_num)
-        checkpoints.wait()
+            with stall:  # until the last checkpoint is on disk
+                try:
+                    with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor:
+                        this.train()
+                    losses = this.losses.finish()
+                except NonFiniteLossError as error:
+                    raise ValueError(f"{error}; {keep_figures(this, error)}") from None
+                telemetry = monitor.gather()
+                _note_clock_jump(telemetry, log, ranks)
+                log.close(this.log_status, this.epoch_num)
+                checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
+
+
+def _note_clock_jump(telemetry: Telemetry, log: MLPerfLog, ranks: Ranks) -> None:
+    if telemetry.get("clock_jump_s"):
+        text = f"the wall clock jumped by {telemetry['clock_jump_s']} s during the run: times in the log are off by it"
+        log.note(text)
+        if ranks.rank == 0:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:

@@ -42,7 +42,7 @@ def write_pieces(
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-files") as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         return [piece for of_file in pool.map(write, range(len(shares))) for piece in of_file]
 
 

@@ -130,7 +130,9 @@ def _piece(number: int, of: Any, tensors: dict[str, tuple[int, ...]]) -> Piece:
     full, file = tensors[of["tensor"]], of.get("file")
     if not isinstance(file, str) or not _FILE.fullmatch(file):
         raise ValueError(f"piece {number} names {file!r:.80}, which is no file of a rank")
-    start, shape, row_step = of.get("start"), of.get("shape"), of.get("row_step")
+    start: Any = of.get("start")
+    shape: Any = of.get("shape")
+    row_step: Any = of.get("row_step")
     if not (_counts(start) and _counts(shape, least=1) and _counts([row_step], least=1)):
         raise ValueError(f"piece {number} has start {start!r:.80}, shape {shape!r:.80} and row_step {row_step!r:.80}")
     if not _counts([of.get("offset"), of.get("crc32")]):
