@@ -106,7 +106,7 @@ def save_twice(folder: Path, trouble: str | None) -> int:
     elif trouble == "disk full":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if ranks.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
     saving.save(2, state(config(folder), 2))
     held.train()
     try:
