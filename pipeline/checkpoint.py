@@ -22,6 +22,8 @@ from dlrm_bench.pipeline.checkpoint_index import (
     Piece,
     Place,
     common,
+    damaged_others,
+    other_files,
     read_index,
     write_index,
 )
@@ -63,6 +65,8 @@ def write_state(
 ) -> None:
     """Writes the state to `folder`, and returns once all ranks' files are on disk. Collective over `group`, of gloo.
 
+    The index has the checksums of other .json files that the folder holds by then.
+
     on_piece: called after each piece, by any thread. CheckpointError, on every rank, where any rank cannot.
     """
     written: list[Piece] = []
@@ -78,7 +82,7 @@ def write_state(
 
     def index() -> None:
         if rank == 0:
-            write_index(folder, Index(shapes, pieces))
+            write_index(folder, Index(shapes, pieces, other_files(folder)))
 
     _on_all_ranks(index, group)
 
@@ -92,6 +96,8 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
     def read() -> None:
         index = read_index(folder)
         _check_shapes(folder, index, blocks)
+        for line in damaged_others(folder, index):
+            raise CheckpointError(line)
         read_pieces(folder, list(_wanted(index, blocks)))
 
     try:

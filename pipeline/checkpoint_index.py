@@ -21,6 +21,7 @@ INDEX_JSON = "index.json"
 _FORMAT = 2
 """Format 1 was the pickled index of torch.distributed.checkpoint."""
 _FILE = re.compile(r"rank-\d{1,9}-\d{1,9}\.bin")
+_OTHER_FILE = re.compile(r"[a-z]{1,32}\.json")
 _LARGEST = 1 << 60
 """Above all that an index counts."""
 THREADS = 8
@@ -73,6 +74,8 @@ class Index:
     tensors: dict[str, tuple[int, ...]]
     """Shapes of the full tensors."""
     pieces: tuple[Piece, ...]
+    others: dict[str, int]
+    """Checksums of the other files in the folder, by name."""
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +88,9 @@ def write_index(folder: Path, index: Index) -> None:
     pieces = [{**asdict(piece.place), **asdict(piece)} for piece in index.pieces]
     for piece in pieces:
         del piece["place"]
+    content = {"format": _FORMAT, "tensors": index.tensors, "pieces": pieces, "others": index.others}
     with (folder / INDEX_JSON).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "tensors": index.tensors, "pieces": pieces}, file)
+        json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -114,14 +118,17 @@ def read_index(folder: Path) -> Index:
 def _parsed(content: Any) -> Index:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"it is not of format {_FORMAT}, which this version reads")
-    tensors, pieces = content.get("tensors"), content.get("pieces")
-    if not isinstance(tensors, dict) or not isinstance(pieces, list):
-        raise ValueError("it lacks tensors or pieces")
+    tensors, pieces, others = content.get("tensors"), content.get("pieces"), content.get("others")
+    if not isinstance(tensors, dict) or not isinstance(pieces, list) or not isinstance(others, dict):
+        raise ValueError("it lacks tensors, pieces or others")
+    for name, crc32 in others.items():
+        if not _OTHER_FILE.fullmatch(name) or not _counts([crc32]):
+            raise ValueError(f"{name!r:.80} is no other file with a checksum")
     for key, shape in tensors.items():
         if not _counts(shape, least=1) or not shape:
             raise ValueError(f"the shape of {key!r} is {shape!r:.80}")
     shapes = {key: tuple(shape) for key, shape in tensors.items()}
-    return Index(shapes, tuple(_piece(number, piece, shapes) for number, piece in enumerate(pieces)))
+    return Index(shapes, tuple(_piece(number, piece, shapes) for number, piece in enumerate(pieces)), others)
 
 
 def _piece(number: int, of: Any, tensors: dict[str, tuple[int, ...]]) -> Piece:
@@ -229,8 +236,24 @@ def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
         raise CheckpointError(f"{piece.name}, of {piece.place.tensor}, are damaged: their checksum is another")
 
 
+def other_files(folder: Path) -> dict[str, int]:
+    """Returns the checksums of the files of a checkpoint that no rank wrote."""
+    names = (path.name for path in folder.iterdir())
+    return {name: checksum((folder / name).read_bytes()) for name in names if _OTHER_FILE.fullmatch(name)}
+
+
+def damaged_others(folder: Path, index: Index) -> Iterator[str]:
+    """Yields a line for each file that no rank wrote and that is not as it was written."""
+    for name, crc32 in index.others.items():
+        try:
+            if checksum((folder / name).read_bytes()) != crc32:
+                yield f"{name} is damaged: its checksum is another"
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
+
+
 def damage(folder: Path, index: Index, advance: Callable[[int], None]) -> Iterator[str]:
-    """Reads all files; yields a line for each piece that is not as it was written.
+    """Reads all files; yields a line for each piece and each other file that is not as it was written.
 
     advance: called with each number of bytes that were checked.
     """
@@ -244,6 +267,7 @@ def damage(folder: Path, index: Index, advance: Callable[[int], None]) -> Iterat
             return f"{piece.name}: {error.strerror}"
         return None
 
+    yield from damaged_others(folder, index)
     with ThreadPoolExecutor(THREADS) as pool:
         for first in range(0, len(index.pieces), THREADS):
             pieces = index.pieces[first : first + THREADS]

@@ -189,6 +189,33 @@ def test_no_memory_for_the_copy_of_one_rank_makes_all_wait_for_the_disk(tmp_path
     assert run(2, tmp_path / "load", load, saved).statuses == [1, 1]
 
 
+def load_of_another(folder: Path) -> int:
+    me = os.geteuid()
+    os.geteuid = lambda: me + 1
+    return load(folder)
+
+
+def test_a_checkpoint_of_another_user_is_warned_of(tmp_path):
+    saved = tmp_path / "saved"
+    assert run(1, tmp_path / "save", save_and_say, saved, None, 1).statuses == [0]
+    ended = run(2, tmp_path / "load", load_of_another, saved)
+    assert ended.statuses == [1, 1]  # the iteration
+    said = f"--resume {saved / name(1)} belongs to another user: its checksums show damage, not who wrote it"
+    assert [said in output for output in ended.outputs] == [True, False]
+
+
+@pytest.mark.gpu
+def test_what_a_graph_leaves_idle_is_not_free():
+    size, before = 2**28, checkpoints._free_bytes()
+    del_later = torch.empty(size, dtype=torch.uint8, device="cuda")
+    del del_later
+    assert checkpoints._free_bytes() > before - size // 4  # idle in PyTorch's own pool
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(size, dtype=torch.uint8, device="cuda")
+    assert checkpoints._free_bytes() <= before - size
+
+
 def segment(total: int, active: int, **other: Any) -> dict[str, Any]:
     return {"device": 0, "segment_pool_id": (0, 0), "stream": 7, "total_size": total, "active_size": active} | other
 

@@ -18,7 +18,7 @@ from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
-from dlrm_bench.bench.saved_state import checkpoint_name
+from dlrm_bench.bench.saved_state import STATE_JSON, checkpoint_name
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
 from tests.bench.test_run import GBS, ITERATIONS, LOCAL_BATCH, SAMPLES_PER_DAY, assert_aborted, launch, read_events
 from tests.launched import Ended, forked_launch
@@ -105,8 +105,12 @@ def test_a_run_by_time_goes_on_for_its_time_again(data, interrupted, tmp_path):
 
 
 def damaged(saved: Path, folder: Path, what: str) -> Path:
-    """A copy of a checkpoint with a flipped bit, or with zeros for all that one rank wrote."""
+    """A copy of a checkpoint with a flipped bit, with zeros for all that one rank wrote, or with another loss."""
     shutil.copytree(saved, folder)
+    if what == "state":
+        (state,) = folder.glob(f"*/{STATE_JSON}")
+        state.write_text(state.read_text().replace('"losses": [0', '"losses": [1'))
+        return folder
     for file in sorted(folder.glob("*/rank-1-*.bin"))[: 1 if what == "bit" else None]:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
@@ -114,15 +118,14 @@ def damaged(saved: Path, folder: Path, what: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("what", ["bit", "zeros"])
+@pytest.mark.parametrize("what", ["bit", "zeros", "state"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(data, interrupted, tmp_path, what):
     saved = damaged(interrupted, tmp_path / "saved", what)
     ended = launch(data, tmp_path, "--target-auc", "None", "--resume", str(saved))
     assert ended.statuses == [2, 2], ended
     for output in ended.outputs:
-        assert re.search(
-            r"--resume: .* cannot be read: rank \d: rank-1-\d\.bin, bytes \d+ to \d+, of .* are damaged", output
-        )
+        what = r"(rank-1-\d\.bin, bytes \d+ to \d+, of .* are|state\.json is) damaged"
+        assert re.search(rf"--resume: .* cannot be read: rank \d: {what}", output)
         assert "Traceback" not in output
 
 

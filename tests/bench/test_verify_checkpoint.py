@@ -8,7 +8,7 @@ import pytest
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.saved_state import STATE_JSON
 from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT
-from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON, Index, Piece, Place, checksum, write_index
+from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON, Index, Piece, Place, checksum, other_files, write_index
 from tests.bench.test_saved_state import save
 
 
@@ -18,7 +18,8 @@ def folder(tmp_path: Path) -> Path:
     data = bytes(range(240))
     (saved / "rank-0-0.bin").write_bytes(data)
     place = Place("weights/t", (0, 0), (10, 6), 1)
-    write_index(saved, Index({"weights/t": (10, 6)}, (Piece(place, "rank-0-0.bin", 0, checksum(data)),)))
+    piece = Piece(place, "rank-0-0.bin", 0, checksum(data))
+    write_index(saved, Index({"weights/t": (10, 6)}, (piece,), other_files(saved)))
     return saved
 
 
@@ -35,9 +36,10 @@ def test_everything_that_is_wrong_is_named(folder: Path, capsys: pytest.CaptureF
     state = json.loads((folder / STATE_JSON).read_text())
     (folder / STATE_JSON).write_text(json.dumps(state | {"auc": 2}))
     assert main(["checkpoint", "verify", str(folder)]) == EXIT_BAD_INPUT
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first == f"{folder / STATE_JSON} is damaged: auc is 2"
-    assert second.startswith(f"{folder}/rank-0-0.bin, bytes 0 to 239, of weights/t, are damaged")
+    assert second == f"{folder / STATE_JSON} is damaged: its checksum is another"
+    assert third.startswith(f"{folder}/rank-0-0.bin, bytes 0 to 239, of weights/t, are damaged")
     (folder / INDEX_JSON).write_text("{")
     assert main(["checkpoint", "verify", str(folder)]) == EXIT_BAD_INPUT
     assert f"{folder / INDEX_JSON} is damaged: not JSON" in capsys.readouterr().out

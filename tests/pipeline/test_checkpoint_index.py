@@ -20,6 +20,7 @@ from dlrm_bench.pipeline.checkpoint_index import (
     checksum,
     common,
     damage,
+    other_files,
     read_index,
     write_index,
 )
@@ -62,7 +63,8 @@ def saved(folder: Path) -> Index:
         (folder / f"rank-{part}-0.bin").write_bytes(data)
         place = Place("weights/t", (part, 0), (12 - part, 6), 2)
         pieces.append(Piece(place, f"rank-{part}-0.bin", 0, checksum(data)))
-    index = Index({"weights/t": SHAPE}, tuple(pieces))
+    (folder / "state.json").write_text("{}")
+    index = Index({"weights/t": SHAPE}, tuple(pieces), other_files(folder))
     write_index(folder, index)
     return index
 
@@ -71,6 +73,7 @@ def test_an_index_comes_back_and_damaged_files_are_named(tmp_path: Path) -> None
     index = saved(tmp_path)
     assert read_index(tmp_path) == index
     assert index.nbytes == TABLE.nbytes
+    assert index.others == {"state.json": checksum(b"{}")}
     checked: list[int] = []
     assert list(damage(tmp_path, index, checked.append)) == []
     assert sum(checked) == TABLE.nbytes
@@ -84,14 +87,20 @@ def test_an_index_comes_back_and_damaged_files_are_named(tmp_path: Path) -> None
     assert other == "rank-1-0.bin, bytes 0 to 263, of weights/t, are damaged: their checksum is another"
     second.write_bytes(b"")
     first.unlink()
-    one, other = damage(tmp_path, index, checked.append)
+    (tmp_path / "state.json").write_text("[]")
+    third, one, other = damage(tmp_path, index, checked.append)
+    assert third == "state.json is damaged: its checksum is another"
+    (tmp_path / "state.json").unlink()
+    third, one, other = damage(tmp_path, index, checked.append)
+    assert third == "state.json: No such file or directory"
     assert one == "rank-0-0.bin, bytes 0 to 287: No such file or directory"
     assert "rank-1-0.bin, bytes 0 to 263, of weights/t: the file is truncated" in other
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "format": (lambda index: index.update(format=1), "it is not of format 2"),
-    "no pieces": (lambda index: index.pop("pieces"), "it lacks tensors or pieces"),
+    "no pieces": (lambda index: index.pop("pieces"), "it lacks tensors, pieces or others"),
+    "others": (lambda index: index.update(others={"../state.json": 1}), r"'\.\./state\.json' is no other file"),
     "shape": (
         lambda index: index["tensors"].update({"weights/t": [23, -6]}),
         r"the shape of 'weights/t' is \[23, -6\]",
