@@ -322,6 +322,27 @@ class Submission:
         return run_submission(self.what, console, forwarded)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Checkpoint:
+    """Checks checkpoints: dlrm-bench checkpoint verify DIR
+
+    verify: reads every byte of a checkpoint, or of the newest complete one of a folder of them, and says what is not as
+    it was written, a line each; the exit status is 2 if there is anything. No code of a checkpoint is run, neither here
+    nor by --resume; but checksums show damage, not who wrote a checkpoint: go on from your own alone.
+    """
+
+    what: Positional[Literal["verify"]]
+    """What to do."""
+    directory: Positional[Path]
+    """A checkpoint, or a folder of them."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Checks it and prints what it found; returns the exit status."""
+        from dlrm_bench.bench.verify_checkpoint import verify_checkpoint
+
+        return verify_checkpoint(console, self.directory)
+
+
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
@@ -332,6 +353,7 @@ Command = (
     | Annotated[RecordCommand, tyro.conf.subcommand("record")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Submission, tyro.conf.subcommand("submission")]
+    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Scale, tyro.conf.subcommand("scale")]
 )
@@ -360,7 +382,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
-    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Scale):
+    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Checkpoint | Scale):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for word in forwarded:

@@ -25,6 +25,7 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
+from dlrm_bench.bench.saved_state import history_arrays
 from dlrm_bench.dlrm.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def keep_figures(this: "Run", error: NonFiniteError) -> str:
     good = error.whole
     if this.checkpoints.saves and good is not None and good > this.first:
         try:
-            this.save(good, error.known[: good - this.first])
+            if good != this.checkpoints.iteration:  # that one has these weights
+                this.save(good, error.known[: good - this.first])
             this.checkpoints.wait()
             kept += f", these weights in {this.config.checkpoint.path}"
         except ValueError as failure:
@@ -149,7 +151,7 @@ def write_results(
     )
 
     def write(folder: Path) -> None:
-        write_record(folder, record, iterations_ms, losses, this.losses_before)
+        write_record(folder, record, iterations_ms, losses, history_arrays(this.losses_before))
 
     folder = _write_somewhere(this, write)
     restore_log(this)
@@ -181,7 +183,7 @@ def _write_here(this: "Run", write: Callable[[Path], None]) -> Path:
 
 def _figures(this: "Run", iterations_ms: np.ndarray, losses: Sequence[float]) -> Callable[[Path], None]:
     """What writes iterations.npz of a run that does not finish into a folder; see write_iterations."""
-    return lambda folder: write_iterations(folder, iterations_ms, losses, this.losses_before)
+    return lambda folder: write_iterations(folder, iterations_ms, losses, history_arrays(this.losses_before))
 
 
 def _content(file: Path) -> str | None:

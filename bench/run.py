@@ -3,8 +3,7 @@
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
+from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.ending import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.measure.abort import AbortWatch
@@ -32,7 +31,8 @@ from dlrm_bench.bench.measure.telemetry import RunMonitor
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
-from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
+from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
@@ -66,8 +66,8 @@ class Run:
     checkpoints: Checkpoints
     first: int = 0
     """Iterations before this run's first: those of the checkpoint that it resumes."""
-    losses_before: list[float] = field(default_factory=list)
-    """Losses of these iterations."""
+    losses_before: list[LossStretch] = field(default_factory=list)
+    """Losses of all iterations before, which may have had other sizes."""
     auc: float | None = None
     place: Path | None = None
     """Folder that what it measured was written to, on rank 0, once that is done."""
@@ -104,16 +104,18 @@ class Run:
 
     def save(self, iteration: int, losses: list[float]) -> None:
         """Saves the state as it is after `iteration`. losses: of this run's iterations up to then. Collective."""
+        size = self.schedule.global_batch_size
         state = RunState(
-            iteration=iteration,
-            samples=iteration * self.schedule.global_batch_size,
-            losses=[*self.losses_before, *losses],
+            schema=STATE_SCHEMA,
+            samples=iteration * size,
+            losses=extended(self.losses_before, size, losses),
             auc=self.auc,
             mlperf_log=self.log.text,
             run_id=self.folder.name,
             config=as_json(self.config),
+            data_files=self.checkpoints.data_files,
         )
-        self.checkpoints.save(state)
+        self.checkpoints.save(iteration, state)
 
     def _lacking(self) -> int:
         """Iterations that a run by time still lacks, by rank 0's clock; goes on with the clock if there are some."""
@@ -123,7 +125,7 @@ class Run:
         answer = [self.schedule.lacking(self.clock.local_ms(), self.config.warmup_iterations)]
         dist.broadcast_object_list(answer, src=0)
         if answer[0]:
-            self._draw(self.clock.iterations)
+            self._draw(self.first + self.clock.iterations)
             self.clock.start()
         return answer[0]
 
@@ -173,9 +175,7 @@ class Run:
     def progress(self) -> tuple[int, int]:
         """A number that grows as the training goes on, and the iterations trained; any thread may ask."""
         trained = self.first + self.clock.iterations
-        # A rank may wait for another's files, and for the disk to have them: that is no stall.
-        waiting = time.monotonic_ns() if self.checkpoints.waited_for else 0
-        return trained + self.evaluated + self.checkpoints.pieces + waiting, trained
+        return trained + self.evaluated + self.checkpoints.pieces, trained
 
     @property
     def epoch_num(self) -> float:
@@ -265,7 +265,8 @@ def run(
         if resumed is None:
             _log_init(config, ranks, log, machine, dataset, schedule)
         else:
-            log.go_on(resumed.state.mlperf_log)
+            schedule = schedule.resumed(resumed.first)
+            log.go_on(resumed.state["mlperf_log"])
         BEGINNING.now("builds its pipeline")
         pipeline = build_pipeline(config, config.pipeline, ranks)
         BEGINNING.now("reads its checkpoint", by_bytes=True)
@@ -287,7 +288,7 @@ def run(
             checkpoints=checkpoints,
         )
         if resumed is not None:
-            this.first, this.losses_before, this.auc = resumed.first, resumed.state.losses, resumed.state.auc
+            this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
             BEGINNING.now("warms up")
@@ -298,33 +299,37 @@ def run(
                 log.init_stop()
                 log.run_start()
                 log.epoch_start()
-            try:
-                with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor, stall:
-                    this.train()
-                losses = this.losses.finish()
-            except NonFiniteError as error:
-                raise ValueError(f"{error}; {keep_figures(this, error)}") from None
-        telemetry = monitor.gather()
-        if telemetry.get("clock_jump_s"):
-            text = (
-                f"the wall clock jumped by {telemetry['clock_jump_s']} s during the run: times in the log are off by it"
-            )
-            log.note(text)
-            if ranks.rank == 0:
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-        if this.losses.too_large:
-            counts = ", ".join(f"{count} of {name}" for name, count in this.losses.too_large.items())
-            text = f"numbers too large for eight bits, which became the largest: {counts}"
-            log.note(text)
-            if ranks.rank == 0:
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-        log.close(this.log_status, this.epoch_num)
-        with named_checkpoints(this):
-            checkpoints.wait()
+            with stall:  # until the last checkpoint is on disk
+                try:
+                    with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor:
+                        this.train()
+                    losses = this.losses.finish()
+                except NonFiniteError as error:
+                    raise ValueError(f"{error}; {keep_figures(this, error)}") from None
+                telemetry = monitor.gather()
+                _note_what_happened(telemetry, this.losses.too_large, log, ranks)
+                log.close(this.log_status, this.epoch_num)
+                with named_checkpoints(this):
+                    checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
+
+
+def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:
+    """Notes in the log, and warns on rank 0, of what makes a figure of the run doubtful. too_large: by tensor."""
+    notes = []
+    if telemetry.get("clock_jump_s"):
+        jump = telemetry["clock_jump_s"]
+        notes.append(f"the wall clock jumped by {jump} s during the run: times in the log are off by it")
+    if too_large:
+        counts = ", ".join(f"{count} of {name}" for name, count in too_large.items())
+        notes.append(f"numbers too large for eight bits, which became the largest: {counts}")
+    for note in notes:
+        log.note(note)
+        if ranks.rank == 0:
+            print(f"warning: {note}", file=sys.stderr, flush=True)
 
 
 def _check_target(config: RunConfig, best_auc: float | None) -> None:

@@ -191,12 +191,12 @@ def write_record(
     record: RunRecord,
     iterations_ms: np.ndarray,
     losses: np.ndarray | Sequence[float],
-    losses_before: Sequence[float] = (),
+    before: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes iterations.npz and then, in one step, run.json into `folder`.
 
-    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. losses_before: of the iterations before a
-    resumed run's own. ValueError if the folder holds a record already, or the record has a number that is not finite.
+    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. before: history_arrays of what a resumed
+    run went on from. ValueError if the folder holds a record already, or the record has a number that is not finite.
     """
     path = folder / RUN_JSON
     if path.exists():
@@ -205,7 +205,7 @@ def write_record(
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-    write_iterations(folder, latency_ms, loss, losses_before)
+    write_iterations(folder, latency_ms, loss, before)
     unfinished = path.with_suffix(".json.tmp")
     # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
     with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -219,16 +219,15 @@ def write_iterations(
     folder: Path,
     iterations_ms: np.ndarray,
     losses: np.ndarray | Sequence[float],
-    losses_before: Sequence[float] = (),
+    before: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes iterations.npz alone, which a run leaves that does not finish.
 
     iterations_ms: float32 [ranks, iterations], raw. losses: of the first of these iterations, as far as they are known.
-    losses_before: of the iterations before a resumed run's own.
+    before: history_arrays of what a resumed run went on from.
     """
-    before = {"loss_before": np.asarray(losses_before, dtype=np.float32)} if losses_before else {}
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
-    np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **before)
+    np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **(before or {}))
 
 
 def read_record(folder: Path) -> Record:

@@ -4,10 +4,12 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ import pytest
 from dlrm_bench.bench import checkpoints, ending
 from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
+from dlrm_bench.bench.saved_state import STATE_JSON, checkpoint_name
 from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
-from tests.bench.test_run import GBS, SAMPLES_PER_DAY, assert_aborted, launch, read_events
-from tests.launched import fork, forked_launch, launch_main, wait, wait_until_training
+from tests.bench.test_run import GBS, ITERATIONS, LOCAL_BATCH, SAMPLES_PER_DAY, assert_aborted, launch, read_events
+from tests.launched import Ended, fork, forked_launch, launch_main, wait, wait_until_training
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +78,71 @@ def test_another_pipeline_on_one_rank_goes_on(data, whole, interrupted, tmp_path
     np.testing.assert_allclose(read_record(tmp_path / "results" / "x").losses, whole.losses[3:6], rtol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["None", "0.8"])
-def test_training_that_diverges(data, tmp_path, target):
+def test_a_larger_batch_goes_on_where_the_samples_are(data, interrupted, tmp_path):
+    """And so does the next run: three iterations and two of twice the size are seven of one."""
+    saved = tmp_path / "saved"
+    shutil.copytree(interrupted, saved)
+    saves = ["--checkpoint.path", str(saved), "--resume", str(saved), "--target-auc", "None"]
+    one = ["--local-batch-size", str(LOCAL_BATCH), "--checkpoint.every", "1"]
+    two = ["--local-batch-size", str(2 * LOCAL_BATCH), "--checkpoint.every", "1"]
+    assert launch(data, tmp_path / "1", *saves, *one, "--iterations", "4").statuses == [0, 0]
+    assert launch(data, tmp_path / "2", *saves, *two, "--iterations", "3").statuses == [0, 0]
+    assert [folder.name for folder in saved.glob("samples-*")] == [checkpoint_name(6 * GBS)]
+    ended = launch(data, tmp_path / "3", *saves, *one, "--iterations", "7")
+    assert ended.statuses == [0, 0], ended
+    record = read_record(tmp_path / "3" / "results" / "x")
+    assert len(record.losses) == 1
+    with np.load(record.folder / ITERATIONS_NPZ) as arrays:
+        assert arrays["samples_before"].tolist() == [GBS * samples for samples in (1, 2, 3, 4, 6)]
+        assert arrays["loss_before"].shape == (5,)
+    assert f"resumed from x, after iteration 6 ({6 * GBS:,} samples)" in ended.outputs[0]
+
+
+def test_a_run_by_time_goes_on_for_its_time_again(data, interrupted, tmp_path):
+    timed = ["--target-auc", "None", "--iterations", "None", "--min-time", "0.2", "--warmup-iterations", "6"]
+    ended = launch(data, tmp_path, *timed, "--resume", str(interrupted))
+    assert ended.statuses == [0, 0], ended
+    record = read_record(tmp_path / "results" / "x")
+    assert 6 < len(record.losses) <= ITERATIONS - 3
+    assert len(record.losses) == ITERATIONS - 3 or record.iterations_ms[0, 6:].sum() >= 200
+
+
+def damaged(saved: Path, folder: Path, what: str) -> Path:
+    """A copy of a checkpoint with a flipped bit, with zeros for all that one rank wrote, or with another loss."""
+    shutil.copytree(saved, folder)
+    if what == "state":
+        (state,) = folder.glob(f"*/{STATE_JSON}")
+        state.write_text(state.read_text().replace('"losses": [0', '"losses": [1'))
+        return folder
+    for file in sorted(folder.glob("*/rank-1-*.bin"))[: 1 if what == "bit" else None]:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content if what == "bit" else bytes(len(content)))
+    return folder
+
+
+@pytest.mark.parametrize("what", ["bit", "zeros", "state"])
+def test_a_damaged_checkpoint_is_refused_on_every_rank(data, interrupted, tmp_path, what):
+    saved = damaged(interrupted, tmp_path / "saved", what)
+    ended = launch(data, tmp_path, "--target-auc", "None", "--resume", str(saved))
+    assert ended.statuses == [2, 2], ended
+    for output in ended.outputs:
+        what = r"(rank-1-\d\.bin, bytes \d+ to \d+, of .* are|state\.json is) damaged"
+        assert re.search(rf"--resume: .* cannot be read: rank \d: {what}", output)
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("target", "every"), [("None", "None"), ("0.8", "None"), ("None", "1")])
+def test_training_that_diverges(data, tmp_path, target, every):
+    """With a checkpoint of the iteration before, its weights are those that there is to keep."""
     saved = tmp_path / "saved"
     bad = ["--optimizer.learning-rate", "1e30", "--target-auc", target, "--checkpoint.path", str(saved)]
-    ended = launch(data, tmp_path, *bad)
+    ended = launch(data, tmp_path, *bad, "--checkpoint.every", every)
     assert_aborted(tmp_path, ended)
-    assert [folder.name for folder in saved.glob("iteration-*")] == ["iteration-00000001"]
+    assert [folder.name for folder in saved.glob("samples-*")] == [checkpoint_name(GBS)]
     for output in ended.outputs:
         assert "the loss of iteration 2 is nan: the run stops, with the weights as iteration 1 left them" in output
+        assert f"these weights in {saved}" in output
         assert "Traceback" not in output
     with np.load(tmp_path / "results" / "x" / ITERATIONS_NPZ) as kept:
         assert np.isfinite(kept["loss"][0])
@@ -267,6 +327,51 @@ class KilledInASave:
         checkpoints.write_state = write
 
 
+class SlowDisk:
+    """Lets each piece of this rank's files take so many seconds."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def __call__(self) -> None:
+        fdatasync = os.fdatasync
+
+        def sync(descriptor: int) -> None:
+            if os.environ["RANK"] == str(self.rank):
+                time.sleep(self.seconds)
+            fdatasync(descriptor)
+
+        os.fdatasync = sync
+
+
+SAVES_AT_ITS_END = ["--target-auc", "None", "--iterations", "4", "--checkpoint.every", "4", "--stall-timeout", "3"]
+
+
+def launch_saving(data: Path, folder: Path, disk: SlowDisk) -> Ended:
+    place = ["--results-dir", str(folder / "results"), "--run-id", "x", "--data.path", str(data)]
+    flags = [*place, *SAVES_AT_ITS_END, "--warmup-iterations", "1", "--checkpoint.path", str(folder / "saved")]
+    return forked_launch(2, folder, flags, before=disk)
+
+
+def test_a_disk_that_does_not_answer_one_rank_is_a_stall_of_all(data, tmp_path):
+    begun = time.monotonic()
+    ended = launch_saving(data, tmp_path, SlowDisk(1, 1000))
+    assert time.monotonic() - begun < 60
+    assert ended.statuses == [1, 1], ended
+    stalled = "the training has stalled for 3 s (--stall-timeout): rank 1 saves a checkpoint, after iteration 4"
+    assert any(stalled in output for output in ended.outputs), ended
+    assert not list((tmp_path / "saved").glob("samples-*[0-9]"))
+
+
+def test_a_slow_disk_of_one_rank_is_no_stall(data, tmp_path):
+    """Rank 0 waits for longer than --stall-timeout, and sees that rank 1 goes on."""
+    ended = launch_saving(data, tmp_path, SlowDisk(1, 1))
+    assert ended.statuses == [0, 0], ended
+    kept = read_record(tmp_path / "results" / "x").run["checkpoints"]
+    assert kept is not None
+    assert kept["saved"][0]["write_s"] > 3
+
+
 @pytest.mark.multi_gpu
 def test_a_run_on_gpus_goes_on_after_a_kill_in_a_save(tmp_path):
     flags = ["--preset", "launch-bound", "--model.table-scale", "0.01", "--precision", "bf16", "--pipeline", "static"]
@@ -278,12 +383,13 @@ def test_a_run_on_gpus_goes_on_after_a_kill_in_a_save(tmp_path):
     killed = forked_launch(2, tmp_path, [*flags, *saves, "--run-id", "killed"], before=KilledInASave(1), gpu=True)
     assert killed.statuses[1] == -signal.SIGKILL, killed
     assert killed.statuses[0] not in (0, None, -signal.SIGKILL), killed
-    assert sorted(folder.name for folder in saved.glob("iteration-*")) == [
-        "iteration-00000030",
-        "iteration-00000060.partial",
+    gbs = 2 * preset("launch-bound").local_batch_size
+    assert sorted(folder.name for folder in saved.glob("samples-*")) == [
+        checkpoint_name(30 * gbs),
+        f"{checkpoint_name(60 * gbs)}.partial",
     ]
     ended = forked_launch(2, tmp_path, [*flags, *saves, "--resume", str(saved), "--run-id", "resumed"], gpu=True)
     assert ended.statuses == [0, 0], ended
     resumed, whole = read_record(tmp_path / "resumed").losses, read_record(tmp_path / "whole").losses
     assert np.array_equal(resumed, whole[30:])
-    assert [folder.name for folder in saved.glob("iteration-*")] == ["iteration-00000090"]
+    assert [folder.name for folder in saved.glob("samples-*")] == [checkpoint_name(90 * gbs)]
