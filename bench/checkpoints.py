@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.measure.stall import SAVER
+from dlrm_bench.bench.instruments.stall import SAVER
 from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint
 from dlrm_bench.bench.saved_state import (
     PARTIAL,
@@ -36,7 +36,7 @@ from dlrm_bench.bench.saved_state import (
     content_of,
     of_another_user,
 )
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import pin_memory, read_state, snapshot, snapshot_bytes, state_bytes, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from dlrm_bench.pipeline.interface import Pipeline

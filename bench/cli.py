@@ -16,7 +16,7 @@ from tyro.conf import Positional
 
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.scale.arguments import Scale
-from dlrm_bench.dlrm.command_line import exit_status, printable
+from dlrm_bench.dlrm.runtime.command_line import exit_status, printable
 
 _WIDEST = 1000
 """Columns of a console that shows every table whole."""
@@ -51,7 +51,7 @@ class Compare:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Prints the comparisons; returns the exit status."""
-        from dlrm_bench.bench.analysis.compare_command import compare_command
+        from dlrm_bench.bench.compare.command import compare_command
 
         return compare_command(console, **{field.name: getattr(self, field.name) for field in fields(self)})
 
@@ -75,8 +75,8 @@ class Host:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Does the profiled run and prints what it found; returns the exit status."""
-        from dlrm_bench.bench.analysis.profile_tables import host_table, kernel_table, timeline_table
-        from dlrm_bench.bench.analysis.repeat import repeating_flags
+        from dlrm_bench.bench.compare.repeat import repeating_flags
+        from dlrm_bench.bench.profile.tables import host_table, kernel_table, timeline_table
         from dlrm_bench.bench.records.record import read_record
         from dlrm_bench.bench.started_runs import measure, processes_of_run
 
@@ -142,13 +142,13 @@ class LimitsCommand:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Measures or reads limits and prints them; returns the exit status."""
-        from dlrm_bench.bench.analysis.floor import distance_table, limits_table, work_table
+        from dlrm_bench.bench.limits.floor import distance_table, limits_table, work_table
         from dlrm_bench.bench.records.limits import read_limits
         from dlrm_bench.bench.records.record import read_record
 
         runs = [read_record(path).run for path in self.above]
         if self.above and self.measured is None and not forwarded:
-            from dlrm_bench.bench.analysis.bound import with_batch
+            from dlrm_bench.bench.limits.bound import with_batch
             from dlrm_bench.bench.report.roofline import print_bounds
 
             limits = None if self.rates is None else read_limits(self.rates)
@@ -185,7 +185,7 @@ class Report:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Writes the page; returns the exit status."""
-        from dlrm_bench.bench.progress import stderr_console
+        from dlrm_bench.bench.instruments.progress import stderr_console
         from dlrm_bench.bench.report.page import write_report
 
         report = write_report(self.paths, self.out, stderr_console())
@@ -294,15 +294,15 @@ class Data:
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Hands the flags on; returns the exit status."""
         if self.what == "generate":
-            from dlrm_bench.dlrm.data.planted import main
+            from dlrm_bench.dlrm.dcnv2.data.planted import main
         elif self.what == "fill":
-            from dlrm_bench.dlrm.data.fill import main
+            from dlrm_bench.dlrm.dcnv2.data.fill import main
         elif self.what == "speed":
-            from dlrm_bench.dlrm.data.speed import main
+            from dlrm_bench.dlrm.dcnv2.data.speed import main
         elif self.what == "preprocess":
-            from dlrm_bench.dlrm.data.preprocess import main
+            from dlrm_bench.dlrm.dcnv2.data.preprocess import main
         else:
-            from dlrm_bench.dlrm.data.check import main
+            from dlrm_bench.dlrm.dcnv2.data.check import main
         return main(forwarded)
 
 
@@ -317,7 +317,7 @@ class Submission:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Hands the flags on; returns the exit status."""
-        from dlrm_bench.bench.submission.command import run_submission
+        from dlrm_bench.bench.mlperf.submission.command import run_submission
 
         return run_submission(self.what, console, forwarded)
 
@@ -370,7 +370,7 @@ def _run(arguments: Sequence[str]) -> int:
     forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
     if list(arguments) == ["--version"]:
         from dlrm_bench.bench import ROOT
-        from dlrm_bench.bench.measure.source import version
+        from dlrm_bench.bench.machine.source import version
 
         print(version(ROOT))
         return 0

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.measure.losses import NonFiniteError
-from dlrm_bench.bench.measure.provenance import provenance
+from dlrm_bench.bench.instruments.losses import NonFiniteError
+from dlrm_bench.bench.machine.provenance import provenance
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
@@ -26,7 +26,7 @@ from dlrm_bench.bench.records.record import (
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
 from dlrm_bench.bench.saved_state import history_arrays
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from dlrm_bench.bench.run import Run

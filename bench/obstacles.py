@@ -3,8 +3,8 @@
 import os
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
 from dlrm_bench.pipeline.interface import check_device
 
 

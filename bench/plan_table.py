@@ -13,14 +13,14 @@ from rich.table import Table
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan import Shard
-from dlrm_bench.dlrm.embedding.plan_costs import imbalance, iteration_us, rank_loads
-from dlrm_bench.dlrm.embedding.planner import plan_for
-from dlrm_bench.dlrm.embedding.table_memory import HEADROOM
-from dlrm_bench.dlrm.embedding.torchrec_plan import make_torchrec_plan
-from dlrm_bench.dlrm.gpu_costs import DEFAULT, GpuCosts, costs_of
-from dlrm_bench.dlrm.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
+from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts, costs_of
+from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
+from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
+from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
+from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.dlrm.tables.plan.planner import plan_for
+from dlrm_bench.dlrm.tables.plan.torchrec_plan import make_torchrec_plan
+from dlrm_bench.dlrm.tables.table_memory import HEADROOM
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 

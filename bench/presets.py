@@ -6,7 +6,7 @@ from typing import Any
 
 from dlrm_bench.bench.config import MLPerfConfig, RunConfig
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.presets import training
+from dlrm_bench.dlrm.dcnv2.presets import training
 
 MIN_TIME_S = 10.0
 """Seconds of timed iterations: in windows of 0.1 to 3.4 s, 23 of 104 committed runs had a drift of more than 2 %."""

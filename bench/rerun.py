@@ -24,11 +24,11 @@ from typing import NamedTuple
 from rich.console import Console
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.analysis.compare_command import compare_command
-from dlrm_bench.bench.analysis.sides import first_run_of
+from dlrm_bench.bench.compare.command import compare_command
+from dlrm_bench.bench.compare.sides import first_run_of
+from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.launching import torchrun
-from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
-from dlrm_bench.bench.progress import StillBar, stderr_console
+from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.records.config_form import check_config
 from dlrm_bench.bench.records.record import RUN_JSON, Record, create_run_folder, read_record
 from dlrm_bench.bench.started_runs import new_id
@@ -36,7 +36,7 @@ from dlrm_bench.bench.started_runs import new_id
 _FLAGS = """
 import json, sys
 from pathlib import Path
-from dlrm_bench.bench.analysis.repeat import repeating_flags
+from dlrm_bench.bench.compare.repeat import repeating_flags
 from dlrm_bench.bench.records.record import read_record
 print(json.dumps(repeating_flags(read_record(Path(sys.argv[1])))))
 """

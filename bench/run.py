@@ -17,32 +17,32 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.ending import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
-from dlrm_bench.bench.measure.abort import AbortWatch
-from dlrm_bench.bench.measure.beginning import BEGINNING
-from dlrm_bench.bench.measure.clock import IterationClock, frozen_gc
-from dlrm_bench.bench.measure.division import division_of
-from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteError
-from dlrm_bench.bench.measure.machine import describe_machine, platform_name, short_name
-from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, RunStatus
-from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
-from dlrm_bench.bench.measure.source import git_state
-from dlrm_bench.bench.measure.stall import StallWatch
-from dlrm_bench.bench.measure.telemetry import RunMonitor
+from dlrm_bench.bench.instruments.abort import AbortWatch
+from dlrm_bench.bench.instruments.beginning import BEGINNING
+from dlrm_bench.bench.instruments.clock import IterationClock, frozen_gc
+from dlrm_bench.bench.instruments.losses import LossHistory, NonFiniteError
+from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
+from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
+from dlrm_bench.bench.instruments.stall import StallWatch
+from dlrm_bench.bench.instruments.telemetry import RunMonitor
+from dlrm_bench.bench.machine.description import describe_machine, platform_name, short_name
+from dlrm_bench.bench.machine.source import git_state
+from dlrm_bench.bench.mlperf.division import division_of
+from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
-from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
 from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.data.dataset import Dataset, open_dataset
 from dlrm_bench.dlrm.data.loader import Prefetcher
-from dlrm_bench.dlrm.metrics import distributed_auc
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.data.metrics import distributed_auc
+from dlrm_bench.dlrm.dcnv2.data.dataset import Dataset, open_dataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.interface import Pipeline
 
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
-    from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline
+    from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline
 
 LOGGER = logging.getLogger(__name__)
 _BATCHES_IN_FLIGHT = 10

@@ -15,12 +15,12 @@ from typing import Any, TypedDict
 import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.measure.schedule import Schedule
+from dlrm_bench.bench.instruments.schedule import Schedule
 from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.dlrm.config import DataConfig
 from dlrm_bench.dlrm.data.checksums import sample_checksum
-from dlrm_bench.dlrm.data.dataset import file_names
-from dlrm_bench.dlrm.data.manifest import read_manifest
+from dlrm_bench.dlrm.dcnv2.data.dataset import file_names
+from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest
 
 STATE_JSON = "state.json"
 STATE_SCHEMA = 2

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.launching import MEASURE, torchrun
-from dlrm_bench.bench.measure.machine import gpus_of_node, short_name_of_node
-from dlrm_bench.bench.progress import StillBar, stderr_console
+from dlrm_bench.bench.machine.description import gpus_of_node, short_name_of_node
 from dlrm_bench.bench.records.record import new_run_id
 
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrm_bench.bench.ending import LOG_NAME
-from dlrm_bench.bench.measure.mlperf_log import check_compliance
-from dlrm_bench.bench.records.efficiency import efficiency_in_words
+from dlrm_bench.bench.limits.efficiency import efficiency_in_words
+from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
 from dlrm_bench.bench.run import Outcome
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
-# In addition to those of every command in dlrm/command_line.py.
+# In addition to those of every command in dlrm/runtime/command_line.py.
 EXIT_TARGET_MISSED = 3
 EXIT_NOT_COMPLIANT = 4
 

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.records.statistics import student_t
 from dlrm_bench.bench.run import run
-from dlrm_bench.dlrm.command_line import exit_status
-from dlrm_bench.dlrm.data.manifest import read_manifest
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.bench.stats.statistics import student_t
+from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest
+from dlrm_bench.dlrm.runtime.command_line import exit_status
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.launch.dlrm import parse
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions

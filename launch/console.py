@@ -2,7 +2,7 @@
 
 import sys
 
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT
+from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT
 from dlrm_bench.launch.failures import what_to_install
 
 

@@ -6,7 +6,7 @@ Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of 
 when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the target was missed, 4 when
 the compliance checker refuses the log; torchrun turns all but 0 into 1.
 
---preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/presets.py) and gives the defaults below. --pipeline takes
+--preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/dcnv2/presets.py) and gives the defaults below. --pipeline takes
 torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
 would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the
 static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
@@ -38,8 +38,8 @@ prepare()
 # None of these needs torch, which is imported once the flags are read: --help and a wrong flag answer at once.
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
-from dlrm_bench.bench.measure.beginning import BEGINNING
-from dlrm_bench.dlrm.command_line import exit_process
+from dlrm_bench.bench.instruments.beginning import BEGINNING
+from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
@@ -80,7 +80,7 @@ def main() -> int:
     config = parse(sys.argv[1:])
     from dlrm_bench.bench.run import run
     from dlrm_bench.bench.summary import print_summary
-    from dlrm_bench.dlrm.ranks import Ranks
+    from dlrm_bench.dlrm.runtime.ranks import Ranks
 
     ranks = Ranks.from_environment()
     outcome = run(config, ranks, ranks.command_line("launch/dlrm.py", sys.argv[1:]))

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from dlrm_bench.dlrm.command_line import (
+from dlrm_bench.dlrm.runtime.command_line import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     printable,

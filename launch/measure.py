@@ -16,7 +16,7 @@ if "dlrm_bench" not in sys.modules:  # as in launch/dlrm.py, which does the rest
     _tree.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
     sys.modules["dlrm_bench"] = module_from_spec(_tree)
 
-from dlrm_bench.dlrm.command_line import exit_process
+from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.launch.dlrm import parse
 from dlrm_bench.launch.failures import guarded
 
@@ -28,10 +28,10 @@ def main() -> int:
         raise ValueError(f"{what!r} cannot be measured: host, nvtx or limits can")
     # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
-    from dlrm_bench.bench.measure.limits import run_limits
-    from dlrm_bench.bench.measure.profiled_run import ProfiledPipeline, profiled_config
+    from dlrm_bench.bench.limits.measured import run_limits
+    from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline, profiled_config
     from dlrm_bench.bench.run import run
-    from dlrm_bench.dlrm.ranks import Ranks
+    from dlrm_bench.dlrm.runtime.ranks import Ranks
 
     ranks = Ranks.from_environment()
     command = ranks.command_line("launch/measure.py", sys.argv[1:])

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 
-from dlrm_bench.bench.measure.beginning import BEGINNING
+from dlrm_bench.bench.instruments.beginning import BEGINNING
 
 
 def prepare() -> None:

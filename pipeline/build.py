@@ -1,7 +1,7 @@
 """Builds the pipeline whose options a configuration holds."""
 
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import Options, Pipeline
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline

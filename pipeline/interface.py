@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.tallies import Tallies
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.pipeline.state import StateBlocks
 
 

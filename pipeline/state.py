@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 TABLE_PREFIX = "t_"
 # Elements of one broadcast.

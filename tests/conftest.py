@@ -80,7 +80,7 @@ def _rank_main(
     os.environ |= rank_environment(rank, world_size, port, nodes)
     logging.getLogger().setLevel(logging.WARNING)  # Python's own: launch/dlrm.py, which the server imports, sets one
     torch.set_num_threads(1)
-    from dlrm_bench.dlrm.ranks import Ranks
+    from dlrm_bench.dlrm.runtime.ranks import Ranks
 
     ranks = Ranks.from_environment()
     if gpu and nodes > 1:  # of one machine

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from dlrm_bench.bench.config import PIPELINES, PipelineOptions, RunConfig
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline

@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
-from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm_bench.dlrm.model import DenseNetwork
+from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 
 
 class PlainDLRM:

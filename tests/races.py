@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 from dlrm_bench.pipeline.static.streams import MAIN, Branch, IterationStreams
 

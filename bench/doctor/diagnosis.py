@@ -14,7 +14,7 @@ from dlrm_bench.bench.doctor.judge import Place
 from dlrm_bench.bench.doctor.parts import Parts, parts_of
 from dlrm_bench.bench.doctor.rank_file import MARKED_ITERATION, RankFile, read_rank_files, trace_path
 from dlrm_bench.bench.doctor.remedies import UNKNOWN, Prediction, predict, suggestion
-from dlrm_bench.bench.measure.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
 from dlrm_bench.bench.records.json_file import read_json
 
 SCHEMA = 2

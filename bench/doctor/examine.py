@@ -24,7 +24,7 @@ from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Timeline, diagnose, rea
 from dlrm_bench.bench.doctor.interpreter_lock import LockWatch
 from dlrm_bench.bench.doctor.rank_file import MARKED, SETTLING, TRACED
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
-from dlrm_bench.dlrm.command_line import EXIT_FAILED, FailedError
+from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED, FailedError
 
 NEW_SYNCS = "new-syncs"
 

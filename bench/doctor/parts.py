@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from dlrm_bench.bench.doctor.rank_file import RankFile
-from dlrm_bench.bench.measure.trace import host_stages_of_loop
+from dlrm_bench.bench.profile.trace import host_stages_of_loop
 
 
 class Parts(TypedDict):

@@ -39,10 +39,10 @@ from dlrm_bench.bench.doctor.rank_file import (
     trace_path,
 )
 from dlrm_bench.bench.doctor.site_folder import Settings
-from dlrm_bench.bench.measure.thread_times import spent_ms, thread_times_ms
+from dlrm_bench.bench.instruments.thread_times import spent_ms, thread_times_ms
 
 ITERATION = "iteration"
-"""The range around a traced iteration, the one that bench/measure/trace.py looks for."""
+"""The range around a traced iteration, the one that bench/profile/trace.py looks for."""
 _PATIENCE_S = 60
 """How long a rank that is done waits for the others of its node, which may still be in a collective with it."""
 _RELIABILITY = (hook.OPTIMIZER, hook.PROGRESS, hook.MARK)

@@ -9,11 +9,11 @@ from typing import Literal
 
 from rich.console import Console
 
-from dlrm_bench.bench.analysis.gate import percentage
-from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_spread_table, ladder_table, lucky
+from dlrm_bench.bench.compare.gate import percentage
+from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
+from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_spread_table, ladder_table, lucky
 from dlrm_bench.bench.ladder.run_ladder import make_plan, plan_to_resume, profiled_run_id, run_ladder
 from dlrm_bench.bench.ladder.rungs import built_in_ladder
-from dlrm_bench.bench.progress import StillBar, stderr_console
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
 from dlrm_bench.bench.records.record import create_run_folder
 from dlrm_bench.bench.started_runs import new_id, processes_of_run

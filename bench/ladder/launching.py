@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.dlrm.command_line import FailedError
+from dlrm_bench.dlrm.runtime.command_line import FailedError
 
 LAUNCHER = ROOT / "launch" / "dlrm.py"
 MEASURE = ROOT / "launch" / "measure.py"
@@ -47,8 +47,8 @@ _PRELOADED = [
     "dlrm_bench.bench.cli",
     # What these import once they know their flags.
     "dlrm_bench.bench.summary",
-    "dlrm_bench.bench.measure.limits",
-    "dlrm_bench.bench.measure.profiled_run",
+    "dlrm_bench.bench.limits.measured",
+    "dlrm_bench.bench.profile.profiled_run",
 ]
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATIENCE_S = 5

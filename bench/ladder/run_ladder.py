@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.analysis.ladder import Precision, host_cost, precision_of, rung_results
+from dlrm_bench.bench.ladder.analysis import Precision, host_cost, precision_of, rung_results
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.ladder.rungs import Rung
-from dlrm_bench.bench.measure.machine import readable
-from dlrm_bench.bench.measure.source import git_state
+from dlrm_bench.bench.machine.description import readable
+from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.records.ladder import (
     LADDER_JSON,
     LADDER_SCHEMA,
@@ -37,7 +37,7 @@ from dlrm_bench.bench.records.ladder import (
     run_id,
 )
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.records.repetitions import balanced_orders
+from dlrm_bench.bench.stats.repetitions import balanced_orders
 
 FEWEST_ROUNDS = 6
 """Rounds after which a ladder that runs until it finds a difference looks for the first time. It looks after every

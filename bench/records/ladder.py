@@ -6,7 +6,7 @@ from typing import Any, NotRequired, TypedDict
 
 from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.records.statistics import mean_statistics
+from dlrm_bench.bench.stats.statistics import mean_statistics
 
 LADDER_JSON = "ladder.json"
 LADDER_SCHEMA = 1
@@ -94,7 +94,7 @@ class RungResult(TypedDict):
 
 
 class RungSpread(TypedDict):
-    """Standard deviation that a level adds to the logarithm of a run's median: see bench/records/variance.py."""
+    """Standard deviation that a level adds to the logarithm of a run's median: see bench/stats/variance.py."""
 
     iteration: float | None
     process: float | None
@@ -114,7 +114,7 @@ class HostCost(TypedDict):
     stream_syncs: float
     d2h_copies: float
     gpu_idle_fraction: float | None
-    """Share of the traced iterations: see bench/measure/trace.py. None without a GPU."""
+    """Share of the traced iterations: see bench/profile/trace.py. None without a GPU."""
 
 
 def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> tuple[Ladder, dict[str, list[Record]]]:

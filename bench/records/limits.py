@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.json_file import check_form, read_json
-from dlrm_bench.bench.records.kernel_names import STAGES
 from dlrm_bench.bench.records.schema import Git, Machine
 
 LIMITS_JSON = "limits.json"

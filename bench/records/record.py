@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.records.efficiency import efficiency_of
+from dlrm_bench.bench.limits.efficiency import efficiency_of
 from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
@@ -35,8 +35,8 @@ from dlrm_bench.bench.records.schema import (
     Training,
     TrainingStatus,
 )
-from dlrm_bench.bench.records.series import drift_within, median_ci95, slowest_rank, summary_statistics
 from dlrm_bench.bench.records.upgrade import check_readable, upgraded
+from dlrm_bench.bench.stats.series import drift_within, median_ci95, slowest_rank, summary_statistics
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -114,7 +114,7 @@ def release_room(folder: Path) -> None:
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
     """Summary of latencies [ranks, iterations], in milliseconds, without the first `warmup` iterations.
 
-    ValueError if nothing is left. Interval and drift are those of bench/records/series.py.
+    ValueError if nothing is left. Interval and drift are those of bench/stats/series.py.
     """
     slowest = slowest_rank(iterations_ms, warmup)
     if not len(slowest):

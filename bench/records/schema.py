@@ -52,7 +52,7 @@ class Git(TypedDict):
     dirty: bool | None
     """Whether the program's files, or tracked ones, differ from the commit; None where nothing can say."""
     source: NotRequired[str | None]
-    """Hash of the program's files as they ran: see bench/measure/source.py. Older records have none."""
+    """Hash of the program's files as they ran: see bench/machine/source.py. Older records have none."""
 
 
 class Provenance(TypedDict):
@@ -142,7 +142,7 @@ class LatencySummary(TypedDict):
     """Median of the last quarter over that of the first, minus 1; None where there are too few iterations. Older
     records lack this field and the next."""
     steady: NotRequired[bool | None]
-    """Whether that change is none, or an accident of the iterations: see bench/records/series.py."""
+    """Whether that change is none, or an accident of the iterations: see bench/stats/series.py."""
 
 
 class Memory(TypedDict):
@@ -185,7 +185,7 @@ class Kernel(TypedDict):
     """All kernels or copies of one name and stage, per iteration. Times in microseconds, as mean of the ranks."""
 
     name: str
-    """Short: see bench/records/kernel_names.py."""
+    """Short: see bench/profile/kernel_names.py."""
     stage: str
     calls: float
     us: float

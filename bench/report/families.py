@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dlrm_bench.bench.analysis.comparability import caveats
-from dlrm_bench.bench.analysis.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
-from dlrm_bench.bench.analysis.sides import Side, side_of_records
-from dlrm_bench.bench.records.efficiency import efficiency_of_runs
-from dlrm_bench.bench.records.kernel_names import short_kernel_name
+from dlrm_bench.bench.compare.comparability import caveats
+from dlrm_bench.bench.compare.sides import Side, side_of_records
+from dlrm_bench.bench.limits.efficiency import efficiency_of_runs
+from dlrm_bench.bench.limits.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
+from dlrm_bench.bench.profile.kernel_names import short_kernel_name
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record

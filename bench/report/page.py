@@ -19,10 +19,10 @@ from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 
-from dlrm_bench.bench.analysis.floor import WORK_SHOWN, best_cells
-from dlrm_bench.bench.analysis.ladder import HOST_COLUMNS, host_cells, lucky, proven
-from dlrm_bench.bench.analysis.mlperf_logs import LOG_COLUMNS, log_row
-from dlrm_bench.bench.progress import StillBar
+from dlrm_bench.bench.instruments.progress import StillBar
+from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, host_cells, lucky, proven
+from dlrm_bench.bench.limits.floor import WORK_SHOWN, best_cells
+from dlrm_bench.bench.mlperf.published_logs import LOG_COLUMNS, log_row
 from dlrm_bench.bench.report import pictures
 from dlrm_bench.bench.report.families import Family, all_doubts, families, machine_in_words, machines, works
 from dlrm_bench.bench.report.output import check_output, write_files

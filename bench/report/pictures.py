@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from dlrm_bench.bench.analysis.bound import roofline_points
-from dlrm_bench.bench.analysis.floor import WORK_SHOWN, Work, caveats_of_floor
-from dlrm_bench.bench.analysis.mlperf_logs import read_mlperf_log
-from dlrm_bench.bench.analysis.sides import Side
-from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.compare.sides import Side
+from dlrm_bench.bench.limits.bound import roofline_points
+from dlrm_bench.bench.limits.floor import WORK_SHOWN, Work, caveats_of_floor
+from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
+from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.report import plots

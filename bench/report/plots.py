@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from dlrm_bench.bench.analysis.ladder import proven
-from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
+from dlrm_bench.bench.ladder.analysis import proven
+from dlrm_bench.bench.profile.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.schema import Span
 

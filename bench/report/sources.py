@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dlrm_bench.bench.analysis.ladder import read_judged_ladder
-from dlrm_bench.bench.analysis.sides import Side, read_side, side_of_records
+from dlrm_bench.bench.compare.sides import Side, read_side, side_of_records
+from dlrm_bench.bench.ladder.analysis import read_judged_ladder
 from dlrm_bench.bench.records.distinct import distinct, record_key
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
 from dlrm_bench.bench.records.limits import LIMITS_JSON, Limits, read_limits

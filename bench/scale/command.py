@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
@@ -25,8 +25,8 @@ from dlrm_bench.bench.scale.scaling import (
     topology_of,
 )
 from dlrm_bench.bench.scale.work import System
-from dlrm_bench.dlrm.gpu_costs import H200, GpuCosts, costs_of
-from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
+from dlrm_bench.dlrm.runtime.gpu_costs import H200, GpuCosts, costs_of
+from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 
 # What is stated of an H100 beside an H200: the memory's rate, 3.35 of 4.8 TB/s, and its size. The multiprocessors and
 # NVLink are the same.

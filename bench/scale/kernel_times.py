@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan import Shard
-from dlrm_bench.dlrm.gpu_costs import H200, GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_costs import H200, GpuCosts
+from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
+from dlrm_bench.dlrm.tables.plan.plan import Shard
 
 # Of the dense network with weight gradients, alone as a graph on an H200: 307 us at 512 samples, 1520 at 6912
 # (results/README.md, "Kernels of the static engine").

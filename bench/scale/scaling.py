@@ -12,10 +12,10 @@ from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.scale.simulation import Steady, simulate
 from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_of, plan_on, tasks_of
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM, IdStatistics
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.gpu_costs import GpuCosts
-from dlrm_bench.dlrm.topology import INFINIBAND_400G, Network, Topology
+from dlrm_bench.dlrm.runtime.gpu_costs import GpuCosts
+from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1

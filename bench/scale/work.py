@@ -8,17 +8,17 @@ host does, whatever the number of nodes.
 from dataclasses import dataclass
 from typing import Literal
 
-from dlrm_bench.bench.records.kernel_names import STAGES
+from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_REDUCE, BATCH_COPY, Limits
 from dlrm_bench.bench.scale.kernel_times import elementwise_us, fbgemm_us
 from dlrm_bench.bench.scale.simulation import Task
 from dlrm_bench.dlrm.config import ModelConfig
-from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan import Plan
-from dlrm_bench.dlrm.embedding.plan_costs import TableTimes, sort_sharers, table_times
-from dlrm_bench.dlrm.embedding.planner import make_plan
-from dlrm_bench.dlrm.gpu_costs import GpuCosts
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.runtime.gpu_costs import GpuCosts
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
+from dlrm_bench.dlrm.tables.plan.costs import TableTimes, sort_sharers, table_times
+from dlrm_bench.dlrm.tables.plan.plan import Plan
+from dlrm_bench.dlrm.tables.plan.planner import make_plan
 
 Kind = Literal["torchrec", "five-stage", "static"]
 INPUT_DIST, FORWARD, DENSE, BACKWARD, UPDATE = STAGES

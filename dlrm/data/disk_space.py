@@ -6,9 +6,9 @@ from pathlib import Path
 
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.contiguous import FIRST_ID
-from dlrm_bench.dlrm.data.expansion import kept_ids
-from dlrm_bench.dlrm.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, rows_per_byte
-from dlrm_bench.dlrm.data.shuffled_rows import BUCKET_ROWS
+from dlrm_bench.dlrm.dcnv2.data.expansion import kept_ids
+from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, rows_per_byte
+from dlrm_bench.dlrm.dcnv2.data.shuffled_rows import BUCKET_ROWS
 
 SCRATCH_ROW_BYTES = 185
 """What lies in preprocess.partial for each row at most: parsed or scattered words, and the shuffle's steps."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.cuda_graph import destroy, record
 
 

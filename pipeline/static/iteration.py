@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dlrm_bench.dlrm.buckets import Bucket
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
-from dlrm_bench.dlrm.explicit_dense import ExplicitDense
-from dlrm_bench.dlrm.loss_guard import LossGuard
-from dlrm_bench.dlrm.peer_memory import PeerMemory
+from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.dense.buckets import Bucket
+from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
 from dlrm_bench.pipeline.static.batch_schedule import BatchSchedule
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.streams import MAIN, Branch, IterationStreams, Priority

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 
 def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:

@@ -11,24 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.buckets import DenseState
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.embedding.plan import Shard
-from dlrm_bench.dlrm.embedding.planner import plan_for
-from dlrm_bench.dlrm.embedding.pooled_exchange import PeerInputs
-from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
-from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
-from dlrm_bench.dlrm.embedding.torchrec_plan import torchrec_plan
-from dlrm_bench.dlrm.explicit_dense import LOSSES_KEPT, ExplicitDense
-from dlrm_bench.dlrm.fp8_dense import Fp8Dense
-from dlrm_bench.dlrm.gpu_costs import costs_of
-from dlrm_bench.dlrm.loss_guard import LossGuard
-from dlrm_bench.dlrm.model import torchrec_names
-from dlrm_bench.dlrm.peer_memory import PeerMemory
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.tallies import Tallies
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.dcnv2.explicit_dense import LOSSES_KEPT, ExplicitDense
+from dlrm_bench.dlrm.dcnv2.fp8_dense import Fp8Dense
+from dlrm_bench.dlrm.dcnv2.network import torchrec_names
+from dlrm_bench.dlrm.dense.buckets import DenseState
+from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.dense.tallies import Tallies
+from dlrm_bench.dlrm.runtime.gpu_costs import costs_of
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.dlrm.tables.plan.planner import plan_for
+from dlrm_bench.dlrm.tables.plan.torchrec_plan import torchrec_plan
+from dlrm_bench.dlrm.tables.pooled.pooled_exchange import PeerInputs
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
 from dlrm_bench.kernels.dense import fp8
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import ModelState, StateBlocks, TensorBlock, TensorBlocks, gather, scatter, table_key

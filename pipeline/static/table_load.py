@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.embedding.id_statistics import IdStatistics
-from dlrm_bench.dlrm.embedding.plan_costs import imbalance, rank_loads
-from dlrm_bench.dlrm.embedding.static_ebc import DistributedIds, StaticEBC
-from dlrm_bench.dlrm.gpu_costs import costs_of, note
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.runtime.gpu_costs import costs_of, note
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
+from dlrm_bench.dlrm.tables.plan.costs import imbalance, rank_loads
+from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
 
 _REPETITIONS = 10
 # GPU clock cycles, some 20 ms, in which the host launches all repetitions: the GPU then never waits for a launch.

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.buckets import Bucket
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
-from dlrm_bench.dlrm.embedding.static_ebc import TableShard
-from dlrm_bench.dlrm.loss_guard import LossGuard
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dense.buckets import Bucket
+from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.pooled.static_ebc import TableShard
 
 ROWS = 4096
 """Rows of each table that a warm-up batch names: its ids are below this. Few enough to keep copies of, many enough that

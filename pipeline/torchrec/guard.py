@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dlrm_bench.dlrm.loss_guard import LossGuard
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.tallies import GRADIENTS, Tallies
+from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 

@@ -38,12 +38,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
-from dlrm_bench.dlrm.embedding.table_memory import check_tables_fit, device_memory_bytes
-from dlrm_bench.dlrm.embedding.torchrec_planner import sharding_planner, table_configs, table_optimizer
-from dlrm_bench.dlrm.model import DenseNetwork, torchrec_names
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.tallies import Tallies
+from dlrm_bench.dlrm.dcnv2.network import DenseNetwork, torchrec_names
+from dlrm_bench.dlrm.dense.tallies import Tallies
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.plan.torchrec_planner import sharding_planner, table_configs, table_optimizer
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
 from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, StateBlocks, TensorBlock, gather, scatter, table_key
 from dlrm_bench.pipeline.torchrec.batch import BatchLayout
 from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard

@@ -23,7 +23,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.models.dlrm import DenseArch, InteractionDCNArch, OverArch
 
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_bench.bench.analysis.profile_tables import COUNTS
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.measure.machine import describe_machine
+from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.kernel_names import OTHER, STAGES
+from dlrm_bench.bench.profile.kernel_names import OTHER, STAGES
+from dlrm_bench.bench.profile.tables import COUNTS
 from dlrm_bench.bench.records.record import RUN_JSON, TrainingOutcome, build_record, write_record
 from dlrm_bench.bench.records.schema import Git, Kernel, Machine, Profile, Provenance, Span, Telemetry
 from tests.pipelines import changed

@@ -15,10 +15,10 @@ from torch import Tensor
 from dlrm_bench.bench import checkpoints
 from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import CheckpointConfig, RunConfig, as_json
-from dlrm_bench.bench.measure.schedule import plan_schedule
+from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.saved_state import STATE_SCHEMA, RunState, find_checkpoint
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock
 from tests.launched import Ended, fork, wait
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from dlrm_bench.bench import ROOT, started_runs
-from dlrm_bench.bench.analysis.ladder import ladder_table, read_judged_ladder
 from dlrm_bench.bench.cli import _console, main
 from dlrm_bench.bench.ladder import run_ladder
-from dlrm_bench.bench.measure.source import source_hash, version
+from dlrm_bench.bench.ladder.analysis import ladder_table, read_judged_ladder
+from dlrm_bench.bench.machine.source import source_hash, version
 from dlrm_bench.bench.records import record
 from dlrm_bench.bench.records.json_file import read_json
-from dlrm_bench.dlrm.command_line import FailedError
-from tests.bench.analysis.test_mlperf_logs import LOGS
+from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.bench.ladder.made_ladders import make, pretend_runs
 from tests.bench.made_records import recorded_runs, telemetry, write
+from tests.bench.mlperf.test_published_logs import LOGS
 
 RUNS = recorded_runs()
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]

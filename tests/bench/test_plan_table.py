@@ -10,10 +10,10 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.plan_table import measured_costs, print_plan, topology_of
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import read_limits
-from dlrm_bench.dlrm.embedding.planner import make_plan
-from dlrm_bench.dlrm.gpu_costs import H200
-from dlrm_bench.dlrm.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.runtime.gpu_costs import H200
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.plan.planner import make_plan
 from tests.pipelines import changed
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from dlrm_bench.bench.presets import PRESETS, preset
-from dlrm_bench.dlrm.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
 
 
 def test_mlperf_model():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dlrm_bench.bench import ROOT, rerun
-from dlrm_bench.bench.analysis.repeat import repeating_flags
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.measure.source import git, source_hash, source_of_commit
+from dlrm_bench.bench.compare.repeat import repeating_flags
+from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.rerun import Rerun

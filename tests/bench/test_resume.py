@@ -18,11 +18,11 @@ import pytest
 
 from dlrm_bench.bench import checkpoints, ending
 from dlrm_bench.bench.ending import LOG_NAME
-from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
 from dlrm_bench.bench.saved_state import STATE_JSON, checkpoint_name
-from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from tests.bench.test_run import GBS, ITERATIONS, LOCAL_BATCH, SAMPLES_PER_DAY, assert_aborted, launch, read_events
 from tests.launched import Ended, fork, forked_launch, launch_main, wait, wait_until_training
 

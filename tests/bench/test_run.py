@@ -16,27 +16,27 @@ import torch
 from rich.console import Console
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.analysis.sides import read_side
 from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.ending import LOG_NAME
-from dlrm_bench.bench.measure.clock import IterationClock
-from dlrm_bench.bench.measure.losses import LossHistory
-from dlrm_bench.bench.measure.mlperf_log import MLPerfLog, check_compliance
-from dlrm_bench.bench.measure.schedule import plan_schedule
-from dlrm_bench.bench.measure.source import source_hash
+from dlrm_bench.bench.instruments.clock import IterationClock
+from dlrm_bench.bench.instruments.losses import LossHistory
+from dlrm_bench.bench.instruments.progress import StillBar
+from dlrm_bench.bench.instruments.schedule import plan_schedule
+from dlrm_bench.bench.machine.source import source_hash
+from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.progress import StillBar
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.run import Run
 from dlrm_bench.dlrm.config import ModelConfig
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.data.criteo import multi_hot_file
-from dlrm_bench.dlrm.data.expansion import FOLDER
-from dlrm_bench.dlrm.data.manifest import read_manifest
+from dlrm_bench.dlrm.data.metrics import exact_auc
 from dlrm_bench.dlrm.data.npy import member_span
-from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
-from dlrm_bench.dlrm.metrics import exact_auc
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.criteo import multi_hot_file
+from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER
+from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest
+from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.launched import Ended, forked_launch
 
 SAMPLES_PER_DAY = 6000

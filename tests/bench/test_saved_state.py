@@ -11,7 +11,7 @@ import pytest
 
 from dlrm_bench.bench import saved_state
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.measure.schedule import Schedule, plan_schedule
+from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.saved_state import (
     STATE_JSON,
@@ -28,8 +28,8 @@ from dlrm_bench.bench.saved_state import (
     read_run_state,
 )
 from dlrm_bench.dlrm.config import DataConfig
-from dlrm_bench.dlrm.data.manifest import MANIFEST
-from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST
+from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 
 GBS = 16
 LOG = ':::MLLOG {"key": "init_start"}\n# a note\n'

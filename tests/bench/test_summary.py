@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from dlrm_bench.bench import summary
-from dlrm_bench.bench.measure.machine import describe_machine
-from dlrm_bench.bench.measure.mlperf_log import ComplianceVerdict
+from dlrm_bench.bench.machine.description import describe_machine
+from dlrm_bench.bench.mlperf.log import ComplianceVerdict
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, build_record
 from dlrm_bench.bench.records.schema import Checkpointing, Git, ResumedFrom
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.bench.summary import EXIT_NOT_COMPLIANT, EXIT_TARGET_MISSED, print_summary
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.launched import fork, wait
 
 REACHED = TrainingOutcome(status="success", epoch_num=0.75, auc=0.80281, target=0.80275, best_auc=0.81)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from dlrm_bench.dlrm.presets import training
+from dlrm_bench.dlrm.dcnv2.presets import training
 
 MODEL = training("smoke").model
 

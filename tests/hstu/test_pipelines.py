@@ -11,7 +11,7 @@ from torchrec import EmbeddingCollection
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.optim import RowWiseAdagrad
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
 from dlrm_bench.hstu.config import PRESETS, HstuConfig
 from dlrm_bench.hstu.model import HstuRanker, HstuTrain

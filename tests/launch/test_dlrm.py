@@ -17,10 +17,10 @@ import pytest
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import PIPELINES, RunConfig, as_json
 from dlrm_bench.bench.ending import LOG_NAME
-from dlrm_bench.bench.measure.mlperf_log import check_compliance
+from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import PRESETS, preset
 from dlrm_bench.bench.records.record import Record, read_record
-from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from tests.launched import (
     LAUNCHER,
     PATIENCE_S,

@@ -14,9 +14,9 @@ from dlrm_bench.launch.failures import guarded, what_to_install
 WATCHED = """
 import os
 import torch.distributed as dist
-from dlrm_bench.bench.measure.abort import AbortWatch
-from dlrm_bench.dlrm.command_line import exit_process
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.bench.instruments.abort import AbortWatch
+from dlrm_bench.dlrm.runtime.command_line import exit_process
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.launch.failures import guarded
 
 def work():
@@ -31,7 +31,7 @@ exit_process(guarded(work))
 """
 FAILING = """
 import os, time
-from dlrm_bench.dlrm.command_line import exit_process
+from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
 
 def work():

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.analysis.compare import compare_paths
+from dlrm_bench.bench.compare.comparison import compare_paths
 from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.records.record import read_record

@@ -9,8 +9,8 @@ import torch
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState
 from tests.cases import SMALL_MODEL
 from tests.pipelines import run_config

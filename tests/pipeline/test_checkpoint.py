@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline import checkpoint
 from dlrm_bench.pipeline.checkpoint import read_state, snapshot, snapshot_bytes, state_bytes, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError

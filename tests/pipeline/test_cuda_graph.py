@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dlrm_bench.pipeline.cuda_graph
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.cuda_graph import GraphedFunction
 from tests.cases import GPU_PLACES
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from tests.cases import CPU_PLACES, PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu

@@ -12,9 +12,9 @@ import dlrm_bench.pipeline.static.pipeline
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.model import _build_unsharded

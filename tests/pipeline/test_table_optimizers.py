@@ -10,12 +10,12 @@ import torch
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan_costs import rank_loads
-from dlrm_bench.dlrm.embedding.planner import make_plan
-from dlrm_bench.dlrm.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.plan.costs import rank_loads
+from dlrm_bench.dlrm.tables.plan.planner import make_plan
 from dlrm_bench.pipeline.state import ModelState, table_key
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline

@@ -13,8 +13,8 @@ from dlrm_bench.bench.doctor.rank_file import (
     RankFile,
     Window,
 )
-from dlrm_bench.bench.measure.trace import ITERATION
-from tests.bench.measure.gpu_traces import LOOP, call, event, on_gpu
+from dlrm_bench.bench.profile.trace import ITERATION
+from tests.bench.profile.gpu_traces import LOOP, call, event, on_gpu
 
 LIBRARIES = ["/env/lib/python3.12/site-packages", "/env/lib/python3.12"]
 PACKAGES = LIBRARIES[0]

@@ -2,9 +2,9 @@ import pytest
 
 from dlrm_bench.bench.doctor.cuda_calls import ALLOCATOR, COPY, LAUNCH, SYNC, counts, cuda_calls, take_costs
 from dlrm_bench.bench.doctor.rank_file import MARK, MARKED_ITERATION
-from dlrm_bench.bench.measure.trace import ITERATION
+from dlrm_bench.bench.profile.trace import ITERATION
 from tests.bench.doctor.made import stock_events
-from tests.bench.measure.gpu_traces import AUTOGRAD, call, event, graph_trace, stock_trace
+from tests.bench.profile.gpu_traces import AUTOGRAD, call, event, graph_trace, stock_trace
 
 
 def test_calls_know_their_iteration_mark_range_and_direction():
@@ -37,7 +37,7 @@ def test_counts_are_an_iterations_and_leave_out_threads_that_launch_nothing():
 
 
 def test_the_same_counts_as_those_of_the_instrumented_twin():
-    """On the traces that bench/measure/trace.py is tested with."""
+    """On the traces that bench/profile/trace.py is tested with."""
     counted = counts(cuda_calls(stock_trace(), ITERATION), 2)
     assert (counted["launch"], counted["sync"], counted["copy"]) == (4, 1, 1)
     assert counts(cuda_calls(graph_trace(), ITERATION), 3) == {"copy": 1, "graph_launch": 1, "HtoD pinned": 1}

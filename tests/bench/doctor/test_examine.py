@@ -12,7 +12,7 @@ from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, diagnose, read_diagnosis
 from dlrm_bench.bench.doctor.examine import examine
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
-from dlrm_bench.dlrm.command_line import FailedError
+from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.launched import ranks_naming, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -5,7 +5,7 @@ from dlrm_bench.bench.doctor.cuda_calls import cuda_calls, take_costs
 from dlrm_bench.bench.doctor.findings import Finding, findings_of, seen_by
 from dlrm_bench.bench.doctor.rank_file import MARK, MARKED_ITERATION, RankFile
 from dlrm_bench.bench.doctor.remedies import suggestion
-from dlrm_bench.bench.measure.trace import ITERATION
+from dlrm_bench.bench.profile.trace import ITERATION
 from tests.bench.doctor.made import (
     CALLER,
     DIST,
@@ -18,7 +18,7 @@ from tests.bench.doctor.made import (
     stock_events,
     stock_rank,
 )
-from tests.bench.measure.gpu_traces import call, event, on_gpu
+from tests.bench.profile.gpu_traces import call, event, on_gpu
 
 
 def findings(*ranks: RankFile) -> list[Finding]:

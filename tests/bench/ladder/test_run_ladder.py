@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.analysis.ladder import ladder_host_table, ladder_table
 from dlrm_bench.bench.ladder import run_ladder as module
+from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_table
 from dlrm_bench.bench.ladder.run_ladder import plan_to_resume, run_ladder
 from dlrm_bench.bench.records.ladder import Ladder, read_ladder, read_plan
-from dlrm_bench.dlrm.command_line import FailedError
+from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.bench.ladder.made_ladders import SPEED, make, plan, pretend_runs
 from tests.bench.ladder.made_ladders import made as made
 from tests.bench.made_records import recorded_runs, write

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.bench.analysis.ladder import ladder_host_table
+from dlrm_bench.bench.ladder.analysis import ladder_host_table
 from dlrm_bench.bench.records.ladder import LADDER_JSON as FILE
 from dlrm_bench.bench.records.ladder import read_ladder
 from tests.bench.ladder.made_ladders import made as made

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.analysis.compare import compare_paths
 from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.compare.comparison import compare_paths
 from dlrm_bench.bench.records.own_timings import read_times, write_timings
 from dlrm_bench.bench.records.record import read_record
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_bench.bench.measure.machine import describe_machine
+from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.presets import PRESETS, preset
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,

@@ -11,8 +11,8 @@ from dlrm_bench.bench.ladder.launching import LAUNCHER
 from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
 from dlrm_bench.bench.ladder.rungs import Rung
 from dlrm_bench.bench.records.limits import LIMITS_JSON
-from tests.bench.analysis.test_mlperf_logs import LOGS
 from tests.bench.made_records import profile, recorded_runs, telemetry, write
+from tests.bench.mlperf.test_published_logs import LOGS
 from tests.bench.records.test_limits import some_limits
 
 RUNS = recorded_runs()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import cast
 
-from dlrm_bench.bench.analysis.sides import side_of_records
+from dlrm_bench.bench.compare.sides import side_of_records
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Machine

@@ -6,7 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from dlrm_bench.bench.measure.mlperf_log import MLPerfLog
+from dlrm_bench.bench.mlperf.log import MLPerfLog
 from dlrm_bench.bench.records.record import TrainingOutcome, read_record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import families

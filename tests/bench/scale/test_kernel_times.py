@@ -3,10 +3,10 @@
 import pytest
 
 from dlrm_bench.bench.scale.kernel_times import fbgemm_us
-from dlrm_bench.dlrm.embedding.id_statistics import UNIFORM
-from dlrm_bench.dlrm.embedding.plan import Shard
-from dlrm_bench.dlrm.gpu_costs import H200
-from tests.dlrm.embedding.test_plan import model_of
+from dlrm_bench.dlrm.runtime.gpu_costs import H200
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM
+from dlrm_bench.dlrm.tables.plan.plan import Shard
+from tests.dlrm.tables.plan.test_plan import model_of
 
 
 @pytest.mark.parametrize("dim", [128, 64, 32, 16])

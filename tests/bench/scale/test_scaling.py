@@ -11,8 +11,8 @@ from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, model_of, period_ms, plan_in, prediction
 from dlrm_bench.bench.scale.simulation import simulate
 from dlrm_bench.bench.scale.work import tasks_of
-from dlrm_bench.dlrm.gpu_costs import H200
-from dlrm_bench.dlrm.topology import Network, Topology
+from dlrm_bench.dlrm.runtime.gpu_costs import H200
+from dlrm_bench.dlrm.runtime.topology import Network, Topology
 
 RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")

@@ -8,13 +8,13 @@ import pytest
 
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.data import disk_space as module
-from dlrm_bench.dlrm.data.check import MLPERF_DAY_SAMPLES
 from dlrm_bench.dlrm.data.disk_space import disk_bytes, require_space, seconds
-from dlrm_bench.dlrm.data.expansion import FOLDER
-from dlrm_bench.dlrm.data.preprocess import PreprocessConfig, preprocess
-from dlrm_bench.dlrm.data.preprocess_job import PreprocessJob
-from dlrm_bench.dlrm.data.raw_tsv import rows_per_byte
-from tests.dlrm.data.raw_days import write_raw_days
+from dlrm_bench.dlrm.dcnv2.data.check import MLPERF_DAY_SAMPLES
+from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER
+from dlrm_bench.dlrm.dcnv2.data.preprocess import PreprocessConfig, preprocess
+from dlrm_bench.dlrm.dcnv2.data.preprocess_job import PreprocessJob
+from dlrm_bench.dlrm.dcnv2.data.raw_tsv import rows_per_byte
+from tests.dlrm.dcnv2.data.raw_days import write_raw_days
 
 Usage = namedtuple("Usage", "free")
 MODEL = replace(preset("smoke").model, table_scale=0.01)
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 
 def test_the_estimate_bounds_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at whenever a day is written, and at the end."""
-    from dlrm_bench.dlrm.data import preprocess_job
+    from dlrm_bench.dlrm.dcnv2.data import preprocess_job
 
     rows = (900, 800, 700, 900)
     write_raw_days(tmp_path / "raw", rows)

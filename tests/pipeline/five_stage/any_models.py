@@ -37,7 +37,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.pipeline.five_stage.torchrec_models import _fill
 
 DIM, DENSE, LONGEST, BATCH = 8, 5, 6, 6

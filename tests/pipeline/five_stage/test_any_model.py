@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec.distributed import TrainPipelineSparseDist
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES

@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.pipeline.five_stage.torchrec_models import batches, build, drain

@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import get_module
 from torchrec.models.dlrm import DLRMTrain
 
 import dlrm_bench.pipeline.five_stage.pipeline
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.captured import FeaturesRead
 from dlrm_bench.pipeline.five_stage.gradients import flat_gradients
 from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRMTrain
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES

@@ -24,7 +24,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 import dlrm_bench.pipeline.five_stage.dense_update
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.five_stage.step_graph
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.dense_update import WATCHED, DenseUpdate
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import dlrm_bench.pipeline.five_stage.pipeline
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES

@@ -10,7 +10,7 @@ from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder

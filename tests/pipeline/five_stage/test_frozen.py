@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRMTrain
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.frozen import FrozenModel, TrainedParameters
 from dlrm_bench.pipeline.five_stage.graph_pool import WARM_UP
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import graph_memory
 from dlrm_bench.pipeline.five_stage.captured import Captured
 from dlrm_bench.pipeline.five_stage.graph_memory import DeviceMemory, GraphMemory, input_bytes

@@ -9,7 +9,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs, why_not_graphed
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from tests.pipeline.five_stage.any_models import MODELS, PLANS, Everything, TwoTower, build

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
 
 import dlrm_bench.pipeline.five_stage.graph_pool
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.graph_pool import GraphPool, _room
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline

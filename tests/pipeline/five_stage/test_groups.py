@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.groups import group_timeout
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.input_dist import Distribution
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline

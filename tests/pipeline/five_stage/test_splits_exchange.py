@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.dist_data import KJTAllToAll
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.splits_exchange import ExchangeRequest, SplitsExchange
 from tests.cases import GPU_PLACES
 

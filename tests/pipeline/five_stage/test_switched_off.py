@@ -14,7 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import dlrm_bench.pipeline.five_stage.step_graph
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.dense_update import WATCHED
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline

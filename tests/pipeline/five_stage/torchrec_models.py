@@ -25,7 +25,7 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 ROWS = (50, 7, 30, 90, 61, 40)
 DIM = 16

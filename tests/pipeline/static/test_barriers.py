@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.pipeline.static import batch_schedule
 from dlrm_bench.pipeline.static import pipeline as static
 from tests.pipeline.static.test_pipeline import batches_of, small

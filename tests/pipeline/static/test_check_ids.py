@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dlrm_bench.dlrm.data.batch import feature_blocks
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.cases import GPU_PLACES, SMALL_MODEL
 from tests.pipeline.small_runs import batches_of, small
 from tests.pipelines import static_pipeline

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.buckets import CollectiveBucket
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dense.buckets import CollectiveBucket
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.fp8_dense import Fp8Dense
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.fp8_dense import Fp8Dense
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense.fp8 import E4M3, empty
 from tests.cases import SMALL_MODEL
 from tests.pipeline.small_runs import batches_of, small

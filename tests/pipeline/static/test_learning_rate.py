@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.planner import REPLICATED_ROWS
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS
 from dlrm_bench.pipeline.state import ModelState
 from tests.cases import GPU_PLACES, PLACES, SMALL_MODEL
 from tests.pipeline.cpu_graphs import capture_on_cpu

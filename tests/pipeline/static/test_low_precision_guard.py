@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.bench.measure.losses import LossHistory, NonFiniteError
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.bench.instruments.losses import LossHistory, NonFiniteError
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense import small_mlp
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import GPU_PLACES, SMALL_MODEL

@@ -10,10 +10,10 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, TableOptimizer
 from dlrm_bench.dlrm.data.batch import Batch, storage_bytes
-from dlrm_bench.dlrm.embedding.plan_costs import rank_loads
-from dlrm_bench.dlrm.embedding.planner import plan_for
-from dlrm_bench.dlrm.ranks import Ranks
-from dlrm_bench.dlrm.topology import Topology
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.plan.costs import rank_loads
+from dlrm_bench.dlrm.tables.plan.planner import plan_for
 from dlrm_bench.pipeline.static.memory import memory_gb
 from tests.pipelines import run_config, static_pipeline
 

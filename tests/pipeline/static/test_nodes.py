@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.pipeline.state import table_key
 from dlrm_bench.pipeline.static import pipeline as static
 from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small

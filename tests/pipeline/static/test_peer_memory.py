@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.embedding.static_ebc import StaticEBC
-from dlrm_bench.dlrm.explicit_dense import ExplicitDense
-from dlrm_bench.dlrm.peer_memory import PeerMemory
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from tests.pipeline.static.test_pipeline import EVALUATE_EVERY, LARGE_BATCH, Trained, assert_bitwise_equal, small, train
 from tests.pipelines import changed
 

@@ -16,12 +16,12 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig, ModelConfig, OptimizerConfig, Precision
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.data.dataset import open_dataset
-from dlrm_bench.dlrm.data.planted import PlantedConfig, generate
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.planner import REPLICATED_ROWS
-from dlrm_bench.dlrm.metrics import exact_auc
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.data.metrics import exact_auc
+from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
+from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import CPU_PLACES, GPU_PLACES, PLACES, WAYS

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
-from dlrm_bench.dlrm.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.cases import GPU_PLACES
 from tests.pipeline.static.test_pipeline import batches_of
 from tests.pipelines import run_config, static_pipeline

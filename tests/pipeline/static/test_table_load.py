@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.pipeline.small_runs import batches_of, equal_states, small
 from tests.pipelines import static_pipeline

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.embedding.plan import Plan, Shard
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from tests.cases import PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.small_runs import BATCHES, batches_of, small
 from tests.pipelines import static_pipeline

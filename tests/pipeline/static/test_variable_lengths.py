@@ -14,9 +14,9 @@ from torch.nn import functional
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
-from dlrm_bench.dlrm.data.padding import PADDING
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.padding import PADDING
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState, table_key
 from tests.cases import PLACES, SMALL_MODEL, WAYS
 from tests.pipelines import run_config, static_pipeline

@@ -11,7 +11,7 @@ import torch
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.batch import feature_blocks
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.static.warm_up import ROWS, warm_up_batch
 from tests.cases import GPU_PLACES, SMALL_MODEL, WAYS

@@ -12,8 +12,8 @@ import torch
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.config import DataConfig, OptimizerConfig, Precision
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules

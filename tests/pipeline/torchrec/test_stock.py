@@ -17,8 +17,8 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.config import DataConfig
-from dlrm_bench.dlrm.data.random_batches import RandomDataset
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.torchrec import stock
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 from tests.cases import PLACES

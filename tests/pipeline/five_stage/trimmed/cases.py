@@ -27,7 +27,7 @@ from torchrec.distributed.types import ShardedTensor, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 
 SIZES = {"f0": 3, "f1": 1, "f2": 2, "f3": 4, "f4": 1, "unused": 2}

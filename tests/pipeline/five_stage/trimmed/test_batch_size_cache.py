@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.trimmed.batch_size_cache import _CACHED
 from dlrm_bench.pipeline.five_stage.trimmed.output_dist import TrimmedOutputDist
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder

@@ -11,7 +11,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.trimmed.output_dist import TrimmedOutputDist
 from tests.cases import GPU_PLACES
 

@@ -1,0 +1,168 @@
+"""What compared runs must have in common, and where their records differ in it.
+
+Between sides the work and the machine should be the same, and the program may differ: that is what a comparison is for.
+Within a side the program should be the same too.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dlrm_bench.bench.records.record import Record
+
+SHOULD_BE_EQUAL = {
+    "number of nodes": "machine.nodes",
+    "host": "machine.hosts",
+    "number of GPUs": "machine.gpus",
+    "GPU": "machine.gpu",
+    "set of GPUs (UUIDs)": "machine.gpu_uuids",
+    "CPU": "machine.cpu",
+    "number of cores": "machine.cores",
+    "CPU governor": "machine.cpu_governor",
+    "NUMA layout": "machine.numa",
+    "pinning of the ranks to CPUs": "machine.rank_cpus",
+    "kernel": "machine.kernel",
+    "launcher": "provenance.started_by.launcher",
+    "environment": "provenance.environment",
+    "driver": "machine.driver",
+    "power limit (W)": "machine.power_limit_w",
+    "largest SM clock (MHz)": "machine.sm_clock_max_mhz",
+    "topology": "machine.topology",
+    "CUDA": "machine.cuda",
+    "NCCL": "machine.nccl",
+    "Python": "machine.python",
+    "torch": "machine.torch",
+    "torchrec": "machine.torchrec",
+    "fbgemm_gpu": "machine.fbgemm_gpu",
+    "number of ranks": "config.world_size",
+    "global batch": "config.global_batch_size",
+    "precision": "config.precision",
+    "model": "config.model",
+    "optimizer of the tables": "config.optimizer.embedding",
+    "data": "config.data.source",
+    "path of the data": "config.data.path",
+    "skew of random ids": "config.data.random_skew",
+    "kind of random ids after a feature's first": "config.data.random_ids",
+    "number of random batches": "config.data.random_batches",
+    "choice of variable bag lengths": "config.data.variable_lengths",
+    "number of warm-up iterations": "warmup_iterations",
+    "interval between checks of the loss": "config.loss_interval",
+}
+"""What a reader takes to be the same on both sides, and where a record says it."""
+_VARIABLE = "environment variable "
+_KNOWN = "environment"
+_SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
+"""Set by dlrm/runtime/peer_memory.py and by torch itself, as the compared options ask for it."""
+BOOT = "boot of the machine"
+"""Tells machines of one description apart where no GPU does."""
+MUST_BE_KNOWN = {
+    "hash of the source files": "git.source",
+    "versions of the packages": "provenance.packages",
+    "environment": "provenance.environment",
+    "how the ranks were started": "provenance.started_by",
+    "CPU": "machine.cpu",
+    "boot of the machine": "machine.boots",
+}
+"""What --strict asks of each record."""
+MUST_BE_KNOWN_OF_GPUS = {
+    "UUIDs of the GPUs": "machine.gpu_uuids",
+    "driver": "machine.driver",
+    "power limit": "machine.power_limit_w",
+    "whether it was throttled": "conditions.throttled",
+}
+SM_CLOCK = "SM clock during the run (MHz)"
+"""A setting that is measured, not configured."""
+
+
+def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """The distinct values, over the records, of each setting that should be equal; unknown ones are left out."""
+    settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
+    boots = different(None if _lookup(r, "machine.gpu_uuids") else _lookup(r, "machine.boots") for r in records)
+    return settings | {BOOT: boots, SM_CLOCK: _clocks(records)} | _environment(records)
+
+
+def absent(settings: Mapping[str, list[Any]], name: str) -> list[Any]:
+    """The values of a setting that a side lacks: not set, of an environment variable where the environment is known."""
+    return ["not set"] if name.startswith(_VARIABLE) and settings.get(_KNOWN) else []
+
+
+def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """Values of each environment variable that some record names, and whether all records know theirs."""
+    known = [record.run["provenance"]["environment"] for record in records if "provenance" in record.run]
+    names = sorted({name for variables in known for name in variables} - _SET_WHILE_RUNNING)
+    values = {f"{_VARIABLE}{name}": different(v.get(name, "not set") for v in known) for name in names}
+    return {_KNOWN: ["known"] if len(known) == len(records) else [], **values}
+
+
+def machine_of(record: Record) -> str:
+    """What tells the machine of a run from others: UUIDs of its GPUs, else its boots, of older records host names."""
+    machine = record.run["machine"]
+    return " + ".join(machine.get("gpu_uuids") or machine.get("boots") or machine.get("hosts", []))
+
+
+def unknown(label: str, records: Sequence[Record]) -> list[str]:
+    """What --strict asks for and records do not say, in one sentence a side."""
+    missing: Counter[str] = Counter()
+    for record in records:
+        asked = MUST_BE_KNOWN | (MUST_BE_KNOWN_OF_GPUS if record.run["machine"]["gpu"] else {})
+        missing.update(name for name, field in asked.items() if _lookup(record, field) in (None, [], ""))
+    said = [f"{name} in {n}" for name, n in missing.items()]
+    return [f"{label}: not known in {len(records)} run(s): {', '.join(said)}"] if said else []
+
+
+def different(values: Iterable[Any]) -> list[Any]:
+    """The distinct values, without None."""
+    found: list[Any] = []
+    for value in values:
+        if value is not None and value not in found:
+            found.append(value)
+    return found
+
+
+def caveats(record: Record) -> list[str]:
+    """Reasons not to trust a well-formed record: source code that no commit holds, a machine that was throttled."""
+    run, found = record.run, []
+    if run["git"]["dirty"]:
+        found.append("source tree differed from its commit")
+    telemetry = run.get("conditions")
+    if telemetry and telemetry["throttled"]:
+        reasons = ", ".join(sorted({span["reason"] for span in telemetry["throttling"]}))
+        found.append(f"throttled ({reasons})")
+    return found
+
+
+def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
+    """Reasons not to trust a side: the caveats of its records, each once, and that its runs are of several programs."""
+    counts = Counter(caveat for record in records for caveat in caveats(record))
+    found = [f"{label}: {caveat} in {n} of {len(records)} runs" for caveat, n in counts.items()]
+    programs = [_program(record) for record in records]
+    fields = dict.fromkeys(field for program in programs for field in program)
+    varying = [field for field in fields if len({program.get(field) for program in programs} - {None}) > 1]
+    if varying:
+        found.append(f"{label}: runs of several programs, which differ in {', '.join(varying)}: name those of one")
+    return found
+
+
+def _program(record: Record) -> dict[str, str | None]:
+    """The program of a run: its source's hash (of older records the commit), pipeline, and the pipeline's options."""
+    options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
+    git = record.run["git"]
+    source = git.get("source")
+    # Commits that differ in nothing that runs are the same program.
+    code = {"source": source} if source else {"commit": git["commit"]}
+    return {"pipeline": options.pop("name"), **options, **code}
+
+
+def _lookup(record: Record, field: str) -> Any:
+    value: Any = record.run
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _clocks(records: Sequence[Record]) -> list[Any]:
+    telemetry = [record.run.get("conditions") for record in records]
+    clocks = [each["sm_clock_mhz"][1] for each in telemetry if each and each["sm_clock_mhz"]]
+    return [round(float(np.median(clocks)))] if clocks else []

@@ -1,0 +1,97 @@
+"""Checks for CI: is a regression excluded, are two programs equivalent, or do too few runs say neither."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dlrm_bench.bench.compare.comparison import Result
+from dlrm_bench.bench.stats.series import CONFIDENCE
+
+Outcome = Literal["passed", "failed", "not enough runs"]
+
+_ERROR = 1 - CONFIDENCE
+_ONE_SIDED = 2 * CONFIDENCE - 1  # a 90 % interval has 5 % above it, as a one-sided test at 5 % has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What a check found of one comparison."""
+
+    outcome: Outcome
+    text: str
+    """The finding in a sentence."""
+
+
+def check_regression(result: Result, limit: float) -> Check:
+    """Passes where a regression of `limit` (0.02: 2 %) is excluded, fails where B is proven slower and it is not.
+
+    Excluded: a one-sided test at 5 % rejects that B takes 1 + limit times A's time, or more. Neither: not enough runs.
+    """
+    if not _known(result):
+        return _one_run(result)
+    bound = result.estimate.ratio(_ONE_SIDED).high - 1
+    said = f"B takes {_more_or_less(result.ratio.value - 1)} time, at 95 % confidence at most {_more_or_less(bound)}"
+    if result.estimate.p_at_least(1 + limit) < _ERROR:
+        return Check(outcome="passed", text=f"a regression of {limit:.2%} is excluded: {said}")
+    if result.verdict == "slower":
+        text = f"B is proven slower, and a regression of {limit:.2%} is not excluded: {said}"
+        return Check(outcome="failed", text=text)
+    return _undecided(result, limit, f"neither is B proven slower nor a regression of {limit:.2%} excluded: {said}")
+
+
+def check_equivalence(result: Result, margin: float) -> Check:
+    """Passes where B's time is proven to be within `margin` (0.02: 2 %) of A's, fails where it is proven not to be.
+
+    Two one-sided tests at 5 % each, against 1 + margin and its reciprocal; proven not: the 95 % interval is outside.
+    """
+    if not _known(result):
+        return _one_run(result)
+    ratio = result.estimate.ratio(_ONE_SIDED)
+    said = f"the 90 % interval of B's time over A's is {ratio.low:.4f} to {ratio.high:.4f}"
+    if result.estimate.p_not_equivalent(margin) < _ERROR:
+        return Check(outcome="passed", text=f"A and B are equivalent within {margin:.2%}: {said}")
+    if result.ratio.low > 1 + margin or result.ratio.high < 1 / (1 + margin):
+        return Check(outcome="failed", text=f"A and B differ by more than {margin:.2%}: {said}")
+    return _undecided(result, margin, f"equivalence within {margin:.2%} is neither proven nor excluded: {said}")
+
+
+def worst(checks: Sequence[Check]) -> Outcome:
+    """The outcome of all checks together."""
+    outcomes = {check.outcome for check in checks}
+    return next((o for o in ("failed", "not enough runs") if o in outcomes), "passed")
+
+
+def percentage(flag: str, text: str | None) -> float | None:
+    """The fraction that a percentage is: 0.02 for '2%' or '2'."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 10:
+        raise ValueError(f"{flag} {text!r} is no percentage: write 2%")
+    return value
+
+
+def _known(result: Result) -> bool:
+    return result.comparison.between_runs and result.estimate.error == result.estimate.error
+
+
+def _one_run(result: Result) -> Check:
+    a, b = result.comparison.runs
+    text = (
+        f"{a} and {b} runs: at least two a side are needed, because one run cannot show how much runs differ by "
+        "themselves"
+    )
+    return Check(outcome="not enough runs", text=text)
+
+
+def _undecided(result: Result, size: float, text: str) -> Check:
+    needed = result.runs_needed(size) if size > 0 else None
+    more = f"; about {needed} runs a side decide it" if needed and needed > min(result.comparison.runs) else ""
+    return Check(outcome="not enough runs", text=text + more)
+
+
+def _more_or_less(change: float) -> str:
+    return f"{abs(change):.2%} {'more' if change > 0 else 'less'}"

@@ -1,0 +1,201 @@
+"""Sides of a comparison: runs of the same thing, read from records, ladders or MLPerf logs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_bench.bench.compare.comparability import caveats_of_side, different, machine_of, settings_of, unknown
+from dlrm_bench.bench.mlperf.published_logs import BENCHMARK, MLPerfRun, read_mlperf_log
+from dlrm_bench.bench.records.distinct import distinct, record_key
+from dlrm_bench.bench.records.ladder import LADDER_JSON, members_of
+from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
+from dlrm_bench.bench.stats.series import Metric
+from dlrm_bench.bench.stats.statistics import mean_statistics
+from dlrm_bench.dlrm.data.paths import why_not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a comparison: runs of the same thing, in the order in which they ran."""
+
+    label: str
+    series: list[np.ndarray]
+    """Latencies of each run [n], slowest rank, warm-up left out; of an MLPerf log the mean alone, [1]."""
+    finished: list[str]
+    """When each run ended, as sortable text; empty where that is not known."""
+    machines: list[str]
+    """On which machine each run was; of MLPerf logs, which do not say, one for all."""
+    settings: dict[str, list[Any]]
+    """The different values, over the runs, of what should be equal; unknown ones are left out."""
+    global_batch_size: int | None
+    mean_only: bool
+    """Whether only the mean latency is known, as in MLPerf logs."""
+    warnings: list[str]
+    keys: Sequence[tuple[str, str, str]] = ()
+    """What tells each run from all others, and not from its copies; empty of MLPerf logs."""
+    unknown: Sequence[str] = ()
+    """What records do not say, and --strict asks for."""
+    logs: Sequence[MLPerfRun] = ()
+    """Every run of MLPerf logs, also those with nothing to compare; empty for records."""
+
+    def metrics(self) -> dict[Metric, float]:
+        """Geometric mean over the runs of each known metric, in milliseconds."""
+        metrics = mean_statistics(self.series)
+        return {"mean": metrics["mean"]} if self.mean_only else metrics
+
+
+def read_side(path: Path) -> Side:
+    """Reads a side: a record, a folder of records, a ladder's rung (LADDER/RUNG), an MLPerf log or a folder of such.
+
+    A rung of a ladder that was interrupted, or still runs, is a side too, of the runs that have ended. ValueError,
+    naming the file, if it is missing, damaged or of another kind.
+    """
+    path = _in_ladder(path)
+    if path.is_file():
+        return _side_of_logs(str(path), read_mlperf_log(path))
+    if not path.exists():
+        members = members_of(path.parent)
+        if members is not None:
+            return _side_of_rung(path, members)
+        raise ValueError(
+            f"{path} {why_not(path)}: name a record, a folder of records, a ladder's rung or an MLPerf log"
+        )
+    if (path / RUN_JSON).exists():
+        return side_of_records(str(path), [read_record(path)])
+    rungs = members_of(path)
+    if rungs is not None:
+        raise ValueError(
+            f"{path} is a ladder, and only two ladders are compared with each other: name one of its rungs, such as "
+            f"{path / next(iter(rungs))} (it has {', '.join(rungs)})"
+        )
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    finished = [folder for folder in folders if (folder / RUN_JSON).exists()]
+    if finished:
+        unfinished = [
+            folder.name for folder in folders if (folder / "result_0.txt").exists() and folder not in finished
+        ]
+        records, copies = distinct([read_record(folder) for folder in finished])
+        timed = [record for record in records if record.run["host"] is None]
+        left_out = {
+            "unfinished runs": unfinished,
+            "profiled runs": [r.run["id"] for r in records if r not in timed],
+        }
+        said = [f"{path}: {what} left out: {', '.join(names)}" for what, names in left_out.items() if names]
+        return side_of_records(str(path), timed, said + copies)
+    logs = sorted(path.glob("result_*.txt"))
+    if logs:
+        return _side_of_logs(str(path), [run for log in logs for run in read_mlperf_log(log)])
+    raise ValueError(f"{path} holds neither {RUN_JSON} nor folders with one nor result_*.txt: name a record or a log")
+
+
+def rungs_of(path: Path) -> dict[str, Side] | None:
+    """The sides that the rungs of a ladder are, by their names; None if the folder is no ladder's.
+
+    Of an interrupted ladder, those rungs of which a run has ended; ValueError if there is none.
+    """
+    members = members_of(path)
+    if members is None:
+        return None
+    begun = {name: _side_of_rung(path / name, members) for name, runs in members.items() if runs}
+    if not begun:
+        raise ValueError(f"{path} was interrupted before a run had ended: {_resuming(path)}")
+    return begun
+
+
+def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[str] = ()) -> Side:
+    """A side made of records. ValueError if one has nothing to compare, or if their global batch sizes differ."""
+    for record in records:
+        if record.run["host"] is not None:
+            raise ValueError(
+                f"{record.folder} is a profiled run, whose latencies include the profiler: name timed runs"
+            )
+        if record.run["latency_ms"] is None:
+            raise ValueError(f"{record.folder} ended within its warm-up: it has no latency to compare")
+    if not records:
+        raise ValueError(f"{label} holds no timed run")
+    records = sorted(records, key=lambda record: record.run["created"])
+    return Side(
+        label=label,
+        series=[record.latencies_ms.astype(np.float64) for record in records],
+        finished=[record.run["created"] for record in records],
+        machines=[machine_of(record) for record in records],
+        settings=settings_of(records),
+        global_batch_size=_one_batch_size(label, [r.run["config"].get("global_batch_size") for r in records]),
+        mean_only=False,
+        warnings=[*warnings, *caveats_of_side(label, records)],
+        keys=[record_key(record) for record in records],
+        unknown=unknown(label, records),
+    )
+
+
+def first_run_of(path: Path) -> Path:
+    """Returns a side's first record: the path itself, unless it names a rung of a ladder (LADDER/RUNG)."""
+    path = _in_ladder(path)
+    members = None if path.exists() else members_of(path.parent)
+    return path.parent / members[path.name][0] if members and members.get(path.name) else path
+
+
+def _in_ladder(path: Path) -> Path:
+    """Returns LADDER/RUNG for LADDER*/RUNG, which shells leave as it is, because a rung is no folder."""
+    ladders = [] if path.exists() else glob(str(path.parent))
+    return Path(ladders[0]) / path.name if len(ladders) == 1 else path
+
+
+def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
+    """The side that a rung is; members: those of its ladder, which is at path.parent."""
+    if path.name not in members:
+        raise ValueError(f"{path.parent} has no rung {path.name!r}: choose one of {', '.join(members)}")
+    runs, cut = members[path.name], not (path.parent / LADDER_JSON).exists()
+    if not runs:
+        raise ValueError(
+            f"{path.parent} was interrupted before a run of {path.name} had ended: {_resuming(path.parent)}"
+        )
+    said = [f"{path.parent} was interrupted, and has {len(runs)} run(s) of {path.name}"] if cut else []
+    return side_of_records(str(path), [read_record(path.parent / member) for member in runs], said)
+
+
+def _resuming(ladder: Path) -> str:
+    return f"go on with dlrm-bench ladder --resume {ladder}"
+
+
+def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
+    for run in runs:
+        if run.benchmark not in (None, BENCHMARK):
+            raise ValueError(
+                f"{run.path} is a log of {run.benchmark}, another benchmark, whose iterations are other work: name "
+                f"logs of {BENCHMARK}"
+            )
+    usable = [run for run in runs if run.train_ms_per_iteration is not None and run.train_ms_per_iteration > 0]
+    if not usable:
+        raise ValueError(
+            f"{label}: no run with a run_stop, a batch size, train_samples and an epoch_num above 0: "
+            "there is no latency to compare"
+        )
+    damaged = {run.path: run.malformed_lines for run in runs if run.malformed_lines}
+    return Side(
+        label=label,
+        series=[np.array([run.train_ms_per_iteration]) for run in usable],
+        finished=[],
+        machines=[""] * len(usable),
+        settings={"global batch": different(run.global_batch_size for run in usable)},
+        global_batch_size=_one_batch_size(label, [run.global_batch_size for run in usable]),
+        mean_only=True,
+        warnings=[f"{path}: {lines} malformed lines" for path, lines in damaged.items()]
+        + [f"{run.path}: a run that is {run.status}" for run in runs if run.status != "success"]
+        + [f"{run.path}: does not say of which benchmark it is" for run in usable if run.benchmark is None],
+        logs=runs,
+    )
+
+
+def _one_batch_size(label: str, sizes: Sequence[int | None]) -> int | None:
+    """The batch size that all runs share; ValueError if they have several: no latency describes them."""
+    found = different(sizes)
+    if len(found) > 1:
+        raise ValueError(
+            f"{label} holds runs of several global batch sizes ({', '.join(map(str, found))}): name those of one"
+        )
+    return found[0] if found else None

@@ -1,0 +1,162 @@
+"""Ends a run on every rank when one of them fails or is told to stop, whatever the main thread is blocked in.
+
+A main thread that waits in a collective or for the GPU runs no Python, so neither signal handlers nor exceptions reach
+it there. Two daemon threads do the watching: one for signals, through the wakeup file descriptor that CPython's C
+handler writes to, one for the other ranks, through a key in the process group's store. Both sleep in the kernel.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from dlrm_bench.dlrm.runtime.command_line import told_to_torchrun
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+"""A part of keys in the store: a restarted worker group must not read what the one before it wrote."""
+_KEY = f"dlrm/abort/{RESTARTS}"
+# SIGBUS comes again and again to a thread that reads a mapped file which has become shorter, for as long as the process
+# lives; the expansion of 1-hot ids reads one without Python's interpreter lock, so that other threads go on.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS)
+_FOREVER = timedelta(days=3650)
+# An error that every rank runs into, as bad input is, has this long to reach each of them by itself: then every rank
+# says what is wrong and ends with the right status. A rank whose collective broke waits as long for a peer to say why:
+# the end of a peer closes its connections, and what the peer announced before is the reason.
+_GRACE_S = 0.5
+
+
+class AbortWatch:
+    """Context manager around everything after init_process_group.
+
+    `on_abort` closes what must be closed (the MLPerf log); it runs once, on the watching or the failing thread.
+    """
+
+    def __init__(self, ranks: Ranks, on_abort: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._on_abort = on_abort
+        self._ending = threading.Lock()
+        self._reason = ""
+        self._told = threading.Event()
+
+    def __enter__(self) -> "AbortWatch":
+        if self._ranks.world_size > 1:
+            # Connected now: a rank that fails after the store's host must not wait for a connection then.
+            self._store = connect_store()
+            threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
+        self._wakeup, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        self._previous_fd = signal.set_wakeup_fd(writer.fileno())
+        threading.Thread(target=self._watch_signals, name="abort-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if self._ranks.world_size > 1 and _of_a_collective(error) and self._told.wait(_GRACE_S):
+                self._end(self._reason, 1, announce=False)
+            self._ending.acquire()
+            try:
+                self._on_abort()
+            finally:
+                self._announce(f"{type(error).__name__}: {error}")
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._writer.close()  # ends the signal thread
+
+    def stop(self, reason: str) -> None:
+        """Ends this rank, and says why to the others. Any thread may call it; it does not return."""
+        self._end(reason, 1, announce=True)
+
+    def _announce(self, reason: str) -> None:
+        if self._ranks.world_size > 1:
+            # Without the store the ranks that could have read the reason are gone too.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
+
+    def _watch_signals(self) -> None:
+        launcher = _launcher()
+        awaited: list[socket.socket | int] = [self._wakeup] if launcher is None else [self._wakeup, launcher]
+        ready, _, _ = select.select(awaited, [], [])
+        if self._wakeup not in ready:
+            self._end("its torchrun was killed", 1, announce=True)
+            return
+        received = self._wakeup.recv(1)
+        if received:
+            number = signal.Signals(received[0])
+            cause = f": {_unreadable_map()}" if number is signal.SIGBUS else ""
+            self._end(f"stopped by {number.name}{cause}", 128 + number, announce=True)
+
+    def _watch_ranks(self) -> None:
+        try:
+            store = connect_store()
+            store.wait([_KEY], _FOREVER)
+            self._reason = store.get(_KEY).decode()
+        except RuntimeError:  # the store went away: torchrun is taking the ranks down
+            return
+        self._told.set()
+        time.sleep(_GRACE_S)
+        self._end(self._reason, 1, announce=False)
+
+    def _end(self, reason: str, code: int, announce: bool) -> None:
+        if not self._ending.acquire(blocking=False):
+            return  # this rank is ending already
+        try:
+            print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
+            told_to_torchrun(f"rank {self._ranks.rank}: {reason}")
+            self._on_abort()
+        except Exception:  # such as a full disk: a rank that is told to end ends, and says so to the others
+            traceback.print_exc()
+        finally:
+            if announce:
+                self._announce(reason)
+            os._exit(code)
+
+
+def _unreadable_map() -> str:
+    """Says what mapped memory may have raised SIGBUS: by a file that is shorter than its map, if there is one."""
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+        addresses, _, offset, _, _, *path = line.split(maxsplit=5)
+        if path and os.path.isfile(path[0]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            size, last_page = os.stat(path[0]).st_size, int(offset, 16) + end - start - os.sysconf("SC_PAGE_SIZE")
+            if size <= last_page:
+                return f"{path[0]} is truncated, it has {size} bytes and was longer when it was mapped: make it again"
+    return "memory that a file backs cannot be read: check the disk, and that /dev/shm is not full"
+
+
+def _launcher() -> int | None:
+    """A file descriptor that can be read once the torchrun has ended that started this process; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        return os.pidfd_open(os.getppid())
+    except OSError:  # a kernel or a container that does not know it
+        return None
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """Whether a collective raised this, its peers being gone: DistError by NCCL and torch, RuntimeError by gloo."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def connect_store() -> TCPStore:
+    """Returns another client of the process group's store: a blocked wait would hold the group's own."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, wait_for_workers=False)

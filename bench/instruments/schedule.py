@@ -1,0 +1,129 @@
+"""How many iterations a run has, and when it evaluates."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.stats.series import drift_within
+
+_EPOCH_BY_TIME = 1000  # iterations of random batches
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Schedule:
+    """Iterations of a run and MLPerf's cadence of evaluations, for one data set and one global batch size."""
+
+    global_batch_size: int
+    iterations: int
+    """Iterations of a run by time before its first look at the clock."""
+    evaluate_every: int | None
+    """None where the run has no target."""
+    iterations_per_epoch: float
+    """Not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have no end: their epoch is
+    the samples that the run is to see, and in a run by time a thousand iterations."""
+    most: int = 1 << 40
+    """Iterations that the data has at most."""
+    min_time_s: float | None = None
+    """Time that the iterations after the warm-up take at least, in a run by time."""
+    max_time_s: float | None = None
+    """Time up to which such a run goes on until they are steady; None where it ends in any case."""
+    first: int = 0
+    """Iterations of a checkpoint that the run goes on from."""
+
+    @property
+    def last(self) -> int:
+        """Iterations that no run of this schedule goes beyond."""
+        return self.iterations if self.min_time_s is None else self.most
+
+    def resumed(self, first: int) -> "Schedule":
+        """Returns the schedule of a run that goes on after `first` iterations: one by time takes its time again."""
+        if self.min_time_s is None:
+            return replace(self, first=first)
+        return replace(self, first=first, iterations=min(first + self.iterations, self.most))
+
+    def epoch_num(self, iteration: int) -> float:
+        """Fraction of the epoch that `iteration` iterations have seen."""
+        return iteration / self.iterations_per_epoch
+
+    def evaluates_after(self, iteration: int) -> bool:
+        """Whether an evaluation follows: at the cadence, and after the last iteration whatever the cadence."""
+        if self.evaluate_every is None:
+            return False
+        return iteration % self.evaluate_every == 0 or iteration == self.iterations
+
+    def lacking(self, latencies_ms: np.ndarray, warmup: int) -> int:
+        """Iterations that a run by time lacks after those of its own, `latencies_ms` [n]; 0 in other runs, and where it
+        has all.
+
+        As many as the remaining time has room for at the median speed of the later half of them, and 5 % more, so that
+        one look at the clock in the warm-up nearly always suffices: what is timed is then one stretch. A run that is
+        not steady goes on for half as long again, so that what it began with becomes less of the whole.
+        """
+        if self.min_time_s is None:
+            return 0
+        done = len(latencies_ms)
+        timed = latencies_ms[warmup:]
+        timed_s = float(timed.sum()) / 1000
+        remaining_s = self.min_time_s - timed_s
+        if remaining_s <= 0:
+            if self.max_time_s is None or timed_s >= self.max_time_s or _steady(timed):
+                return 0
+            remaining_s = min(timed_s / 2, self.max_time_s - timed_s)
+        more = math.ceil(1.05 * 1000 * remaining_s / float(np.median(latencies_ms[done // 2 :])))
+        return min(max(0, warmup - done) + more, self.most - self.first - done)
+
+
+def _steady(latencies_ms: np.ndarray) -> bool:
+    """Whether a series [n] is known to be steady: one that is too short for the test is not."""
+    drift = drift_within(latencies_ms)
+    return drift is not None and drift.steady
+
+
+def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int) -> Schedule:
+    """The schedule of a run. ValueError, naming the flag, if the data set cannot fill the iterations asked for.
+
+    train_samples: samples of one epoch; None for random batches.
+    """
+    global_batch_size = config.local_batch_size * world_size
+    by_time = config.iterations is None and config.target_auc is None and config.min_time is not None
+    first_look = max(1, config.warmup_iterations // 2)  # in the middle of the warm-up: what is timed follows in one go
+    if train_samples is None:
+        iterations = first_look if by_time else config.iterations
+        assert iterations is not None  # RunConfig sees to it
+        return Schedule(
+            global_batch_size=global_batch_size,
+            iterations=iterations,
+            evaluate_every=None,
+            iterations_per_epoch=_EPOCH_BY_TIME if by_time else iterations,
+            min_time_s=config.min_time if by_time else None,
+            max_time_s=config.max_time,
+        )
+    per_epoch = train_samples // global_batch_size  # the last partial batch is dropped
+    iterations = config.iterations or per_epoch
+    if per_epoch == 0:
+        raise ValueError(
+            f"--local-batch-size {config.local_batch_size} on {world_size} rank(s) exceeds the {train_samples} "
+            f"training samples of {config.data.path}: lower it"
+        )
+    if iterations > per_epoch:
+        raise ValueError(
+            f"--iterations {iterations} exceeds one epoch, {per_epoch} global batches of {global_batch_size} "
+            "samples: lower it or leave it out"
+        )
+    if config.warmup_iterations >= iterations:
+        raise ValueError(
+            f"--warmup-iterations {config.warmup_iterations} leaves nothing to time of {iterations} iterations: "
+            "lower it"
+        )
+    cadence = train_samples // (config.evaluations_per_epoch * global_batch_size)
+    return Schedule(
+        global_batch_size=global_batch_size,
+        iterations=first_look if by_time else iterations,
+        most=iterations,
+        min_time_s=config.min_time if by_time else None,
+        max_time_s=config.max_time,
+        evaluate_every=max(1, cadence) if config.target_auc is not None else None,
+        iterations_per_epoch=train_samples / global_batch_size,
+    )

@@ -1,0 +1,199 @@
+"""What happened to the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
+
+One thread a rank asks NVML five questions about its own GPU, after the warm-up a hundred times a second, then ever less
+often down to twice: a window of 0.2 s has ten samples too. Each question takes microseconds, and none waits for the GPU
+or holds Python's interpreter lock.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.bench.instruments.clock import IterationClock
+from dlrm_bench.bench.machine.description import GpuState, current_gpu, gpu_state, nvml_session
+from dlrm_bench.bench.records.schema import SampleSeries, Telemetry, Throttling
+
+INTERVAL_S = 0.5
+"""The longest time between two samples."""
+_WARMUP_INTERVAL_S = 0.02
+_FIRST_INTERVAL_S = 0.01
+_OF_ELAPSED = 0.05
+"""Share of the time since the warm-up after which the next sample comes."""
+KEPT_OF_WARMUP, KEPT = 10, 100
+"""Samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
+_FEWEST_CHANGES = 3
+"""Changes of an energy counter from which on energy is told; each is seen up to one sample late."""
+CLOCK_JUMP_S = 1.0
+"""Difference from which on the wall clock has jumped: by 500 ppm, the most that NTP corrects, it takes half an hour."""
+
+# nvml.h, nvmlClocksEventReasons: those that slow a GPU down against its will.
+THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+@dataclass(slots=True)
+class Samples:
+    """What one rank saw: the GPU's states, each with the number of iterations launched by then."""
+
+    states: list[tuple[int, GpuState]] = field(default_factory=list)
+    gc_iterations: list[int] = field(default_factory=list)
+    clock_jump_s: float = 0.0
+
+
+class RunMonitor:
+    """Context manager around a training loop that `clock` times."""
+
+    def __init__(
+        self, device: torch.device, clock: IterationClock, warmup: int = 0, interval_s: float = INTERVAL_S
+    ) -> None:
+        """warmup: iterations that are not timed, which energy is not counted in. interval_s: between samples, later."""
+        self._cuda = device.type == "cuda"
+        self._clock = clock
+        self._warmup, self._interval_s = warmup, interval_s
+        self._samples = Samples()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "RunMonitor":
+        self._begun = time.time(), time.monotonic()
+        gc.callbacks.append(self._on_gc)
+        if self._cuda:
+            gpu = torch.cuda.current_device()  # a thread has a current device of its own
+            self._thread = threading.Thread(target=self._watch, args=(gpu,), name="run-monitor", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        wall, monotonic = time.time() - self._begun[0], time.monotonic() - self._begun[1]
+        self._samples.clock_jump_s = wall - monotonic
+        gc.callbacks.remove(self._on_gc)
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)  # a driver that hangs must not hang the run
+
+    def gather(self) -> Telemetry:
+        """The telemetry of all ranks, on every rank. Collective, after the loop."""
+        # The loop begins with a collection, and Python may catch up on one after its end: neither cost it any time.
+        within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
+        self._samples.gc_iterations = within
+        ranks: list[Any] = [self._samples]
+        if dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, self._samples)
+        return summarize(ranks, self._interval_s, self._warmup)
+
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            self._samples.gc_iterations.append(self._clock.iterations)
+
+    def _watch(self, device: int) -> None:
+        torch.cuda.set_device(device)
+        with nvml_session() as works:
+            gpu = current_gpu() if works else None
+            ended, begin = gpu is None, None
+            while not ended:  # not before the first wait, when the GPU may still be idle
+                wait = _WARMUP_INTERVAL_S
+                if self._clock.iterations >= self._warmup:
+                    begin = begin or time.monotonic()
+                    wait = max(_FIRST_INTERVAL_S, _OF_ELAPSED * (time.monotonic() - begin))
+                ended = self._end.wait(min(wait, self._interval_s))
+                self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
+
+
+def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> Telemetry:
+    """Telemetry made of every rank's samples; energy is that after the first `warmup` iterations."""
+    states = [state for samples in ranks for _, state in samples.states]
+    throttling = [span for rank, samples in enumerate(ranks) for span in _spans(rank, samples)]
+    return Telemetry(
+        interval_s=interval_s,
+        samples=max(len(samples.states) for samples in ranks),
+        sm_clock_mhz=_triple([state.sm_clock_mhz for state in states]),
+        temperature_c=_triple([state.temperature_c for state in states]),
+        power_w=_triple([state.power_w for state in states]),
+        throttled=bool(throttling) if any(state.clocks_event_reasons is not None for state in states) else None,
+        throttling=throttling,
+        clock_jump_s=_clock_jump_s(ranks),
+        gc_iterations=sorted({iteration for samples in ranks for iteration in samples.gc_iterations}),
+        ranks=[_series(samples, warmup) for samples in ranks],
+        joules_per_iteration=_joules_per_iteration(ranks, warmup),
+    )
+
+
+def _series(samples: Samples, warmup: int) -> SampleSeries:
+    """One rank's samples, or KEPT_OF_WARMUP and KEPT of them, the first and last of each too."""
+    early = [each for each in samples.states if each[0] < warmup]
+    states = _evenly(early, KEPT_OF_WARMUP) + _evenly(samples.states[len(early) :], KEPT)
+    return SampleSeries(
+        iteration=[iteration for iteration, _ in states],
+        sm_clock_mhz=[state.sm_clock_mhz for _, state in states],
+        temperature_c=[state.temperature_c for _, state in states],
+        power_w=[state.power_w for _, state in states],
+        clocks_event_reasons=[state.clocks_event_reasons for _, state in states],
+        energy_j=[state.energy_j for _, state in states],
+    )
+
+
+def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, GpuState]]:
+    n = len(states)
+    return states if n <= kept else [states[round(i * (n - 1) / (kept - 1))] for i in range(kept)]
+
+
+def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None:
+    """Energy that all GPUs took for an iteration, by their energy counters; None where one of them has none.
+
+    From the first sample after the warm-up that saw a counter change to the last such one, evaluations between them
+    included: a counter changes ten times a second, and what it says in between is of up to 0.1 s ago. None where it
+    changed too seldom.
+    """
+    total = 0.0
+    for samples in ranks:
+        timed = [(i, state.energy_j) for i, state in samples.states if i >= warmup and state.energy_j is not None]
+        changed = [new for old, new in pairwise(timed) if new[1] != old[1]]
+        if len(changed) < _FEWEST_CHANGES or changed[-1][0] <= changed[0][0]:
+            return None
+        (first, before), (last, after) = changed[0], changed[-1]
+        total += (after - before) / (last - first)
+    return total if ranks else None
+
+
+def _clock_jump_s(ranks: Sequence[Samples]) -> float | None:
+    """Returns the largest jump of any rank's wall clock; None where all are what a clock's steady correction gives."""
+    jump = max((samples.clock_jump_s for samples in ranks), key=abs)
+    return round(jump, 1) if abs(jump) > CLOCK_JUMP_S else None
+
+
+def _triple(values: Sequence[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return [round(float(value), 1) for value in np.percentile(known, (0, 50, 100))] if known else None
+
+
+def _spans(rank: int, samples: Samples) -> list[Throttling]:
+    """Consecutive samples with the same reason make one span, which reaches to the next sample."""
+    spans: list[Throttling] = []
+    for bit, reason in THROTTLE_REASONS.items():
+        open_span: Throttling | None = None
+        for iteration, state in samples.states:
+            if open_span is not None:
+                open_span["last_iteration"] = iteration
+            if not (state.clocks_event_reasons or 0) & bit:
+                open_span = None
+            elif open_span is None:
+                open_span = Throttling(rank=rank, reason=reason, first_iteration=iteration, last_iteration=iteration)
+                spans.append(open_span)
+    return spans

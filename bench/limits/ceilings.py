@@ -1,0 +1,227 @@
+"""Measures the ceilings of this machine: one piece of work at a time, alone, on all ranks at once.
+
+Each piece has the size that it has in an iteration of the preset on one rank: copies, the dense network's GEMMs, all
+collectives, the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many
+repetitions, so that launching costs nothing; the cost of launching is measured separately.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.records.limits import (
+    ADAGRAD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BATCH_COPY,
+    GRADIENTS,
+    IDS,
+    LARGE_COPY,
+    LARGE_PRODUCT,
+    LOOKUP,
+    MEMORY_RATE,
+    POOLED,
+    REDUCE_SCATTER,
+    UPDATE,
+    Ceiling,
+)
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.work import dense_weights, gemm_shapes
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+_MEASUREMENTS = 7  # of which the median counts
+_LAUNCHES = 100
+
+
+def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
+    """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective."""
+    model, batch, device = config.model, config.local_batch_size, ranks.device
+    exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    size = exchanged.itemsize
+    timer = _Timer(ranks)
+
+    batch_bytes = batch * 4 * (model.ids_per_sample + model.dense_in_features + 1)
+    host = torch.zeros(batch_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    gpu = torch.zeros(batch_bytes, dtype=torch.uint8, device=device)
+    yield timer.time(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
+    yield timer.time("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
+
+    yield from _collectives(timer, config, ranks, exchanged)
+    for name, shape in gemm_shapes(model, batch).items():
+        flop = 2.0 * shape[0] * shape[1] * shape[2]
+        yield timer.time(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
+
+    large = 8192 if device.type == "cuda" else 256
+    flop, product = 2.0 * large**3, _gemm((large, large, large), exchanged, device)
+    yield timer.time(LARGE_PRODUCT, None, flop, "FLOP", product)
+    source = torch.zeros(large << 15, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    yield timer.time(LARGE_COPY, None, source.nbytes, "B", lambda: target.copy_(source, non_blocking=True))
+    rates = [timer.time(name, None, 2.0 * _copied_bytes(device), "B", work) for name, work in _memory(device).items()]
+    yield from rates
+    rate = max(rates, key=lambda one: one["amount"] / one["ms"])
+    for name, stage, amount in (
+        (LOOKUP, "embedding_forward", lookup_bytes(model, batch, size)),
+        (UPDATE, "embedding_backward", update_bytes(model, config.optimizer, batch, size)),
+        (ADAGRAD, "dense_update", 20.0 * dense_weights(model)),  # fp32 weight and state read and written, gradient read
+    ):
+        yield Ceiling(name=name, stage=stage, ms=amount / rate["amount"] * rate["ms"], amount=amount, unit="B")
+    yield from _launches(timer, device)
+
+
+def _collectives(timer: "_Timer", config: RunConfig, ranks: Ranks, exchanged: torch.dtype) -> Iterator[Ceiling]:
+    """Yields the ceilings of an iteration's collectives; pooled vectors and gradients travel as `exchanged`."""
+    model, batch, device = config.model, config.local_batch_size, ranks.device
+    pooled = batch * model.num_features * model.embedding_dim
+    for name, stage, count, dtype in (
+        (IDS, "input_dist", batch * model.ids_per_sample, torch.int32),
+        (POOLED, "embedding_forward", pooled, exchanged),
+        (GRADIENTS, "embedding_backward", pooled, exchanged),
+    ):
+        yield timer.time(name, stage, count * dtype.itemsize, "B", _all_to_all(count, dtype, ranks))
+    part = torch.zeros(-(-dense_weights(model) // ranks.world_size), dtype=exchanged, device=device)
+    whole = part.repeat(ranks.world_size)
+    yield timer.time(ALL_REDUCE, "dense_forward_backward", whole.nbytes, "B", lambda: dist.all_reduce(whole))
+    if device.type == "cuda":  # gloo has no reduce-scatter
+        yield timer.time(REDUCE_SCATTER, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
+        yield timer.time(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
+
+
+def lookup_bytes(model: ModelConfig, batch: int, pooled_size: int) -> float:
+    """Memory traffic of a rank's share of the lookup: ids and fp32 rows read, pooled vectors written.
+
+    A share is 1 / world size of the global batch's work, so it is that of one local batch. Caches are taken to hold
+    nothing, which only the smallest tables violate.
+    """
+    ids = batch * model.ids_per_sample
+    return ids * 4.0 + ids * model.embedding_dim * 4.0 + batch * model.num_features * model.embedding_dim * pooled_size
+
+
+def update_bytes(model: ModelConfig, optimizer: OptimizerConfig, batch: int, gradient_size: int) -> float:
+    """Memory traffic of a rank's share of the table update, in fp32.
+
+    Ids and gradients are read; rows and their optimizer state are read and written.
+    """
+    ids, dim = batch * model.ids_per_sample, model.embedding_dim
+    gradients = batch * model.num_features * model.embedding_dim * gradient_size
+    return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
+
+
+def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:
+    """An exchange of about `count` elements, the same number between any two ranks."""
+    sent = torch.zeros(max(1, count // ranks.world_size) * ranks.world_size, dtype=dtype, device=ranks.device)
+    received = torch.empty_like(sent)
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    m, n, k = shape
+    # Values matter to the power that a GPU draws, and so to its clock: zeros would flatter it.
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _copied_bytes(device: torch.device) -> int:
+    """Size of a copy that no cache can hold."""
+    return 1 << 30 if device.type == "cuda" else 1 << 26
+
+
+def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Ways to read and write _copied_bytes, by name.
+
+    The fastest is a ceiling for kernels; the driver's own copy (2.8 TB/s on an H200) need not be.
+    """
+    source = torch.zeros(_copied_bytes(device) // 4, device=device)
+    target = torch.empty_like(source)
+    return {
+        f"{MEMORY_RATE}copy": lambda: target.copy_(source),
+        f"{MEMORY_RATE}add in place": lambda: target.add_(1),
+    }
+
+
+def _launches(timer: "_Timer", device: torch.device) -> Iterator[Ceiling]:
+    """Yields what the host needs to launch kernels, one after another and as a graph."""
+    x = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            x.add_(1)
+
+    yield timer.time_launching(f"launch: {_LAUNCHES} kernels", launch)
+    if device.type == "cuda":
+        graph = _captured(launch, 1)
+        yield timer.time_launching(f"replay: a graph of {_LAUNCHES} kernels", graph.replay)
+
+
+class _Timer:
+    """Times work on all ranks at once; the slowest rank counts."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._cuda = ranks.device.type == "cuda"
+        self._repeats = 20 if self._cuda else 3
+
+    def time(self, name: str, stage: str | None, amount: float, unit: str, work: Callable[[], Any]) -> Ceiling:
+        """Times the work on the device. Collective."""
+        work()
+        if self._cuda:
+            graph = _captured(work, self._repeats)
+            times = [self._on_gpu(graph) for _ in range(_MEASUREMENTS)]
+        else:
+            times = [self._on_cpu(work) for _ in range(_MEASUREMENTS)]
+        return Ceiling(name=name, stage=stage, ms=_slowest(median(times)) / self._repeats, amount=amount, unit=unit)
+
+    def time_launching(self, name: str, work: Callable[[], Any]) -> Ceiling:
+        """Times what the host needs to launch _LAUNCHES kernels, which the device ends later. Collective."""
+        work()
+        times = []
+        for _ in range(_MEASUREMENTS):
+            self._start_together()
+            begin = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - begin) * 1000)
+        return Ceiling(name=name, stage=None, ms=_slowest(median(times)), amount=_LAUNCHES, unit="launches")
+
+    def _on_gpu(self, graph: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start_together()
+        graph.replay()  # the ranks meet in it: their collectives wait for each other
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def _on_cpu(self, work: Callable[[], Any]) -> float:
+        self._start_together()
+        begin = time.perf_counter()
+        for _ in range(self._repeats):
+            work()
+        return (time.perf_counter() - begin) * 1000
+
+    def _start_together(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def _captured(work: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
+    """A graph of the work, `repeats` times. The work has run before, so that nothing initialises in the graph."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            work()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _slowest(ms: float) -> float:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ms)
+    return max(everyone)

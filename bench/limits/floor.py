@@ -1,0 +1,215 @@
+"""Distance of runs and their kernels from the floor that `dlrm-bench limits` measured."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from dlrm_bench.bench.profile.kernel_names import GEMM, short_kernel_name
+from dlrm_bench.bench.records.limits import (
+    ADAGRAD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    BATCH_COPY,
+    GRADIENTS,
+    IDS,
+    LOOKUP,
+    POOLED,
+    REDUCE_SCATTER,
+    UPDATE,
+    Ceiling,
+    Limits,
+)
+from dlrm_bench.bench.records.schema import Kernel, RunRecord
+
+WORK_SHOWN = 10
+
+# Kernels that do one piece of work: (its name, pattern of their names, stage or None, ceilings whose sum is its best).
+_WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
+    ("GEMMs", re.compile(rf"^{GEMM}"), None, ("GEMM: ",)),
+    ("all-to-all of ids", re.compile("^NCCL SendRecv"), "input_dist", (IDS,)),
+    ("all-to-all of pooled vectors", re.compile("^NCCL SendRecv"), "embedding_forward", (POOLED,)),
+    ("all-to-all of their gradients", re.compile("^NCCL SendRecv"), "embedding_backward", (GRADIENTS,)),
+    ("reduce-scatter", re.compile("^NCCL ReduceScatter"), "dense_forward_backward", (REDUCE_SCATTER,)),
+    ("all-reduce", re.compile("^NCCL AllReduce"), "dense_forward_backward", (ALL_REDUCE,)),
+    ("all-gather", re.compile("^NCCL AllGather"), "dense_update", (ALL_GATHER,)),
+    ("dense exchange and update", re.compile("^sharded_adagrad"), "dense_update", (REDUCE_SCATTER, ALL_GATHER)),
+    ("table lookup", re.compile(r"embedding\w*_forward|^pooled_lookup"), "embedding_forward", (LOOKUP,)),
+    ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", (UPDATE,)),
+    ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", (ADAGRAD,)),
+    ("copy of the batch", re.compile("^Memcpy HtoD|^fetch"), "input_dist", (BATCH_COPY,)),
+)
+
+
+def limits_table(limits: Limits) -> Table:
+    """The ceilings as a table, with one row for all GEMMs of a network."""
+    table = Table(title=f"{limits['id']}: ceilings of one rank", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("work", "stage", "ms", "amount", "rate"):
+        table.add_column(column, justify="left" if column in ("work", "stage") else "right", no_wrap=True)
+    for ceiling in _grouped(limits["ceilings"]):
+        amount, unit, stage = ceiling["amount"], ceiling["unit"], ceiling["stage"] or ""
+        scale, prefix = (1e12, "T") if unit == "FLOP" else (1e9, "G") if unit == "B" else (1e3, "k")
+        size = f"{amount / 1e6:,.2f} M{unit}" if unit != "launches" else f"{amount:g} launches"
+        rate = f"{amount / ceiling['ms'] * 1000 / scale:,.2f} {prefix}{unit}/s"
+        table.add_row(ceiling["name"], stage.replace("_", " "), f"{ceiling['ms']:.4f}", size, rate)
+    return table
+
+
+def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
+    """How far records are above the floor: the whole iteration, and each stage where the record is of a profiled run.
+
+    The caveats_of_floor stand below the table as warnings. ValueError as for check_same_work.
+    """
+    table = Table(title="above the floor", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("ms", "floor", *(run["id"] for run in runs)):
+        table.add_column(column, justify="right" if column != "ms" else "left", overflow="fold")
+    for run in runs:
+        check_same_work(limits, run)
+    for stage, least in limits["floor_ms"].items():
+        cells = [_multiple(_time_of(run, stage), least) for run in runs]
+        table.add_row(stage.replace("_", " "), f"{least:.3f}", *cells)
+    warnings = [f"warning: {run['id']}: {caveat}" for run in runs for caveat in caveats_of_floor(limits, run)]
+    if warnings:
+        table.caption, table.caption_justify, table.caption_style = Text("\n".join(warnings)), "left", "none"
+    return table
+
+
+class Work(NamedTuple):
+    """Kernels that do one piece of work together, per iteration, and what it could at best take."""
+
+    name: str
+    kernels: list[str]
+    stage: str
+    """Stage of the longest kernel."""
+    calls: float
+    us: float
+    best_us: float | None
+    """None where no ceiling is known for it."""
+
+
+def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
+    """The kernels of a profiled run, grouped by the work that they do, longest first, with the ceilings of `limits`.
+
+    A kernel whose work has no ceiling of its own is a group of its own. ValueError as for check_same_work.
+    """
+    check_same_work(limits, run)
+    groups: dict[tuple[str, str | None, tuple[str, ...]], list[Kernel]] = {}
+    for kernel in run.get("kernels") or ():
+        kernel = Kernel(**{**kernel, "name": short_kernel_name(kernel["name"])})
+        for name, pattern, stage, ceilings in _WORK:
+            if pattern.search(kernel["name"]) and stage in (None, kernel["stage"]):
+                groups.setdefault((name, stage, ceilings), []).append(kernel)
+                break
+        else:
+            groups.setdefault((kernel["name"], kernel["stage"], ()), []).append(kernel)
+    same_precision = limits["config"].get("precision") == run["config"]["precision"]
+    # Where ranks share the dense update, all-reduce and update handle parts, whose sizes were not measured.
+    shared = any(REDUCE_SCATTER in ceilings for _, _, ceilings in groups)
+    unknown = ((ALL_REDUCE,), (ADAGRAD,)) if shared else ()
+    work = []
+    for (name, _, ceilings), kernels in groups.items():
+        known = ceilings not in unknown and (same_precision or ceilings in ((IDS,), (BATCH_COPY,)))
+        best = sum(c["ms"] for c in limits["ceilings"] if known and c["name"].startswith(ceilings)) * 1000
+        calls, us = (sum(kernel[field] for kernel in kernels) for field in ("calls", "us"))
+        names = [kernel["name"] for kernel in kernels]
+        work.append(Work(name, names, kernels[0]["stage"], calls, us, best or None))
+    return sorted(work, key=lambda each: -each.us)
+
+
+def work_of_kernel(kernel: Kernel) -> str:
+    """Name of the work that a kernel does; its own short name where that is none of those known."""
+    name = short_kernel_name(kernel["name"])
+    known = (work for work, pattern, stage, _ in _WORK if pattern.search(name) and stage in (None, kernel["stage"]))
+    return next(known, name)
+
+
+def work_table(limits: Limits, run: RunRecord) -> Table | None:
+    """The ten longest pieces of work of a profiled run, with their ceilings; None where the record has no kernels.
+
+    ValueError as for work_of_kernels.
+    """
+    work = work_of_kernels(limits, run)
+    if not work:
+        return None
+    title = f"{run['id']}: longest kernels of an iteration beside {limits['id']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("work", "stage", "calls", "us", "at best", ""):
+        table.add_column(column, justify="left" if column in ("work", "stage") else "right", overflow="fold")
+    for each in work[:WORK_SHOWN]:
+        table.add_row(each.name, each.stage.replace("_", " "), f"{each.calls:g}", f"{each.us:.1f}", *best_cells(each))
+    return table
+
+
+def best_cells(work: Work) -> tuple[str, str]:
+    """Cells of a table: the ceiling in microseconds, and how many times as long the work takes."""
+    return ("not known", "") if work.best_us is None else (f"{work.best_us:.1f}", f"{work.us / work.best_us:.1f} x")
+
+
+def check_same_work(limits: Limits, run: RunRecord) -> None:
+    """Refuses limits that were measured for other work than the record's: ValueError, naming the field.
+
+    Smaller differences are caveats_of_floor.
+    """
+    config = json.loads(json.dumps(limits["config"]))
+    for name in ("world_size", "local_batch_size", "model"):
+        if config[name] != run["config"].get(name):
+            raise ValueError(f"{run['id']} has another {name} than {limits['id']}: measure limits with its flags")
+    ran, measured = (x["machine"]["gpu"] or "CPUs" for x in (run, limits))
+    if (ran == "CPUs") != (measured == "CPUs"):
+        raise ValueError(
+            f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}: measure limits on the record's machine"
+        )
+
+
+def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
+    """Reasons why the floor may not be that of a record which check_same_work accepts.
+
+    A field that one of the two lacks is no reason.
+    """
+    ran, measured = run["machine"], limits["machine"]
+    config, data = run["config"], run["config"].get("data", {})
+    found = []
+    for name, of_run, of_floor in (
+        ("precision", config["precision"], limits["config"].get("precision")),
+        ("table optimizer", config.get("optimizer", {}).get("embedding"), limits["config"].get("table_optimizer")),
+        ("GPU", ran["gpu"], measured["gpu"]),
+        ("CPU", None if ran["gpu"] else ran["cpu"], measured["cpu"]),
+        ("host", " + ".join(ran.get("hosts", ())), " + ".join(measured.get("hosts", ()))),
+    ):
+        if of_run and of_floor and of_run != of_floor:
+            found.append(f"{name} {of_run}, beside a floor of {of_floor}")
+    if data.get("variable_lengths"):
+        found.append("bags of varying length, beside a floor of full ones")
+    if config["pipeline"].get("fp8"):
+        found.append("products in eight bits, beside a floor without any")
+    return found
+
+
+def _time_of(run: RunRecord, stage: str) -> float | None:
+    """Time of the iteration, known of timed runs alone, or of a stage, known of profiled runs alone; else None."""
+    if stage == "iteration":
+        return run["latency_ms"]["p50"] if run["latency_ms"] and run["host"] is None else None
+    return run["stages_ms"].get(stage) if run["stages_ms"] else None
+
+
+def _multiple(ms: float | None, least: float) -> str:
+    if ms is None:
+        return ""
+    return f"{ms:.3f} ({ms / least:.1f} x)" if least else f"{ms:.3f}"
+
+
+def _grouped(ceilings: Sequence[Ceiling]) -> Iterator[Ceiling]:
+    groups: dict[str, Ceiling] = {}
+    for ceiling in ceilings:
+        network = ceiling["name"].split()[1] if ceiling["name"].startswith("GEMM") else None
+        name = f"GEMMs: {network}" if network else ceiling["name"]
+        if name in groups:
+            groups[name]["ms"] += ceiling["ms"]
+            groups[name]["amount"] += ceiling["amount"]
+        else:
+            groups[name] = Ceiling(**{**ceiling, "name": name})
+    yield from groups.values()

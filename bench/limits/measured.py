@@ -1,0 +1,60 @@
+"""The ceilings of this machine, measured each alone, and the floor under an iteration that they make.
+
+dlrm-bench limits --preset launch-bound [--field value ...]; --from FILE and --above RECORD to use a measurement again.
+
+bench/limits/ceilings.py measures; here is what follows from it.
+"""
+
+import dataclasses
+import json
+from datetime import UTC, datetime
+
+import torch
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.instruments.beginning import BEGINNING
+from dlrm_bench.bench.limits.ceilings import measure
+from dlrm_bench.bench.machine.description import describe_machine, short_name
+from dlrm_bench.bench.machine.source import git_state
+from dlrm_bench.bench.records.limits import (
+    LIMITS_JSON,
+    LIMITS_SCHEMA,
+    Limits,
+    floor,
+)
+from dlrm_bench.bench.records.record import create_run_folder, new_run_id
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+
+def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
+    """Measures everything and, on rank 0, writes limits.json into a new folder of config.results_dir. Collective."""
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    BEGINNING.now("waits for the other ranks in init_process_group")
+    ranks.init_process_group()
+    BEGINNING.over()
+    machine = describe_machine()
+    ceilings = list(measure(config, ranks))
+    now = datetime.now(UTC)
+    run_id = config.run_id or new_run_id(short_name(machine), f"{config.preset}-limits", now)
+    sizes = {name: getattr(config, name) for name in ("preset", "local_batch_size", "precision")}
+    limits = Limits(
+        schema=LIMITS_SCHEMA,
+        id=run_id,
+        created=now.isoformat(timespec="seconds"),
+        command=command,
+        git=git_state(ROOT),
+        machine=machine,
+        config={
+            **sizes,
+            "world_size": ranks.world_size,
+            "model": dataclasses.asdict(config.model),
+            "table_optimizer": config.optimizer.embedding,
+        },
+        ceilings=ceilings,
+        floor_ms=floor(ceilings),
+    )
+    if ranks.rank == 0:
+        folder = create_run_folder(config.results_dir, run_id)
+        (folder / LIMITS_JSON).write_text(json.dumps(limits, indent=2) + "\n", encoding="utf-8")
+    return limits

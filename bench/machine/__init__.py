@@ -1,0 +1,1 @@
+"""Descriptions of the machine, the packages and the source that a record needs."""

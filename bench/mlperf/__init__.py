@@ -1,0 +1,1 @@
+"""MLPerf's log, rules, published results and submissions."""

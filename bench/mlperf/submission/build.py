@@ -1,0 +1,197 @@
+"""Arranges ten runs as a submission: their logs, the system's description, the source code, the scripts.
+
+The description is written once and kept when its submitter has edited it. Logs are copied byte for byte, in the order
+in which the runs began, and never replaced by others.
+"""
+
+import json
+import shlex
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
+from dlrm_bench.bench.mlperf.submission.host import describe_host
+from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, RUNS, Package, disagreements, read_run
+from dlrm_bench.bench.mlperf.submission.scripts import write_scripts
+from dlrm_bench.bench.mlperf.submission.system_description import (
+    describe_system,
+    missing_fields,
+    read_description,
+    system_id,
+    write_description,
+)
+from dlrm_bench.bench.records.record import RUN_JSON, read_record
+from dlrm_bench.bench.records.schema import RunRecord
+
+FIRST_LOG = RESULT_NAMES[0]
+IMPLEMENTATION = "dlrm-bench"
+
+_FLOORS = ("bench", "dlrm", "kernels", "launch", "pipeline")
+_SOURCES = (".py", ".cu", ".cuh", ".html")
+_FILES = ("pyproject.toml", "README.md", "LICENSE", "requirements/cpu.txt", "requirements/gpu.txt")
+
+_OF_A_RUN = ("seed", "run_id", "results_dir")
+"""Fields of the configuration in which the runs of a submission may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRun:
+    """A run to submit: its log, and its record where it left one."""
+
+    log: MLPerfRun
+    record: RunRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build made."""
+
+    package: Package
+    described: bool
+    """Whether the system description was written, and not there before."""
+    missing: list[str]
+    """Its fields that are still to be filled in."""
+    notes: list[str]
+
+
+def read_given(paths: Sequence[Path]) -> list[GivenRun]:
+    """Reads the runs to submit: record folders, folders of them, or result logs; in the order of their beginnings.
+
+    ValueError, naming the path, if one is no run, or if they are not exactly ten.
+    """
+    logs = [log for path in paths for log in _logs_in(path)]
+    if len(logs) != RUNS:
+        raise ValueError(f"--runs names {len(logs)} runs ({_names(logs)}): a submission has exactly {RUNS}")
+    given = []
+    for log in logs:
+        has_record = (log.parent / RUN_JSON).exists()
+        given.append(GivenRun(read_run(log), read_record(log.parent).run if has_record else None))
+    return sorted(given, key=lambda run: run.log.start_ms or 0.0)
+
+
+def _logs_in(path: Path) -> list[Path]:
+    """A log, that of a record, those of all records in a folder, or all logs of another submission."""
+    if path.is_file():
+        return [path]
+    if (path / RUN_JSON).exists() and (path / FIRST_LOG).exists():
+        return [path / FIRST_LOG]
+    found = sorted(path.glob(f"*/{FIRST_LOG}")) or sorted(path.glob("result_*.txt"))
+    if not found:
+        raise ValueError(f"--runs: {path} is no result log, no record, and no folder of them")
+    return found
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(f"{path.parent.name}/{path.name}" for path in paths) or "none"
+
+
+def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
+    """Makes OUT/ORG from ten runs; ORG is what their logs say, and `system` the name of the machine's files.
+
+    ValueError where the runs do not belong together, or the package has other logs already.
+    """
+    logs = [run.log for run in runs]
+    fatal = [finding.text for finding in disagreements(logs) if finding.fatal]
+    fatal += _differences([run.record for run in runs if run.record is not None])
+    if fatal:
+        raise ValueError("\n  ".join(("these runs are no submission:", *fatal)))
+    first, record = logs[0], runs[0].record
+    name = system_id(system or f"{first.platform or 'system'}_{IMPLEMENTATION}")
+    package = Package(out / system_id(first.org or "unnamed"), name)
+    _copy_logs(package, logs)
+    described = write_description(package.description, _description(first, record))
+    notes = _copy_source(package.implementations / IMPLEMENTATION, record)
+    write_scripts(package.implementations / name, name, IMPLEMENTATION, _command(record, first), record)
+    return Built(package, described, missing_fields(read_description(package.description)), notes)
+
+
+def _differences(records: Sequence[RunRecord]) -> list[str]:
+    """Fields of the configuration, and versions, in which records of one submission differ."""
+    found = []
+    for what, views in (
+        ("config", [_configuration(record["config"]) for record in records]),
+        ("git", [dict(record["git"]) for record in records]),
+    ):
+        for field in sorted({field for view in views for field in view}):
+            if len({json.dumps(view.get(field), sort_keys=True) for view in views}) > 1:
+                found.append(f"the runs differ in {what} {field}: submit runs of one program and one configuration")
+    return found
+
+
+def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in config.items() if field not in _OF_A_RUN}
+
+
+def _copy_logs(package: Package, logs: Sequence[MLPerfRun]) -> None:
+    contents = [log.path.read_bytes() for log in logs]
+    if present := package.logs():
+        if [path.read_bytes() for path in present] != contents:
+            raise ValueError(
+                f"{package.results} has logs of other runs, and results are never replaced: choose another OUT or "
+                "--system"
+            )
+        return
+    package.results.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(RESULT_NAMES, contents, strict=True):
+        (package.results / name).write_bytes(content)
+
+
+def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:
+    """Describes the system from the record of a run, and from this node if the run used it."""
+    machine = record["machine"] if record else None
+    here = machine is not None and socket.gethostname() in machine.get("hosts", [])
+    return describe_system(
+        machine,
+        describe_host() if here else {},
+        org=run.org or "",
+        division=run.division or "",
+        availability=run.availability or "",
+        system_name=run.platform or "",
+        commit=record["git"]["commit"] if record else None,
+    )
+
+
+def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
+    """Copies this program's source, unless it is there; returns what a reviewer would ask about it."""
+    if not folder.exists():
+        paths = [path for floor in _FLOORS for path in sorted((ROOT / floor).rglob("*")) if path.suffix in _SOURCES]
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        for path in (*paths, *(ROOT / name for name in _FILES if (ROOT / name).exists())):
+            copy = partial / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        partial.replace(folder)
+    if record is None:
+        return [f"these runs have no records, so that nobody knows which source they ran: see that {folder} is it"]
+    if record["git"]["dirty"]:
+        return [f"the runs' source differed from commit {record['git']['commit']}: see that {folder} is what they ran"]
+    return []
+
+
+def _command(record: RunRecord | None, run: MLPerfRun) -> str:
+    """The command of a run, with its seed left to the caller."""
+    if record is None:
+        return f": # no record says how {run.path.name} was run; write the command here"
+    words = shlex.split(record["command"])
+    for flag in ("--seed", "--run-id", "--results-dir"):
+        words = _without(words, flag)
+    return f'{shlex.join(words)} --seed "${{SEED:?}}" --results-dir "${{RESULTS:-results}}"'
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """The words without a flag, given as `--flag value` or `--flag=value` and with - or _ in its name."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skip or (name.startswith("--") and name.replace("_", "-") == flag):
+            skip = not skip and not equals
+            continue
+        kept.append(word)
+    return kept

@@ -1,0 +1,252 @@
+"""MLPerf's checkers over a package: what each of them says, read from its text.
+
+Their exit codes mean nothing (the package and the repository checker end with 0 whatever they find), and they write
+into what they check (scaling.json, logs beside it). So they get a copy, and only their words count.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
+from dlrm_bench.bench.mlperf.submission.log_sense import senseless
+from dlrm_bench.bench.mlperf.submission.package import (
+    BENCHMARK,
+    BYPASSES,
+    RULESET,
+    Finding,
+    Package,
+    Ruleset,
+    arrangement,
+    read_run,
+)
+
+Command = tuple[str, list[str]]
+"""A module of mlperf_logging and its arguments."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What one checker says about a package."""
+
+    checker: str
+    findings: list[Finding] = field(default_factory=list)
+    text: str = ""
+    """All that MLPerf's checker said; empty for our own."""
+    asked: bool = True
+    """Whether the rules ask for this check in the package's division."""
+
+    @property
+    def passed(self) -> bool:
+        """Nothing fatal was found."""
+        return not any(finding.fatal for finding in self.findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Convergence:
+    """How a submission converges beside the reference's convergence points (RCP)."""
+
+    mean_epochs: float
+    """Mean of the runs' epochs to converge, without the fastest and the slowest."""
+    scaling: float
+    """Factor on the score: reference mean / this mean where the submission converged faster and passed, else 1."""
+
+
+def check_package(package: Package, ruleset: Ruleset = RULESET) -> list[Verdict]:
+    """Runs all checkers over one system of a package; returns a verdict for each, in a fixed order."""
+    logs = package.logs()
+    own = Verdict("arrangement", list(arrangement(package)))
+    closed = _is_closed(logs)
+    with TemporaryDirectory() as scratch:
+        copy = _copy(package, Path(scratch))
+        commands = [
+            *(
+                _command("compliance_checker", "--usage", "training", "--ruleset", ruleset, str(log))
+                for log in copy.logs()
+            ),
+            _command("package_checker", str(copy.folder), "training", ruleset),
+            _command("rcp_checker", "--rcp_version", ruleset, str(copy.results)),
+            _command("system_desc_checker", str(copy.description), "training", ruleset),
+            _command("repo_checker", str(package.folder.resolve()), "training", ruleset),
+        ]
+        texts = [_relative(text, copy.folder, package.folder) for text in run_checkers(commands, Path(scratch))]
+    compliance, (packaged, rcp, system, repository) = texts[: len(logs)], texts[len(logs) :]
+    return [
+        own,
+        _sense(logs),
+        _compliance(logs, compliance),
+        _packaged(packaged, len(logs)),
+        _rcp(rcp) if closed else Verdict("RCP", text="", asked=False),
+        _plain("system description", system, "System description checker passed"),
+        _plain("repository", repository, "ALL CHECKS PASSED."),
+    ]
+
+
+def convergence(package: Package, ruleset: Ruleset = RULESET) -> tuple[Verdict, Convergence | None]:
+    """What the RCP checker says of a closed submission; None without figures, where it did not get so far."""
+    with TemporaryDirectory() as scratch:
+        copy = _copy(package, Path(scratch))
+        command = _command("rcp_checker", "--rcp_version", ruleset, str(copy.results))
+        (text,) = run_checkers([command], Path(scratch))
+    verdict = _rcp(_relative(text, copy.folder, package.folder))
+    return verdict, _figures(text)
+
+
+def run_checkers(commands: Sequence[Command], folder: Path) -> list[str]:
+    """Runs checkers in a process of their own, which works in `folder`; returns the text of each."""
+    program = Path(__file__).with_name("checker_process.py")
+    process = subprocess.run(
+        [sys.executable, "-P", str(program)],
+        cwd=folder,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if process.returncode:
+        raise ValueError(f"MLPerf's checkers could not be run: pip install '.[run]'\n{process.stderr}")
+    return [text for _, text in json.loads(process.stdout.splitlines()[-1])]
+
+
+def _command(checker: str, *arguments: str) -> Command:
+    return f"mlperf_logging.{checker}", ["--log_output", os.devnull, *arguments]
+
+
+def _copy(package: Package, scratch: Path) -> Package:
+    """What the checkers read and write, of this system alone: its description, its logs, and the bypasses."""
+    copy = Package(scratch / package.folder.resolve().name, package.system)
+    copy.results.mkdir(parents=True)
+    copy.description.parent.mkdir()
+    if package.description.exists():
+        shutil.copyfile(package.description, copy.description)
+    for log in package.logs():
+        shutil.copyfile(log, copy.results / log.name)
+    for theirs, ours in ((package.results, copy.results), (package.results.parent, copy.results.parent)):
+        if (theirs / BYPASSES).exists():
+            shutil.copyfile(theirs / BYPASSES, ours / BYPASSES)
+    return copy
+
+
+def _relative(text: str, copy: Path, folder: Path) -> str:
+    return text.replace(str(copy), str(folder))
+
+
+def _is_closed(logs: Iterable[Path]) -> bool:
+    for log in logs:
+        try:
+            return read_mlperf_log(log)[0].division == "closed"
+        except ValueError:
+            continue
+    return False
+
+
+_LEVEL = re.compile(r"^(INFO|WARNING|ERROR|CRITICAL) - ", re.MULTILINE)
+
+
+def messages(text: str) -> list[tuple[str, str]]:
+    """(level, message) of each message of a checker, with the lines that follow it; a crash is one of level CRASH."""
+    before, *parts = _LEVEL.split(text)
+    if "Traceback (most recent call last)" in text:
+        crash = text[text.index("Traceback (most recent call last)") :].strip().splitlines()[-1]
+        return [*_pairs(parts), ("CRASH", f"the checker crashed: {crash}")]
+    if not parts and before.strip():
+        return [("CRASH", f"the checker refused its arguments: {before.strip().splitlines()[-1]}")]
+    return _pairs(parts)
+
+
+def _pairs(parts: Sequence[str]) -> list[tuple[str, str]]:
+    return [(level, message.strip()) for level, message in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _findings(text: str, fatal: Callable[[str], bool]) -> list[Finding]:
+    """Warnings, errors and crashes, each in one line: the first of what was said, and what failed."""
+    found = []
+    for level, message in messages(text):
+        if level != "INFO":
+            for part in message.split("\n" + "-" * 30 + "\n"):
+                lines = [line.strip() for line in part.splitlines() if line.strip()]
+                tests = [line for line in lines[1:] if line.startswith("failed test: ")]
+                found.append(Finding(_short(" ".join([*lines[:1], *tests])), fatal(level)))
+    return list(dict.fromkeys(found))
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
+def _sense(logs: Sequence[Path]) -> Verdict:
+    """Whether each log can be true; one that cannot be read is for `arrangement` to name."""
+    verdict = Verdict("sense of the logs")
+    for log in logs:
+        with contextlib.suppress(ValueError):
+            verdict.findings += senseless(log)
+    return verdict
+
+
+def _compliance(logs: Sequence[Path], texts: Sequence[str]) -> Verdict:
+    """Each log by itself: the package checker would let any one of them be malformed."""
+    verdict = Verdict("compliance", text="\n".join(texts))
+    for log, text in zip(logs, texts, strict=True):
+        success = any(level == "INFO" and message.startswith("SUCCESS") for level, message in messages(text))
+        try:
+            converged = read_run(log).status == "success"
+        except ValueError:
+            converged = True  # a log that cannot be read is no run that missed its target
+        if not converged:
+            # The checker passes an aborted run whose AUC had reached the target once. One may be; arrangement counts.
+            verdict.findings.append(Finding(f"{log.name} did not converge: it counts as the slowest run", fatal=False))
+            continue
+        found = [f for f in _findings(text, lambda level: not success) if f.text != "FAILED"]  # noqa: B023
+        if not success and not found:
+            found = [Finding("the checker did not end with SUCCESS")]
+        verdict.findings += [Finding(f"{log.name}: {finding.text}", finding.fatal) for finding in found]
+    return verdict
+
+
+def _packaged(text: str, logs: int) -> Verdict:
+    """The package checker; what it says about single logs is the compliance checker's to say."""
+    verdict = Verdict("package", text=text)
+    quiet = ("CHECK for", "Failed ", "Required ", "FAILED")
+    verdict.findings = [
+        finding
+        for finding in _findings(text, lambda level: level in ("ERROR", "CRITICAL", "CRASH"))
+        if not finding.text.startswith(quiet)
+    ]
+    checked = text.count("Running compliance on file:")
+    if f"Skipping benchmark: {BENCHMARK}" in text or checked != logs:
+        verdict.findings.append(Finding(f"the checker looked at {checked} of {logs} logs"))
+    if "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" not in text and verdict.passed:
+        verdict.findings.append(Finding("the checker did not end with SUCCESS"))
+    return verdict
+
+
+def _rcp(text: str) -> Verdict:
+    verdict = Verdict("RCP", _findings(text, lambda level: level != "WARNING"), text)
+    if "RCP test PASSED" not in text and verdict.passed:
+        verdict.findings.append(Finding("the checker did not end with PASSED"))
+    figures = _figures(text)
+    if figures is not None:
+        note = f"mean of {figures.mean_epochs:.4f} epochs to converge; factor on the score {figures.scaling:.6f}"
+        verdict.findings.append(Finding(note, fatal=False))
+    return verdict
+
+
+def _figures(text: str) -> Convergence | None:
+    mean = re.search(r"Submission mean epochs: ([\d.]+)", text)
+    factor = re.search(r"normalized by factor of [\d.]+ / [\d.]+ = ([\d.]+)", text)
+    return Convergence(float(mean[1]), float(factor[1]) if factor else 1.0) if mean else None
+
+
+def _plain(checker: str, text: str, success: str) -> Verdict:
+    verdict = Verdict(checker, _findings(text, lambda level: level != "WARNING"), text)
+    if success not in text and verdict.passed:
+        verdict.findings.append(Finding("the checker did not say that all is well"))
+    return verdict

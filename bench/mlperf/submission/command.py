@@ -1,0 +1,170 @@
+"""dlrm-bench submission build, check and score: the commands, their flags, and what they print."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dlrm_bench.bench.mlperf.submission.checkers import Verdict, check_package
+from dlrm_bench.bench.mlperf.submission.package import RULESET, RUNS, Ruleset, open_packages
+from dlrm_bench.bench.mlperf.submission.score import score_package, score_table
+from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Build:
+    """Arranges ten runs as MLPerf's rules say: OUT/ORG/{systems,results,benchmarks}.
+
+    The runs are those that --runs names, or ten new ones with the flags of launch/dlrm.py from --preset on, such as
+    --mlperf.org, which names ORG. The system description is made from the machine; edit it, it is written only once.
+    """
+
+    out: Annotated[Path, tyro.conf.Positional]
+    """Folder of the submission."""
+    runs: tuple[Path, ...] = ()
+    """Runs to submit: ten record folders, a folder of ten, or ten result logs."""
+    system: str | None = None
+    """Name of the machine's files; by default made from the name in the logs."""
+    nproc: int | None = None
+    """Processes of a new run; by default one for each GPU, or two without any."""
+    first_seed: int = 0
+    """Seed of the first new run; each later one has the next."""
+    records: Path | None = None
+    """Folder for the records of new runs; by default OUT with -runs after its name. Runs in it are not done again."""
+
+    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+        """Builds the package; returns the exit status."""
+        from dlrm_bench.bench.mlperf.submission.build import build, read_given
+
+        if bool(self.runs) == bool(forwarded):
+            raise ValueError(
+                "name ten runs with --runs, or give the flags of new ones from --preset on: one of the two"
+            )
+        runs = read_given(self.runs or self._do(console, forwarded))
+        built = build(self.out, runs, self.system)
+        for note in built.notes:
+            console.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+        what = "written" if built.described else "kept as it was"
+        console.print(f"description  {built.package.description}: {what}", soft_wrap=True, highlight=False)
+        if built.missing:
+            text = f"to fill in   {', '.join(built.missing)}"
+            console.print(text, soft_wrap=True, highlight=False)
+        console.print(f"package      {built.package.folder}", soft_wrap=True, highlight=False)
+        return 0
+
+    def _do(self, console: Console, flags: Sequence[str]) -> list[Path]:
+        """Ten new runs; returns their folders."""
+        from dlrm_bench.bench.mlperf.submission.ten_runs import run_ten
+        from dlrm_bench.bench.started_runs import processes_of_run
+
+        for flag in ("--seed", "--run-id", "--results-dir"):
+            if any(word.partition("=")[0].replace("_", "-") == flag for word in flags):
+                raise ValueError(f"{flag} is this command's to choose: use --first-seed and --records")
+        folder = self.records or self.out.with_name(f"{self.out.name}-runs")
+        folder.mkdir(parents=True, exist_ok=True)
+        done = []
+        for record in run_ten(folder, processes_of_run(self.nproc), self.first_seed, flags):
+            done.append(record)
+            console.print(f"run {len(done):2} of {RUNS}: {record}", soft_wrap=True, highlight=False)
+        return done
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Check:
+    """Runs MLPerf's compliance, package, RCP, system and repository checkers over a submission and reads what they say.
+
+    Beside them, what they do not see: aborted runs, seeds given twice, runs of other configurations, empty fields, and
+    logs that cannot be true, as one whose times go back. The exit status is 1 if the submission would not be accepted.
+    """
+
+    package: Annotated[Path, tyro.conf.Positional]
+    """Folder of the submission: ORG, or the one it lies in. Nothing in it is changed."""
+    system: str | None = None
+    """One of several systems; by default all."""
+    ruleset: Ruleset = RULESET
+    """Ruleset of the checkers."""
+    log: Path | None = None
+    """File for everything that the checkers say."""
+
+    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+        """Prints verdicts and findings; returns the exit status."""
+        del forwarded
+        texts, accepted = [], True
+        for package in open_packages(self.package, self.system):
+            verdicts = check_package(package, self.ruleset)
+            accepted &= all(verdict.passed for verdict in verdicts)
+            console.print(_verdicts_table(f"{package.folder.name}, {package.system}, ruleset {self.ruleset}", verdicts))
+            for verdict in verdicts:
+                for finding in verdict.findings:
+                    text = f"{'error' if finding.fatal else 'note'}: {verdict.checker}: {finding.text}"
+                    console.print(text, soft_wrap=True, markup=False, highlight=False)
+            texts += [f"==== {package.system}: {verdict.checker}\n{verdict.text}" for verdict in verdicts]
+        if self.log is not None:
+            self.log.write_text("\n".join(texts), encoding="utf-8")
+        console.print("accepted" if accepted else "not accepted: mend the errors and check again")
+        return 0 if accepted else EXIT_FAILED
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Score:
+    """Computes the score of a submission: minutes, the mean of ten runs without the fastest and the slowest.
+
+    A closed submission that converged faster than the reference is scaled as the rules say. The exit status is 1 where
+    there is no valid result.
+    """
+
+    package: Annotated[Path, tyro.conf.Positional]
+    """Folder of the submission: ORG, or the one it lies in."""
+    system: str | None = None
+    """One of several systems; by default all."""
+    ruleset: Ruleset = RULESET
+    """Ruleset of the reference convergence points."""
+
+    def run(self, console: Console, forwarded: Sequence[str]) -> int:
+        """Prints runs and score; returns the exit status."""
+        del forwarded
+        valid = True
+        for package in open_packages(self.package, self.system):
+            score = score_package(package, self.ruleset)
+            console.print(score_table(score))
+            for note in score.notes:
+                console.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+            if score.minutes is None:
+                valid = False
+                for reason in score.invalid:
+                    console.print(f"no result: {reason}", soft_wrap=True, markup=False, highlight=False)
+                continue
+            scaled = f" = {score.olympic_minutes:.4f} * {score.scaling:.6f}" if score.scaling != 1 else ""
+            console.print(f"score        {score.minutes:.4f} minutes{scaled}", soft_wrap=True, highlight=False)
+        return 0 if valid else EXIT_FAILED
+
+
+def _verdicts_table(title: str, verdicts: Sequence[Verdict]) -> Table:
+    table = Table("checker", "verdict", "errors", "notes", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for verdict in verdicts:
+        fatal = sum(finding.fatal for finding in verdict.findings)
+        word = "passed" if verdict.passed else "failed"
+        table.add_row(
+            verdict.checker,
+            word if verdict.asked else "not asked in the open division",
+            str(fatal),
+            str(len(verdict.findings) - fatal),
+        )
+    return table
+
+
+COMMANDS: dict[str, type[Build] | type[Check] | type[Score]] = {"build": Build, "check": Check, "score": Score}
+
+
+def run_submission(what: str, console: Console, words: Sequence[str]) -> int:
+    """Runs one of COMMANDS with its flags; from --preset (or --) on, those of build are flags of launch/dlrm.py."""
+    starts = (i for i, word in enumerate(words) if word == "--" or word.partition("=")[0] == "--preset")
+    end = next(starts, len(words)) if what == "build" else len(words)
+    forwarded = words[end + 1 :] if list(words[end : end + 1]) == ["--"] else words[end:]
+    command = tyro.cli(COMMANDS[what], args=words[:end], prog=f"dlrm-bench submission {what}")
+    return command.run(console, forwarded)

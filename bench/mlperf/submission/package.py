@@ -1,0 +1,174 @@
+"""The tree of a submission, as MLCommons' submission rules lay it out, and what is wrong with one.
+
+ORG/systems/SYSTEM.json
+ORG/results/SYSTEM/dlrm_dcnv2/result_0.txt .. result_9.txt
+ORG/benchmarks/dlrm_dcnv2/implementations/{IMPLEMENTATION/..., SYSTEM/...}
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dlrm_bench.bench.mlperf.published_logs import MLPerfRun, read_mlperf_log
+from dlrm_bench.bench.mlperf.submission.system_description import (
+    AVAILABILITY,
+    malformed_fields,
+    missing_fields,
+    read_description,
+)
+
+BENCHMARK = "dlrm_dcnv2"
+RUNS = 10
+"""Result logs of one benchmark on one system: exactly so many (training_rules.adoc)."""
+Ruleset = Literal["3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0"]
+"""Rounds with this benchmark."""
+RULESET: Ruleset = "6.0.0"
+"""The newest ruleset that knows this benchmark; the checkers' own default does not, and passes or crashes."""
+RESULT_NAMES = tuple(f"result_{run}.txt" for run in range(RUNS))
+BYPASSES = "package_checker_params"
+"""A file in which a submitter turns the seed or the RCP checker off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One organisation's submission, and one of the systems in it."""
+
+    folder: Path
+    """ORG."""
+    system: str
+
+    @property
+    def description(self) -> Path:
+        """The system description."""
+        return self.folder / "systems" / f"{self.system}.json"
+
+    @property
+    def results(self) -> Path:
+        """The folder of the result logs."""
+        return self.folder / "results" / self.system / BENCHMARK
+
+    @property
+    def implementations(self) -> Path:
+        """The folder of the source code and of the system's scripts."""
+        return self.folder / "benchmarks" / BENCHMARK / "implementations"
+
+    def logs(self) -> list[Path]:
+        """All files result_*.txt that are there, by number."""
+        return sorted(self.results.glob("result_*.txt"), key=lambda path: (len(path.name), path.name))
+
+
+def open_packages(folder: Path, system: str | None = None) -> list[Package]:
+    """The package in `folder`, which is ORG or holds ORG alone, once for each system with results, or for `system`.
+
+    ValueError, which says what was expected, if there is none.
+    """
+    roots = [path for path in (folder, *_folders(folder)) if (path / "results").is_dir()]
+    if len(roots) != 1:
+        found = f"{len(roots)} of them" if roots else "none"
+        raise ValueError(
+            f"{folder} is no submission: it, or one folder in it, should hold results/SYSTEM/{BENCHMARK}; found {found}"
+        )
+    (root,) = roots
+    systems = [path.name for path in _folders(root / "results") if (path / BENCHMARK).is_dir()]
+    if system is not None and system not in systems:
+        raise ValueError(f"--system {system}: {root / 'results'} has {', '.join(systems) or 'no system'}")
+    if not systems:
+        raise ValueError(f"{root / 'results'} has no system with a folder {BENCHMARK}: nothing to check")
+    return [Package(root, name) for name in systems if system in (None, name)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def read_run(log: Path) -> MLPerfRun:
+    """The one run of a result log; ValueError if it has another number of them."""
+    runs = read_mlperf_log(log)
+    if len(runs) != 1:
+        raise ValueError(f"{log} holds {len(runs)} runs: a result log has one; split it")
+    return runs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or that a reviewer would ask about."""
+
+    text: str
+    """One line, which names the file and says what to do."""
+    fatal: bool = True
+    """Whether the package cannot be accepted with it."""
+
+
+def arrangement(package: Package) -> Iterator[Finding]:
+    """What MLPerf's checkers do not see, crash on, or accept although the rules do not."""
+    names = [path.name for path in package.logs()]
+    missing, odd = sorted(set(RESULT_NAMES) - set(names)), sorted(set(names) - set(RESULT_NAMES))
+    if len(names) != RUNS:
+        which = "; ".join(f"{', '.join(n)} {word}" for n, word in ((missing, "missing"), (odd, "too many")) if n)
+        yield Finding(f"{package.results} has {len(names)} result logs, and a submission exactly {RUNS}: {which}")
+    elif odd:
+        text = f"{package.results}: {', '.join(odd)}: the names by the rules are result_0.txt to result_9.txt"
+        yield Finding(text, fatal=False)
+    for folder in (package.folder, package.results.parent, package.results):
+        if (folder / BYPASSES).exists():
+            yield Finding(f"{folder / BYPASSES} turns checkers off: its submitter has to justify that", fatal=False)
+    if not any(path.is_file() for path in package.implementations.rglob("*")):
+        yield Finding(f"{package.implementations} holds no source code: the rules ask for it in both divisions")
+    runs = []
+    for log in package.logs():
+        try:
+            runs.append(read_run(log))
+        except ValueError as error:
+            yield Finding(str(error))
+    yield from _description_findings(package, runs)
+    yield from disagreements(runs)
+
+
+def _description_findings(package: Package, runs: Sequence[MLPerfRun]) -> Iterator[Finding]:
+    try:
+        description = read_description(package.description)
+    except ValueError as error:
+        yield Finding(str(error))
+        return
+    path = package.description
+    malformed = list(malformed_fields(path, description))
+    yield from (Finding(text) for text in malformed)
+    if missing := [field for field in missing_fields(description) if field in description]:
+        yield Finding(f"{path}: still to be filled in: {', '.join(missing)}", fatal=False)
+    for run in runs[:1]:
+        if not malformed and description["division"] != run.division:
+            # The checker would run neither seed nor RCP checks, or the wrong ones.
+            yield Finding(
+                f"{path}: division is {description['division']!r}, in the logs {run.division!r}: edit the file"
+            )
+        expected = AVAILABILITY.get(run.availability or "")
+        if not malformed and expected and description["status"] != expected:
+            text = (
+                f"{path}: status is {description['status']!r}, and the logs' {run.availability} is {expected!r} there"
+            )
+            yield Finding(f"{text}: edit the file")
+
+
+def disagreements(runs: Sequence[MLPerfRun]) -> Iterator[Finding]:
+    """Says in what runs of one submission differ and should not, and in what they should differ and do not."""
+    for field in ("benchmark", "org", "division", "availability", "platform", "global_batch_size", "train_samples"):
+        values = {getattr(run, field) for run in runs}
+        if len(values) > 1:
+            shown = ", ".join(sorted(map(str, values)))
+            yield Finding(f"the runs differ in {field} ({shown}): submit runs of one configuration")
+    if unseeded := [run.path.name for run in runs if run.seed is None]:
+        text = f"no seed in {', '.join(unseeded)}: the closed division asks for one in each log"
+        yield Finding(text, fatal=runs[0].division == "closed")
+    seen: dict[int, Path] = {}
+    for run in runs:
+        if run.seed is not None and (first := seen.setdefault(run.seed, run.path)) != run.path:
+            yield Finding(f"{run.path} has the seed {run.seed} of {first.name}: each run needs its own")
+    begun: dict[float, Path] = {}
+    for run in runs:
+        if run.start_ms is not None and (first := begun.setdefault(run.start_ms, run.path)) != run.path:
+            yield Finding(
+                f"{run.path} began in the same millisecond as {first.name}: submit ten runs, none of them twice"
+            )
+    if len(failed := [run.path.name for run in runs if run.status != "success"]) > 1:
+        yield Finding(f"{len(failed)} runs did not converge ({', '.join(failed)}): one may, and is the slowest then")

@@ -1,0 +1,76 @@
+"""What the rules want beside the source code: how to install it, make the data set, and repeat a run.
+
+training submissions: implementations/SYSTEM/ has SYSTEM_IMPLEMENTATION.json, README.md, setup.sh, init_datasets.sh and
+run_and_time.sh (submission_rules.adoc, "Directory structure", Training). They may be edited: what is there is kept.
+"""
+
+import json
+from pathlib import Path
+
+from dlrm_bench.bench.records.schema import RunRecord
+
+_README = """# DLRM-DCNv2 with {implementation} on {system}
+
+The source code is in `../{implementation}`; its README.md explains the flags. On every node:
+
+    ./setup.sh                                  # once: the pinned packages, into a virtual environment
+    RAW=/criteo/raw DATA=/criteo/mlperf ./init_datasets.sh    # once: Criteo's 24 raw days to MLPerf's files
+    SEED=0 ./run_and_time.sh                    # one run
+
+One run is
+
+    {command}
+
+- Data preprocessing: `dlrm/dcnv2/data/preprocess.py`, byte for byte that of the reference.
+- Data traversal order: that of the files; `dlrm/dcnv2/data/dataset.py`.
+- Model and its initialisation: `dlrm/dcnv2/network.py`, `dlrm/tables/initial_weights.py`.
+- Optimizer, hyperparameters, evaluation frequency: `{system}_{implementation}.json`, as the runs resolved them.
+- Evaluation: exact AUC over all samples, `dlrm/data/metrics.py`.
+"""
+
+_SETUP = """#!/usr/bin/env bash
+# Installs the pinned packages and this program into a virtual environment.
+set -euo pipefail
+cd "$(dirname "$0")/../{implementation}"
+pins=requirements/{pins}.txt
+python3 -m venv venv
+venv/bin/pip install $(grep -E '^(torch|setuptools)==' "$pins")
+venv/bin/pip install --no-deps --requirement "$pins"
+venv/bin/pip install --no-deps --no-build-isolation .
+"""
+
+_DATASETS = """#!/usr/bin/env bash
+# Makes MLPerf's files in $DATA from Criteo's raw days in $RAW, and checks every byte.
+set -euo pipefail
+bin=$(cd "$(dirname "$0")/../{implementation}" && pwd)/venv/bin
+"$bin/dlrm-bench" data preprocess "${{RAW:?}}" "${{DATA:?}}"
+"$bin/dlrm-bench" data check "$DATA"
+"""
+
+_RUN = """#!/usr/bin/env bash
+# Does one run with the seed $SEED; its log is result_0.txt in its folder in $RESULTS.
+set -euo pipefail
+cd "$(dirname "$0")/../{implementation}"
+PATH="$PWD/venv/bin:$PATH"
+{command}
+"""
+
+
+def write_scripts(folder: Path, system: str, implementation: str, command: str, record: RunRecord | None) -> None:
+    """Writes the files that are not there yet into `folder`; command: one run, as a line of a shell script."""
+    pins = "gpu" if record is None or record["machine"]["gpus"] else "cpu"
+    names = {"system": system, "implementation": implementation, "command": command, "pins": pins}
+    configuration = {key: record[key] for key in ("config", "git", "pipeline")} if record else {}
+    files = {
+        f"{system}_{implementation}.json": json.dumps(configuration, indent=4) + "\n",
+        "README.md": _README.format(**names),
+        "setup.sh": _SETUP.format(**names),
+        "init_datasets.sh": _DATASETS.format(**names),
+        "run_and_time.sh": _RUN.format(**names),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = folder / name
+        if not path.exists():
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o755 if path.suffix == ".sh" else 0o644)

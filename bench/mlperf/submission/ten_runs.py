@@ -1,0 +1,44 @@
+"""Ten runs of one configuration, each with a seed of its own, in fresh processes one after another."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dlrm_bench.bench.ladder.launching import run_forked
+from dlrm_bench.bench.mlperf.submission.build import FIRST_LOG
+from dlrm_bench.bench.mlperf.submission.package import RUNS, read_run
+from dlrm_bench.dlrm.runtime.command_line import FailedError
+
+
+def run_ten(folder: Path, processes: int, first_seed: int, flags: Sequence[str]) -> Iterator[Path]:
+    """Does ten runs of launch/dlrm.py with these flags; yields the record folder of each, which lies in `folder`.
+
+    One run may miss the target, as the rules allow; FailedError at the second one, or if a run fails otherwise. A run
+    that is there already, of a call that was interrupted, is not done again.
+    """
+    missed: list[Path] = []
+    for run in range(RUNS):
+        record = folder / f"run-{run}"
+        if not (record / "run.json").exists():
+            _refuse_leftover(record)
+            place = ["--seed", str(first_seed + run), "--results-dir", str(folder), "--run-id", record.name]
+            try:
+                run_forked([*flags, *place], processes, folder / f"{record.name}.log")
+            except FailedError:
+                if not _missed_target(record):
+                    raise
+        if _missed_target(record):
+            missed.append(record)
+        if len(missed) > 1:
+            names = " and ".join(path.name for path in missed)
+            raise FailedError(f"{names} in {folder} missed the target AUC: of ten runs of a submission one may")
+        yield record
+
+
+def _missed_target(record: Path) -> bool:
+    """Whether a run went to its end and missed its target; it has a record then, unlike one that failed."""
+    return (record / "run.json").exists() and read_run(record / FIRST_LOG).status != "success"
+
+
+def _refuse_leftover(record: Path) -> None:
+    if record.exists():
+        raise ValueError(f"{record} is what an interrupted run left: remove it, and the command goes on with that run")

@@ -1,0 +1,1 @@
+"""Runs under a profiler, and what their traces show."""

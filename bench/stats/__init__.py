@@ -1,0 +1,1 @@
+"""Statistics of runs of numbers: intervals, tests, power; numpy and scipy alone."""

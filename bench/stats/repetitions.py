@@ -1,0 +1,127 @@
+"""How often to run what, in which order, and what so many runs can show.
+
+A run is the unit here: its metric (a median, say) is one number, and runs of one program differ. What runs can show
+follows from that difference alone, however many iterations each has.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlrm_bench.bench.stats.series import CONFIDENCE
+from dlrm_bench.bench.stats.statistics import student_t
+
+# scipy.special takes a quarter of a second to import: functions that need it import it.
+POWER = 0.8
+_USELESS = 100.0
+"""A detectable factor from which on its digits say nothing: two rounds of noisy runs give 13 of them."""
+
+
+def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
+    """The smallest relative difference that `runs` runs a side find with a probability of 80 %.
+
+    spread: standard deviation of the logarithms of the runs' metric on one side; if paired, of their differences within
+    a pair. comparisons: how many are looked at together; the one with the smallest p value must then pass 0.05 / that
+    many (Holm). confidence: of the interval that must leave out 1. 0.02 means 2 %; inf with one run. From the
+    noncentral t distribution of the test's statistic (Chow, Shao and Wang, Sample Size Calculations in Clinical
+    Research, 2008, section 3.2).
+    """
+    if runs < 2:
+        return math.inf
+    from scipy.special import nctdtrinc
+
+    freedom = runs - 1 if paired else 2 * (runs - 1)
+    error = spread * math.sqrt((1 if paired else 2) / runs)
+    least = student_t(1 - (1 - confidence) / 2 / comparisons, freedom)
+    return math.expm1(min(700.0, float(nctdtrinc(freedom, 1 - POWER, least)) * error))
+
+
+def runs_needed(
+    spread: float,
+    difference: float,
+    paired: bool,
+    comparisons: int = 1,
+    confidence: float = CONFIDENCE,
+    most: int = 10_000,
+) -> int | None:
+    """The least number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over `most`."""
+    if spread > 0 and difference <= 0:
+        return None
+    low, high = 2, 2
+    while detectable(spread, high, paired, comparisons, confidence) > difference:
+        low, high = high + 1, high * 2
+        if low > most:
+            return None
+    while low < high:
+        middle = (low + high) // 2
+        if detectable(spread, middle, paired, comparisons, confidence) <= difference:
+            high = middle
+        else:
+            low = middle + 1
+    return high if high <= most else None
+
+
+def finds(difference: float) -> str:
+    """Returns what runs find, such as 'find differences from 3.10%', or 'find factors from 2.51'.
+
+    difference: the result of `detectable`. From 1 on it is given as a factor, as are the ratios that it is read beside.
+    """
+    if 1 + difference >= _USELESS:
+        return f"find no factor below {_USELESS:.0f}"
+    return f"find factors from {1 + difference:.2f}" if difference >= 1 else f"find differences from {difference:.2%}"
+
+
+def finds_from(difference: float) -> str:
+    """Returns the same for a table's cell, such as '3.10%' or '2.51 x'."""
+    if 1 + difference >= _USELESS:
+        return f"over {_USELESS:.0f} x"
+    return f"{1 + difference:.2f} x" if difference >= 1 else f"{difference:.2%}"
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p value corrected for all of them being looked at (Holm, Scandinavian Journal of Statistics 6, 1979).
+
+    Rejecting those of at most 0.05 keeps the probability of any false rejection at 0.05. nan stays nan and is not
+    counted.
+    """
+    known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    corrected, largest = list(map(float, p_values)), 0.0
+    for rank, (p, i) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        corrected[i] = largest
+    return corrected
+
+
+def balanced_orders(items: int, rounds: int, seed: int) -> list[list[int]]:
+    """For each round an order of `items` things, [rounds][items], in which a linear drift cancels.
+
+    Rounds come in pairs: the second one runs the first one's order backwards, so that every thing has the same mean
+    position over the pair (A B, B A for two things: ABBA). The first orders of pairs are the rows of a Williams square
+    (Australian Journal of Scientific Research A 2(2), 1949), in which each thing follows each other one equally often,
+    with rows and things shuffled by the seed. A last round without a partner is left as it is.
+    """
+    rng = np.random.default_rng(seed)
+    names, rows = rng.permutation(items), rng.permutation(items)
+    zigzag = [i // 2 if i % 2 == 0 else items - (i + 1) // 2 for i in range(items)]
+    orders: list[list[int]] = []
+    for pair in range((rounds + 1) // 2):
+        row = int(rows[pair % items]) if items else 0
+        order = [int(names[(position + row) % items]) for position in zigzag]
+        orders += [order, order[::-1]]
+    return orders[:rounds]
+
+
+def drift_left(sides: Sequence[int]) -> float:
+    """How many runs later, in the mean, the runs of side 1 came than those of side 0; inf if a side has none.
+
+    A linear drift of the machine adds so many times its change from run to run to the difference of the sides: 0 for
+    ABBA, 1 for ABABAB, a third for ABBAAB.
+    """
+    positions: tuple[list[int], list[int]] = ([], [])
+    for position, side in enumerate(sides):
+        positions[side].append(position)
+    if not all(positions):
+        return math.inf
+    first, second = (sum(each) / len(each) for each in positions)
+    return second - first

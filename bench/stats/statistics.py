@@ -1,0 +1,178 @@
+"""Whether A is faster than B: ratios of runs, with intervals and tests.
+
+The run is the unit. Runs of the same program differ by more than their iterations explain: each has its own memory
+layout, its own place in the drift of the machine. So where there are several runs a side, a run is one number, the
+logarithm of its metric, and Student's t does the rest; what its iterations vary by is in that number already. Only
+where a side has a single run must its iterations say how far it may be off (bench/stats/series.py).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dlrm_bench.bench.stats.series import CONFIDENCE, METRICS, Metric, spread_of_log, summary_statistics
+
+Verdict = Literal["faster", "slower", "no difference proven"]
+UNPROVEN: Verdict = "no difference proven"
+
+# scipy.special takes a quarter of a second to import: functions that need it import it.
+
+
+class Ratio(NamedTuple):
+    """B over A: below 1, B takes less time."""
+
+    value: float
+    low: float
+    high: float
+    """[low, high] is the interval; (nan, nan) where nothing can be known of it."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the interval proves of B."""
+        if self.high < 1:
+            return "faster"
+        if self.low > 1:
+            return "slower"
+        return UNPROVEN
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The logarithm of B over A as runs give it; what is more than 0 is a loss of B's."""
+
+    log: float
+    error: float
+    """Standard error; nan where it cannot be known."""
+    freedom: float
+    """Degrees of freedom of Student's t."""
+
+    def ratio(self, confidence: float = CONFIDENCE) -> Ratio:
+        """B over A with its two-sided interval."""
+        if math.isnan(self.error):
+            return Ratio(math.exp(self.log), math.nan, math.nan)
+        half = student_t((1 + confidence) / 2, self.freedom) * self.error
+        return Ratio(math.exp(self.log), math.exp(self.log - half), math.exp(self.log + half))
+
+    def scaled(self, factor: float) -> "Estimate":
+        """The estimate of B times a known factor over A."""
+        return Estimate(self.log + math.log(factor), self.error, self.freedom)
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided p value of no difference; nan where it cannot be known."""
+        return math.nan if math.isnan(self.error) else min(1.0, 2 * min(self.p_at_least(1.0), self.p_at_most(1.0)))
+
+    def p_at_least(self, ratio: float) -> float:
+        """One-sided p value of B being `ratio` times A or more: small where B is proven to be less."""
+        return _one_sided_p(self.log - math.log(ratio), self.error, self.freedom)
+
+    def p_at_most(self, ratio: float) -> float:
+        """One-sided p value of B being `ratio` times A or less: small where B is proven to be more."""
+        return _one_sided_p(math.log(ratio) - self.log, self.error, self.freedom)
+
+    def p_not_equivalent(self, margin: float) -> float:
+        """p value of a difference of `margin` (0.02: 2 %) or more, either way: small where both are equivalent.
+
+        The larger one of two one-sided tests (TOST: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15(6),
+        1987), against 1 + margin and its reciprocal.
+        """
+        return max(self.p_at_least(1 + margin), self.p_at_most(1 / (1 + margin)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What can be said of B over A."""
+
+    estimates: dict[Metric, Estimate]
+    runs: tuple[int, int]
+    paired: bool
+    between_runs: bool
+    """Whether the intervals include the variance between runs; if not, they describe these runs only."""
+
+    @property
+    def ratios(self) -> dict[Metric, Ratio]:
+        """The ratio of each metric with its 95 % interval."""
+        return {metric: estimate.ratio() for metric, estimate in self.estimates.items()}
+
+
+def mean_statistics(runs: Sequence[np.ndarray]) -> dict[Metric, float]:
+    """The four metrics of runs, each the geometric mean over the runs; a run is its latencies [n], in milliseconds."""
+    of_runs = [summary_statistics(run) for run in runs]
+    return {metric: float(np.exp(np.mean([np.log(each[metric]) for each in of_runs]))) for metric in METRICS}
+
+
+def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = False) -> Comparison:
+    """Ratio of B's metrics over A's, each with its 95 % interval.
+
+    a, b: the runs of a side, each its latencies [n] after the warm-up, in milliseconds; a run of which only the mean
+    is known is a series of length one. A side's metric is the geometric mean over its runs. paired: run i of A and run
+    i of B were neighbours in time, so that the machine's drift cancels in their ratio; needs equally many. ValueError
+    if a run is empty, or pairs are not.
+
+    The interval is that of Student's t: of the pairs' differences, or Welch's for two sides that are not paired. With
+    one run on a side only its iterations can tell, and between_runs is False.
+    """
+    if not a or not b or any(len(run) == 0 for run in (*a, *b)):
+        raise ValueError("a comparison needs at least one run with one timed iteration on each side")
+    if paired and len(a) != len(b):
+        raise ValueError(f"pairs need equally many runs on both sides, not {len(a)} and {len(b)}")
+    logs = [np.log([list(summary_statistics(run).values()) for run in side]) for side in (a, b)]
+    between_runs = min(len(a), len(b)) > 1
+    estimates: dict[Metric, Estimate] = {}
+    for i, metric in enumerate(METRICS):
+        left, right = logs[0][:, i], logs[1][:, i]
+        if between_runs:
+            estimates[metric] = _paired(left, right) if paired else _welch(left, right)
+        else:
+            estimates[metric] = _of_these_runs(a, b, metric, float(right.mean() - left.mean()))
+    return Comparison(
+        estimates=estimates, runs=(len(a), len(b)), paired=paired and between_runs, between_runs=between_runs
+    )
+
+
+def student_t(probability: float, freedom: float) -> float:
+    """Quantile of Student's t distribution; of the normal distribution for infinite degrees of freedom."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(min(freedom, 1e12), probability))
+
+
+def _one_sided_p(distance: float, error: float, freedom: float) -> float:
+    """Probability of a t statistic at most this many standard errors above nothing; nan where it is not known."""
+    if math.isnan(error):
+        return math.nan
+    if error == 0:
+        return 0.5 if distance == 0 else float(distance > 0)
+    from scipy.special import stdtr
+
+    return float(stdtr(min(freedom, 1e12), distance / error))
+
+
+def _paired(a: np.ndarray, b: np.ndarray) -> Estimate:
+    differences = b - a
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return Estimate(float(differences.mean()), error, len(differences) - 1.0)
+
+
+def _welch(a: np.ndarray, b: np.ndarray) -> Estimate:
+    """Estimate of two sides of their own variances (Welch, Biometrika 34, 1947)."""
+    of_means = [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in (a, b)]
+    variance = sum(each for each, _ in of_means)
+    freedom = variance**2 / sum(each**2 / n for each, n in of_means) if variance else 1.0
+    return Estimate(float(b.mean() - a.mean()), math.sqrt(variance), freedom)
+
+
+def _of_these_runs(a: Sequence[np.ndarray], b: Sequence[np.ndarray], metric: Metric, log: float) -> Estimate:
+    """What the iterations of these runs tell of their own ratio, with Welch's degrees of freedom."""
+    parts = []
+    for side in (a, b):
+        for run in side:
+            spread = spread_of_log(run, metric)
+            parts.append((spread.error**2 / len(side) ** 2, spread.freedom))
+    variance = sum(each for each, _ in parts)
+    if math.isnan(variance):
+        return Estimate(log, math.nan, math.nan)
+    return Estimate(log, math.sqrt(variance), variance**2 / sum(x**2 / n for x, n in parts) if variance else 1.0)

@@ -1,0 +1,71 @@
+"""What runs of one program differ by, level by level: iterations, processes, machines.
+
+The levels are those of Kalibera and Jones (Rigorous Benchmarking in Reasonable Time, ISMM 2013): each repetition of a
+higher level repeats the lower ones, and more of a lower level cannot make up for the spread of a higher one.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlrm_bench.bench.stats.series import CONFIDENCE, Metric, spread_of_log, summary_statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Standard deviation that each level adds to the logarithm of one run's metric; None where it cannot be known."""
+
+    iteration: float | None
+    """Variance by the chance of the run's iterations: what longer runs would lessen."""
+    process: float | None
+    """Variance by being another process, at another time: what only more runs lessen."""
+    machine: float | None
+    """Variance by running on another machine: what only more machines lessen."""
+
+    def in_words(self) -> str:
+        """Such as 'iterations 0.4 %, processes 3.1 %, machines unknown'."""
+        named = (("iterations", self.iteration), ("processes", self.process), ("machines", self.machine))
+        return ", ".join(f"{name} {'unknown' if value is None else f'{value:.2%}'}" for name, value in named)
+
+
+def levels(runs: Sequence[np.ndarray], metric: Metric, machines: Sequence[Hashable]) -> Levels:
+    """Splits the variance of runs' log metric by level.
+
+    runs: latencies [n] of each. machines: on which machine each ran. Of an iterations' share, that of a run's own
+    error (bench/stats/series.py) takes the place of Kalibera and Jones's variance over n, because iterations are
+    correlated; the rest follows their section 6.2: the share of a level is what is seen there less what the levels
+    below already explain, and never less than nothing.
+    """
+    logs = np.array([math.log(summary_statistics(run)[metric]) for run in runs])
+    errors = np.array([spread_of_log(run, metric).error for run in runs])
+    within = None if np.isnan(errors).any() else float((errors**2).mean())
+    by_machine = [logs[[m == machine for m in machines]] for machine in dict.fromkeys(machines)]
+    freedom = len(logs) - len(by_machine)
+    if freedom < 1:
+        return Levels(_root(within), None, None)
+    between = sum(float(((each - each.mean()) ** 2).sum()) for each in by_machine) / freedom
+    over_machines = None
+    if len(by_machine) > 1:
+        means = np.array([each.mean() for each in by_machine])
+        a_mean = between * float(np.mean([1 / len(each) for each in by_machine]))
+        over_machines = max(0.0, float(means.var(ddof=1)) - a_mean)
+    return Levels(_root(within), _root(max(0.0, between - (within or 0.0))), _root(over_machines))
+
+
+def agree_by_luck(between: float, within: float, runs: int) -> bool:
+    """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ.
+
+    between: standard deviation of the runs' log metric, or of their pairs' differences. within: what the chance of
+    their iterations makes of it. An interval from such runs is too narrow.
+    """
+    if within == 0:
+        return False
+    from scipy.special import chdtr  # a quarter of a second
+
+    return float(chdtr(runs - 1, (runs - 1) * (between / within) ** 2)) < 1 - CONFIDENCE
+
+
+def _root(variance: float | None) -> float | None:
+    return None if variance is None else math.sqrt(variance)

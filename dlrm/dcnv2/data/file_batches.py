@@ -1,0 +1,112 @@
+"""One rank's batches out of day files, each read and checked when it is asked for."""
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch, BatchLayout
+from dlrm_bench.dlrm.dcnv2.data.criteo import Day
+
+
+class FileBatches(Sequence[Batch]):
+    """One rank's batches of one pass over days: each is read when it is asked for, into memory of its own, and its
+    values are checked. Any number of threads may ask."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Day, int]],
+        model: ModelConfig,
+        numbers: range,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        pin: bool,
+    ) -> None:
+        """parts: days, each with how many of its first samples belong to the pass. numbers: of the global batches.
+        pin: page-locked memory."""
+        assert 0 <= rank < world_size
+        self._parts, self._model, self._numbers, self._pin = parts, model, numbers, pin
+        self._rank, self._world_size = rank, world_size
+        self._layout = layout = BatchLayout(batch_size, model)
+        sizes = np.array(model.multi_hot_sizes)
+        first_ids = layout.ids_start + 4 * batch_size * (sizes.cumsum() - sizes)
+        self._starts = np.array([0, layout.labels_start, *first_ids])
+        """First bytes of dense features, labels, and each feature's ids."""
+        self._sample_bytes = 4 * np.array([model.dense_in_features, 1, *sizes])
+        # All words of 32 bits from the labels on, unsigned, where negative numbers are large: where each part starts
+        # that has a limit of its own, and the largest number that it may hold. What pads the labels may be anything.
+        limits = {layout.labels_start: 1, layout.labels_end: 2**32 - 1}
+        limits |= {int(first): rows - 1 for first, rows in zip(first_ids, model.rows, strict=True)}
+        self._words = (np.array([*limits]) - layout.labels_start) // 4
+        self._largest = np.array([*limits.values()], dtype=np.uint32)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "FileBatches": ...
+
+    def __getitem__(self, index: int | slice) -> "Batch | FileBatches":
+        """Reads batch number `index`, or gives those of a slice unread.
+
+        ValueError names file, feature, value and sample of the first bad value.
+        """
+        if isinstance(index, slice):
+            some = copy(self)
+            some._numbers = self._numbers[index]
+            return some
+        batch = Batch.of_layout(self._layout, self._pin)
+        self._fill(batch, (self._numbers[index] * self._world_size + self._rank) * self._layout.batch_size)
+        return batch
+
+    def _fill(self, batch: Batch, start: int) -> None:
+        """Fill a batch with samples from position `start` of the concatenated parts, and pad where these end."""
+        memory = batch.storage.numpy()
+        size = self._layout.batch_size
+        read = []
+        filled = 0
+        for day, samples in self._parts:
+            first, last = max(start, 0), min(start + size, samples)
+            if first < last:
+                day.read(first, last, memory, self._starts + self._sample_bytes * filled)
+                read.append((day, first, filled, last - first))
+                filled += last - first
+            start -= samples
+        batch.num_valid = filled
+        if filled < size:
+            for array in self._arrays(memory, filled, size - filled):
+                array[:] = 0
+        if not self._plausible(memory):
+            for day, first, begin, count in read:
+                dense, labels, *ids = self._arrays(memory, begin, count)
+                day.check_values(first, dense, labels[:, 0], ids)
+            raise AssertionError("check_values finds nothing")
+        labels = memory[self._layout.labels_start : self._layout.labels_end]
+        labels.view(np.float32)[:] = labels.view(np.int32)
+
+    def _plausible(self, memory: NDArray[np.uint8]) -> bool:
+        """Whether Day.check_values finds nothing.
+
+        In two passes, over all words but the dense features and over these: each pass gives Python's interpreter lock
+        up and has to win it back. No sum of finite float32 numbers exceeds float64's range.
+        """
+        largest = np.maximum.reduceat(memory[self._layout.labels_start :].view(np.uint32), self._words)
+        dense = memory[: self._layout.dense_end].view(np.float32).sum(dtype=np.float64)
+        return math.isfinite(dense) and bool((largest <= self._largest).all())
+
+    def _arrays(self, memory: NDArray[np.uint8], begin: int, count: int) -> list[NDArray[Any]]:
+        """Samples [begin, begin + count) of a batch: dense [n, dense_in_features], labels [n, 1] as they are in files,
+        and ids [n, multi_hot_sizes[f]] of each feature."""
+        arrays = []
+        for i, (start, size) in enumerate(zip(self._starts, self._sample_bytes, strict=True)):
+            part = memory[start + begin * size : start + (begin + count) * size]
+            arrays.append(part.view(np.float32 if i == 0 else np.int32).reshape(count, -1))
+        return arrays

@@ -1,0 +1,47 @@
+"""Planted samples as raw TSV days, so that everything from Criteo's own format on runs without Criteo's files."""
+
+import gzip
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_NAMES, HASH_NAMES, NAMES
+
+FACTOR = np.uint32(2654435761)
+"""Odd, so that id -> id * FACTOR mod 2^32 is one to one; it makes hashes of ids, and 0 of id 0."""
+
+
+def raw_file(directory: Path, day: int, zipped: bool) -> Path:
+    """The file of a raw day, as Criteo names them."""
+    return directory / (f"day_{day}.gz" if zipped else f"day_{day}")
+
+
+def open_raw(path: Path) -> IO[bytes]:
+    """Open a raw day for writing; it is gzip where its name says so, with the same bytes at any time."""
+    return gzip.GzipFile(path, "wb", compresslevel=1, mtime=0) if path.suffix == ".gz" else path.open("wb")  # type: ignore[return-value]
+
+
+def write_lines(file: IO[bytes], labels: NDArray[np.int32], dense: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
+    """Append samples, n of them: labels [n], dense features [n, 13] as logarithms log(1 + count), ids [n, 26].
+
+    The lines have the counts, and a hash for each id. Zeros are empty fields, as missing values are: the most frequent
+    id of every feature is one.
+    """
+    import polars as pl  # here: only raw days need it
+
+    counts = np.rint(np.expm1(dense.astype(np.float64))).astype(np.int32)
+    hashes = ids.astype(np.uint32) * FACTOR
+    columns: dict[str, NDArray[np.generic]] = {"label": labels}
+    columns |= dict(zip(DENSE_NAMES, counts.T, strict=True))
+    columns |= {name: _hexadecimal(column) for name, column in zip(HASH_NAMES, hashes.T, strict=True)}
+    table = pl.DataFrame(columns, schema_overrides={"label": pl.Int32}).with_columns(
+        pl.col(DENSE_NAMES).replace(0, None), pl.col(HASH_NAMES).replace("00000000", None)
+    )
+    table.select(NAMES).write_csv(file, separator="\t", include_header=False)
+
+
+def _hexadecimal(numbers: NDArray[np.uint32]) -> NDArray[np.str_]:
+    """Eight digits each."""
+    return np.frombuffer(numbers.astype(">u4").tobytes().hex().encode(), dtype="S8").astype(np.str_)

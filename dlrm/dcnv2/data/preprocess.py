@@ -1,0 +1,148 @@
+"""Criteo's raw days to MLPerf's files: dlrm-bench data preprocess RAW OUT
+
+RAW holds day_0, day_1, ... (or day_0.gz, ...); the last day evaluates. OUT gets both of MLPerf's formats, 1-hot and
+multi-hot, with a manifest of checksums. The files are those of the reference (mlcommons/training, recommendation_v2,
+scripts/process_Criteo_1TB_Click_Logs_dataset.sh and materialize_synthetic_multihot_dataset.py), byte for byte; but the
+last day's 1-hot ids, which torchrec 1.8 leaves in 64 bits, have 32 like all others.
+
+Five steps, each of which goes on where it was killed: raw days are parsed; each feature's hashes are numbered in the
+order of their first appearance; the shuffle of the training days is found; rows are scattered to where it puts them;
+and day by day they are gathered and written. The first, fourth and fifth resume after the last complete day, the second
+after the last complete feature, the third from its beginning.
+
+Memory does not grow with the rows of a day. The most is taken by the distinct hashes of the largest feature, 8 bytes a
+slot of the table that numbers them (contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB,
+finding the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 counts beside
+the numbering, with up to 7 GB more. Besides, writing multi-hot ids maps one feature's expansion table at a time, up to
+16.0 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at
+a time, and their memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and
+gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days, and the rows of
+the expansion tables that ids reach, 24 GB for Criteo's, which small inputs do not keep. Disk and time are estimated and
+said before it begins, and that there is room is seen to.
+"""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.data.checksums import changed_files
+from dlrm_bench.dlrm.data.disk_space import require_space
+from dlrm_bench.dlrm.data.paths import why_not
+from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest, sole_writer
+from dlrm_bench.dlrm.dcnv2.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
+from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
+from dlrm_bench.dlrm.dcnv2.presets import training
+from dlrm_bench.dlrm.runtime.command_line import exit_status
+
+VERSION = 1  # Raised when equal raw files would give other files.
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PreprocessConfig:
+    """Raw Criteo days to MLPerf's files."""
+
+    raw: Annotated[Path, tyro.conf.Positional]
+    """Directory of the raw days day_0, day_1, ..., plain or gzip (day_0.gz, ...)."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """Directory to write; what it holds half done is continued."""
+    formats: Literal["both", "one_hot", "multi_hot"] = "both"
+    """Which ids to write: one a feature (160 bytes a sample), or as many as the multi-hot sizes say (912 bytes)."""
+    preset: str = "mlperf-dcnv2"
+    """The preset whose tables and sizes the multi-hot ids fit."""
+    table_scale: float | None = None
+    """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
+    frequency_threshold: int = 0
+    """Hashes that appear less often share one id; none do up to 1 (MLPerf: 0)."""
+
+    workers: int = 1
+    """Days, or features, worked on at a time, in threads; each of them takes memory of its own."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"--workers is {self.workers}: at least one is needed")
+        if self.frequency_threshold < 0:
+            raise ValueError(f"--frequency-threshold is {self.frequency_threshold}: choose 0 or more")
+
+
+def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
+    """Write the files unless they are there already; returns their manifest, and whether anything was done.
+
+    Raises ValueError where raw files are malformed, or the directory holds anything else.
+    """
+    run = training(config.preset)
+    model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
+    if (model.dense_in_features, model.num_features) != (DENSE_FIELDS, HASH_FIELDS):
+        raise ValueError(
+            f"--preset {config.preset} has {model.dense_in_features} dense and {model.num_features} categorical "
+            f"features: choose one with the {DENSE_FIELDS} and {HASH_FIELDS} of Criteo's files"
+        )
+    if not config.raw.is_dir():
+        raise ValueError(f"{config.raw} {why_not(config.raw)}: name the directory of the raw days day_0, day_1, ...")
+    raw = raw_days(config.raw)
+    if len(raw) < 2:
+        raise ValueError(f"{config.raw} has one day only: at least two are needed, as the last one evaluates")
+    _check_generated(config.raw, raw)
+    parameters = _parameters(config, model, raw)
+    if not (config.out / MARKER).exists():
+        if manifest := read_manifest(config.out):
+            require_equal(config.out, manifest.parameters, parameters)
+            return manifest, False
+        if config.out.is_dir() and (odd := sorted(path.name for path in config.out.glob("day_*"))):
+            raise ValueError(f"{config.out} holds {odd[0]}, which this program did not make: choose another OUT")
+    estimate = require_space(config.out, raw, model, config.formats, config.workers)
+    print(estimate, file=sys.stderr, flush=True)
+    config.out.mkdir(parents=True, exist_ok=True)
+    with sole_writer(config.out):
+        if manifest := read_manifest(config.out):  # Of a process that ended just before it removed its marker.
+            require_equal(config.out, manifest.parameters, parameters)
+            shutil.rmtree(config.out / SCRATCH, ignore_errors=True)
+            return manifest, False
+        job = PreprocessJob(config.raw, raw, config.out, model, parameters, config.workers)
+        return job.run(), True
+
+
+def _check_generated(directory: Path, raw: Sequence[Path]) -> None:
+    """ValueError if the raw days are generated ones, but not as they were when their generator ended."""
+    if (directory / MARKER).exists():
+        raise ValueError(f"{directory} holds an unfinished data set: end 'dlrm-bench data generate' first")
+    if manifest := read_manifest(directory):
+        for finding in changed_files(directory, manifest.files, [path.name for path in raw]):
+            raise ValueError(finding)
+
+
+def _parameters(config: PreprocessConfig, model: ModelConfig, raw: Sequence[Path]) -> dict[str, Any]:
+    """What decides the files' content."""
+    return {
+        "preprocess_version": VERSION,
+        "raw_bytes": [path.stat().st_size for path in raw],
+        "frequency_threshold": config.frequency_threshold,
+        "formats": config.formats,
+        "rows": list(model.rows),
+        "multi_hot_sizes": list(model.multi_hot_sizes),
+    }
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status."""
+    return exit_status(lambda: _run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    config = tyro.cli(PreprocessConfig, args=args, prog="dlrm-bench data preprocess", description=__doc__)
+    manifest, done = preprocess(config)
+    print(
+        f"{'wrote' if done else 'nothing to do, complete with these parameters:'} {config.out}: "
+        f"{len(manifest.samples_per_day)} days, {manifest.train_samples} training and {manifest.eval_samples} "
+        "evaluation samples"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Dense weights in flat buffers, and the guard of their updates."""

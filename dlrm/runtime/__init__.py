@@ -1,0 +1,1 @@
+"""Ranks, their topology, and the memory and exchanges between them."""

@@ -1,0 +1,132 @@
+"""All-to-alls of constant splits: one collective over all ranks, or over nodes an exchange inside each and one between.
+
+Over nodes every rank first hands its chunks to the ranks of its node, through peer memory: those for the ranks of equal
+local rank on all nodes to the rank that has this local rank here. Then ranks of equal local rank exchange what they
+have, by a collective of their own. A GPU so sends one message to each other node, of as many chunks as a node has GPUs,
+instead of one to each GPU of each node, and its adapter's messages go where the same switches lead.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.kernels.input_dist.gather_segments import Segment
+from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
+
+Splits = Callable[[int, int], int]
+"""splits(source, destination): elements that one rank sends another, known to all."""
+
+
+class AllToAll(Protocol):
+    """One exchange, which runs again and again. Launches on the current stream."""
+
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        """Sends [destination][its chunk] and receives [source][its chunk], both flat and contiguous. Collective."""
+
+
+class FlatAllToAll:
+    """One collective over all ranks."""
+
+    def __init__(self, ranks: Ranks, splits: Splits, group: dist.ProcessGroup) -> None:
+        self._group, everyone = group, range(ranks.world_size)
+        self._send = [splits(ranks.rank, other) for other in everyone]
+        self._receive = [splits(other, ranks.rank) for other in everyone]
+
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        """See AllToAll."""
+        dist.all_to_all_single(received, sent, self._receive, self._send, group=self._group)
+
+
+class NodeAllToAll:
+    """An exchange inside each node through peer memory, then one between ranks of equal local rank.
+
+    After an exchange a rank still reads what was staged for it: before the next one on any rank of its node the caller
+    puts a barrier of theirs. In the pipeline there is one already: in training that of the other direction's exchange,
+    after an evaluated batch "evaluated".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Ranks,
+        memory: PeerMemory,
+        splits: Splits,
+        dtype: torch.dtype,
+        across: dist.ProcessGroup,
+    ) -> None:
+        """name: no other exchange's. dtype: of all elements; chunks are multiples of 4 bytes. across: the ranks of this
+        local rank on all nodes. Collective."""
+        self._name, self._memory, self._group = name, memory, across
+        locals_, nodes = range(ranks.local_world_size), range(ranks.nodes)
+        words = _words(dtype)
+
+        def rank_at(node: int, local: int) -> int:
+            return node * ranks.local_world_size + local
+
+        def chunk(source: int, destination: int) -> int:
+            size = splits(source, destination)
+            assert size % words == 0, f"chunks of {dtype}: a multiple of 4 bytes"
+            return size // words
+
+        # What local rank l of this node has to send: [node][local rank of the source][chunk for (node, l)].
+        starts: list[dict[int, int]] = []
+        totals: list[list[int]] = []
+        for local in locals_:
+            at, starts_of, sizes = 0, {}, []
+            for node in nodes:
+                before = at
+                for source in locals_:
+                    if source == ranks.local_rank:
+                        starts_of[node] = at
+                    at += chunk(rank_at(ranks.node, source), rank_at(node, local))
+                sizes.append((at - before) * words)
+            starts.append(starts_of)
+            totals.append(sizes)
+        segments: list[list[Segment]] = [[] for _ in locals_]
+        at = 0
+        for node in nodes:
+            for local in locals_:
+                length = chunk(ranks.rank, rank_at(node, local))
+                segments[local].append(Segment(at, starts[local][node], length))
+                at += length
+        self._push = SegmentPushTable(segments, ranks.device)
+        self._send = totals[ranks.local_rank]
+        mine = ranks.rank
+        self._receive = [sum(splits(rank_at(node, source), mine) for source in locals_) for node in nodes]
+        # Of one size on all ranks of a node.
+        self._staged = memory.zeros(max(map(sum, totals)), dtype=dtype)
+        self._words = self._staged.viewed(torch.int32) if words > 1 or dtype != torch.int32 else self._staged
+
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        """See AllToAll."""
+        push_segments(sent.view(torch.int32), self._push, self._words)
+        self._memory.barrier(f"{self._name} staged")
+        staged = self._staged.own[: sum(self._send)]
+        dist.all_to_all_single(received, staged, self._receive, self._send, group=self._group)
+
+
+class AllToAlls:
+    """Makes exchanges: inside nodes and between them where there is peer memory, else flat ones. All are of one group,
+    so they run one after another, in the order of their launches."""
+
+    def __init__(self, ranks: Ranks, memory: PeerMemory | None) -> None:
+        """memory: of nodes, of which there are several. Collective."""
+        self._ranks, self._memory = ranks, memory
+        self._group = ranks.new_group() if memory is None else ranks.new_group_across_nodes()
+
+    def make(self, name: str, splits: Splits, dtype: torch.dtype) -> AllToAll:
+        """Returns an exchange. name, dtype: see NodeAllToAll. Collective."""
+        if self._memory is None:
+            return FlatAllToAll(self._ranks, splits, self._group)
+        return NodeAllToAll(name, self._ranks, self._memory, splits, dtype, self._group)
+
+
+def _words(dtype: torch.dtype) -> int:
+    """Returns how many elements have 4 bytes."""
+    assert 4 % dtype.itemsize == 0, f"{dtype}: elements of 1, 2 or 4 bytes"
+    return 4 // dtype.itemsize

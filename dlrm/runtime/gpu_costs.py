@@ -1,0 +1,101 @@
+"""Costs of work on a type of GPU: the measured constants from which plans are made, one value for each type."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCosts:
+    """Measured costs of one type of GPU. Times are microseconds, sizes bytes."""
+
+    measured_on: str
+    """The GPU, and the measurement, that the constants come from, for tables and records."""
+    memory_bytes: int
+    """The memory of one GPU."""
+    memory_bytes_per_us: float
+    """How fast a kernel moves memory, read plus write."""
+    cache_bytes_per_us: float
+    """How fast a kernel reads rows that the cache has, as those of an id that the batch has named before."""
+    lookup_us: float
+    """The fixed part of a rank's lookup, whatever its ids."""
+    sort_us: float
+    """The fixed part of a rank's sort of ids, beside which other streams' work runs: few multiprocessors are busy."""
+    sort_us_per_million_ids: float
+    """What each million of ids adds to the sort, whatever they are."""
+    update_us: float
+    """The fixed part of a rank's table update, as that of the sort."""
+    update_us_per_million_ids: float
+    """What each million of ids adds to the update beside the bytes that it moves."""
+    picking_us: float
+    """The fixed part of finding the ids whose rows this rank has, where a table is split by rows."""
+    picking_us_per_million_ids: float
+    """Finding those of a million ids."""
+    all_to_all_us: float
+    """The fixed part of an all-to-all, whatever its bytes."""
+    all_to_all_bytes_per_us: float
+    """How fast bytes leave a rank in an all-to-all."""
+    peer_exchange_us: float
+    """The fixed part of an exchange through peer memory: a kernel that writes to the other ranks, and a barrier."""
+    peer_bytes_per_us: float
+    """How fast bytes leave a rank through peer memory."""
+
+    @property
+    def tables_us(self) -> float:
+        """The fixed part of lookup, sort and update together."""
+        return self.lookup_us + self.sort_us + self.update_us
+
+    def at_memory_rate(self, bytes_per_us: float, measured_on: str) -> "GpuCosts":
+        """Returns the costs of a GPU whose memory has another rate, and whose cache and kernels follow it."""
+        slower = self.memory_bytes_per_us / bytes_per_us
+        return replace(
+            self,
+            measured_on=measured_on,
+            memory_bytes_per_us=bytes_per_us,
+            cache_bytes_per_us=self.cache_bytes_per_us / slower,
+            sort_us_per_million_ids=self.sort_us_per_million_ids * slower,
+            update_us_per_million_ids=self.update_us_per_million_ids * slower,
+        )
+
+
+H200 = GpuCosts(
+    measured_on="NVIDIA H200",
+    memory_bytes=141_000_000_000,
+    # An addition in place over 1 GiB, as `dlrm-bench limits` times it.
+    memory_bytes_per_us=4.23e6,
+    # Fitted to lookup, sort and update, each alone as a graph, of 60 sets of tables (one hot table, several, all 26) at
+    # 1024 to 55296 samples with MLPerf-like ids and 16 to 128 columns: tests/dlrm/tables/plan/test_costs.py.
+    cache_bytes_per_us=7.9e6,
+    lookup_us=4.5,
+    sort_us=33.0,
+    sort_us_per_million_ids=60.0,
+    update_us=20.0,
+    update_us_per_million_ids=20.0,
+    # kernels/input_dist/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for
+    # 6.55, and of six tables 25 for 1.30 and 81 for 10.4.
+    picking_us=17.0,
+    picking_us_per_million_ids=6.0,
+    # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
+    all_to_all_us=24.0,
+    all_to_all_bytes_per_us=303e3,
+    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by what leaves a rank: 9.1 us
+    # for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
+    peer_exchange_us=4.4,
+    peer_bytes_per_us=353e3,
+)
+
+_KNOWN = {H200.measured_on: H200}
+DEFAULT = H200
+
+
+def costs_of(gpu_name: str | None) -> GpuCosts:
+    """Returns the costs of the GPU that CUDA calls `gpu_name`; of an unknown one, or of none, DEFAULT.
+
+    A plan of wrong costs is as correct as another, but may be less balanced; `note` says so.
+    """
+    return _KNOWN.get(gpu_name or "", DEFAULT)
+
+
+def note(costs: GpuCosts, gpu_name: str | None) -> str:
+    """Says for a reader where predicted times come from, and that they are another GPU's where they are."""
+    if gpu_name is None or gpu_name in costs.measured_on:
+        return costs.measured_on
+    return f"{costs.measured_on}, as there are no costs of {gpu_name}: run `dlrm-bench limits` on it"

@@ -1,0 +1,1 @@
+"""Which rank holds which table, or which part of it, and the cost of that."""

@@ -1,0 +1,217 @@
+"""What a plan costs each rank: lookup, sort and update of its tables by our kernels, its all-to-alls, its memory.
+
+The slowest rank sets the pace: everybody waits for its pooled vectors in the all-to-all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+
+_VECTOR_BYTES = 2
+"""Of an element of the pooled vectors' gradients in bf16, which the update reads once for each id."""
+_LEAST_COLUMNS = 32
+"""A lookup reads whole lines of 128 bytes from memory, also of narrower rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableTimes:
+    """Microseconds of one rank's tables in an iteration."""
+
+    lookup: float
+    sort: float
+    update: float
+    picking: float
+    """Finding the ids whose rows this rank has, where tables are split by rows."""
+
+    @property
+    def all(self) -> float:
+        """Their sum."""
+        return self.lookup + self.sort + self.update + self.picking
+
+
+def table_times(
+    shards: Sequence[Shard],
+    model: ModelConfig,
+    global_batch_size: int,
+    costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
+    sharers: int = 1,
+) -> TableTimes:
+    """Returns the predicted times of one rank's kernels. ids: how often they name the same rows. sharers: ranks, this
+    one among them, that share the sort.
+
+    Other optimizers than exact Adagrad take less, by much the same share on every rank. A rank that holds a part of a
+    table's rows picks its ids out of those of all its tables first.
+    """
+    parts = [shard_times(shard, model, global_batch_size, costs, ids) for shard in shards]
+    saved = sum(shared_sort_us(shard.table, model, global_batch_size, costs) for shard in shards) * (1 - 1 / sharers)
+    picking = 0.0
+    if any(shard.row_parts > 1 for shard in shards):
+        picking = costs.picking_us + sum(picking_us(shard.table, model, global_batch_size, costs) for shard in shards)
+    return TableTimes(
+        lookup=costs.lookup_us + sum(part.lookup for part in parts),
+        sort=costs.sort_us + sum(part.sort for part in parts) - saved,
+        update=costs.update_us + sum(part.update for part in parts),
+        picking=picking,
+    )
+
+
+def shard_times(
+    shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts, ids: IdStatistics
+) -> TableTimes:
+    """Returns what a shard adds to its rank's times, without picking: of a part of the rows, the same part of the whole
+    table's.
+
+    A row that the batch names comes from memory once for the lookup, and from the cache for its further ids; for the
+    update it is read and written with its Adagrad state, and each id's gradient comes from the cache.
+    """
+    hot, share = model.multi_hot_sizes[shard.table], 1 / shard.row_parts
+    num_ids = share * global_batch_size * hot
+    distinct = share * ids.distinct_rows(model.rows[shard.table], hot, global_batch_size)
+    memory, cache = costs.memory_bytes_per_us, costs.cache_bytes_per_us
+    read = 4 * max(shard.columns, _LEAST_COLUMNS) * distinct / memory + 4 * shard.columns * (num_ids - distinct) / cache
+    gradients = _VECTOR_BYTES * shard.columns * num_ids / cache
+    updated = 16 * shard.columns * distinct / memory
+    return TableTimes(
+        lookup=read,
+        sort=costs.sort_us_per_million_ids * num_ids / 1e6,
+        update=updated + gradients + costs.update_us_per_million_ids * num_ids / 1e6,
+        picking=0.0,
+    )
+
+
+def tables_us(
+    shards: Sequence[Shard],
+    model: ModelConfig,
+    global_batch_size: int,
+    costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
+    sharers: int = 1,
+) -> float:
+    """Returns the sum of `table_times`."""
+    return table_times(shards, model, global_batch_size, costs, ids, sharers).all
+
+
+def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list[int]:
+    """Returns of each rank how many ranks share the sort of its ids: all with the same tables, where one node has them,
+    as shared_sort.py does it in peer memory."""
+    if topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
+        return [1] * len(by_rank)
+    tables = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
+    return [tables.count(own) for own in tables]
+
+
+def shared_sort_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+    """Returns the predicted microseconds that a rank saves for a table whose ids others sort and send it, which rather
+    receives eight bytes for each id."""
+    num_ids = global_batch_size * model.multi_hot_sizes[table]
+    return num_ids * (costs.sort_us_per_million_ids / 1e6 - 8 / costs.all_to_all_bytes_per_us)
+
+
+def picking_us(table: int, model: ModelConfig, global_batch_size: int, costs: GpuCosts) -> float:
+    """Returns the predicted microseconds in which a rank picks out the ids of a table whose rows it has, without the
+    fixed part."""
+    return global_batch_size * model.multi_hot_sizes[table] / 1e6 * costs.picking_us_per_million_ids
+
+
+def shard_us(shard: Shard, model: ModelConfig, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> float:
+    """Returns the sum of `shard_times`."""
+    return shard_times(shard, model, global_batch_size, costs, ids).all
+
+
+def all_to_alls_us(
+    columns: float, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT
+) -> float:
+    """Returns the predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
+
+    Vectors cross once and their gradients once; what a rank sends to itself does not travel. Inside the node they
+    travel at the GPU's rate, beside those for other nodes at the network's. pooled_bytes: of one pooled element on the
+    wire (2 in bf16, 4 in fp32).
+    """
+    if topology.world_size == 1:
+        return 0.0
+    to_each = global_batch_size * columns * pooled_bytes / topology.world_size
+    inside = costs.all_to_all_us + to_each * (topology.gpus_per_node - 1) / costs.all_to_all_bytes_per_us
+    return 2 * max(inside, topology.between_nodes_us(to_each))
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """The work and the memory that a plan gives one rank."""
+
+    tables_us: float
+    """Returns the predicted microseconds of lookup, sort and update in an iteration."""
+    embedding_us: float
+    """The same and the rank's own all-to-alls."""
+    table_bytes: int
+    """fp32 weights, replicated tables included."""
+    state_bytes: int
+    """Optimizer state of the same tables."""
+    columns: int
+    """Pooled columns that the rank sends for each sample of the global batch, and whose gradients it receives."""
+
+
+def rank_loads(
+    plan: Plan,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    global_batch_size: int,
+    pooled_bytes: int,
+    costs: GpuCosts = DEFAULT,
+    topology: Topology | None = None,
+    ids: IdStatistics = UNIFORM,
+) -> list[RankLoad]:
+    """Returns the load of each rank. pooled_bytes: as for `all_to_alls_us`. topology: None is one node. ids: how often
+    they name the same rows."""
+    loads, topology = [], topology or Topology.one_node(plan.world_size)
+    by_rank = shards_by_rank(plan.shards, plan.world_size)
+    for shards, sharers in zip(by_rank, sort_sharers(by_rank, topology), strict=True):
+        table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, model, optimizer.state_columns)
+        columns = sum(shard.columns for shard in shards)
+        own_us = tables_us(shards, model, global_batch_size, costs, ids, sharers)
+        exchange_us = all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
+        loads.append(
+            RankLoad(
+                tables_us=own_us,
+                embedding_us=own_us + exchange_us,
+                table_bytes=table_bytes,
+                state_bytes=state_bytes,
+                columns=columns,
+            )
+        )
+    return loads
+
+
+def imbalance(times: Sequence[float]) -> float:
+    """Returns the largest by the mean: 1 where all ranks have as much to do."""
+    return max(times) * len(times) / sum(times)
+
+
+def iteration_us(
+    shards: Sequence[Shard],
+    model: ModelConfig,
+    topology: Topology,
+    global_batch_size: int,
+    pooled_bytes: int,
+    costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
+) -> float:
+    """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest
+    all-to-alls.
+
+    They add up because no rank gets through an all-to-all before all have come to it and the largest sender is done:
+    with 800 of 3328 columns on each of four ranks of eight, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
+    of equal shares.
+    """
+    by_rank = shards_by_rank(shards, topology.world_size)
+    columns = max(sum(shard.columns for shard in own) for own in by_rank)
+    tables = (
+        tables_us(own, model, global_batch_size, costs, ids, sharers)
+        for own, sharers in zip(by_rank, sort_sharers(by_rank, topology), strict=True)
+    )
+    return max(tables) + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)

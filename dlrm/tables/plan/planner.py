@@ -1,0 +1,337 @@
+"""The planner: of the plans of two kinds of ranks, the one of the shortest predicted embedding work.
+
+Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables whole.
+Where ranks are too many for that, tables are split by rows as well, each into as many parts as bring its shards down to
+a rank's share of the work.
+
+No rank holds shards of two widths, because that gains nothing: with MLPerf's tables, placing all shards of a candidate
+on all ranks leaves the best plans of 2 to 64 ranks as they are, at 512 samples a GPU and at a global batch of 135168,
+of uniform and of expanded ids. They have one width on all ranks. By FBGEMM's costs, which narrow shards bring down
+less, it took up to 3 % off on two ranks, 0.7 % on 8 and nothing on 16 to 128.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig, TableOptimizer, TrainingConfig
+from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.tables.plan.costs import (
+    all_to_alls_us,
+    imbalance,
+    picking_us,
+    shard_us,
+    shared_sort_us,
+    sort_sharers,
+)
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+
+# Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
+# peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
+# 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the CPU time.
+REPLICATED_ROWS = 256
+# Narrower column shards cost as much (GpuCosts' hardly fall any more), and the sorted update does not take them.
+NARROWEST = 16
+# A plan that splits rows must be so much faster than the best that does not: every rank of a part looks at all ids of
+# the table, and pooled vectors of the parts add up only where their samples are.
+_ROWS_GAIN = 0.9
+# Many ranks with little to do are not worth a few percent: predictions err by as much, and what such ranks lack the
+# others have. Plans that split rows count as slower where the largest table work exceeds the mean by more than this.
+_MOST_IMBALANCE = 1.15
+_IMBALANCED = 1.25
+# Largest works of one shard that are tried, relative to a rank's share of all work.
+_LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
+
+
+def plan_for(
+    config: TrainingConfig,
+    topology: Topology,
+    memory_bytes: int,
+    replicate: bool = True,
+    split_rows: bool = False,
+    costs: GpuCosts = DEFAULT,
+) -> Plan:
+    """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
+    `make_plan`."""
+    return make_plan(
+        config.model,
+        topology,
+        config.local_batch_size * topology.world_size,
+        config.pooled_bytes,
+        config.optimizer.embedding,
+        memory_bytes,
+        replicate,
+        split_rows,
+        costs,
+        IdStatistics.of(config.data),
+    )
+
+
+class _Work:
+    """What every candidate is made for, and what its shards cost; a shard's cost does not depend on where it starts."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        topology: Topology,
+        global_batch_size: int,
+        pooled_bytes: int,
+        costs: GpuCosts,
+        ids: IdStatistics,
+    ) -> None:
+        self.model, self.world_size, self.dim = model, topology.world_size, model.embedding_dim
+        self._sizes, self._costs, self._ids = (model, global_batch_size, costs), costs, ids
+        self._topology, self._exchange = topology, (topology, global_batch_size, pooled_bytes, costs)
+        # Thousands of candidates ask for the same few.
+        self._tables_us: dict[tuple[int, int, int], float] = {}
+        self._exchange_us: dict[float, float] = {}
+        self._shard_us: dict[tuple[int, int, int], float] = {}
+        self.picking_us = [picking_us(table, *self._sizes) for table in range(model.num_features)]
+        """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
+        self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(model.num_features)]
+        """What a rank saves for each of its tables whose ids another rank sorts."""
+
+    def tables_us(self, shard: Shard) -> float:
+        """Returns what a shard costs its rank without all-to-alls."""
+        key = (shard.table, shard.columns, shard.row_parts)
+        if key not in self._tables_us:
+            self._tables_us[key] = shard_us(shard, *self._sizes, self._ids)
+        picked = self.picking_us[shard.table] if shard.row_parts > 1 else 0.0
+        return self._tables_us[key] + picked
+
+    def exchange_us(self, columns: float) -> float:
+        """Returns the all-to-alls of a rank that holds so many columns."""
+        if columns not in self._exchange_us:
+            self._exchange_us[columns] = all_to_alls_us(columns, *self._exchange)
+        return self._exchange_us[columns]
+
+    def shard_us(self, shard: Shard) -> float:
+        """Returns what a shard costs its rank, of tables and all-to-alls."""
+        key = (shard.table, shard.columns, shard.row_parts)
+        if key not in self._shard_us:
+            self._shard_us[key] = self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
+        return self._shard_us[key]
+
+    def iteration_us(self, shards: Sequence[Shard]) -> float:
+        """Returns plan_costs.py's `iteration_us` of such shards, or more where parts of rows leave the tables
+        imbalanced."""
+        ranks = shards_by_rank(shards, self.world_size)
+        columns = max(sum(shard.columns for shard in own) for own in ranks)
+        sharers = sort_sharers(ranks, self._topology)
+        tables = [self._costs.tables_us + self._rank_us(own, n) for own, n in zip(ranks, sharers, strict=True)]
+        time = max(tables) + self.exchange_us(columns)
+        imbalanced = any(shard.row_parts > 1 for shard in shards) and imbalance(tables) > _MOST_IMBALANCE
+        return _IMBALANCED * time if imbalanced else time
+
+    def _rank_us(self, own: Sequence[Shard], sharers: int) -> float:
+        time = sum(self.tables_us(shard) for shard in own)
+        time -= (1 - 1 / sharers) * sum(self._shared_us[shard.table] for shard in own)
+        if any(shard.row_parts > 1 for shard in own):
+            picked = sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
+            time += self._costs.picking_us + picked
+        return time
+
+    def least_us(self, grids: Sequence["_Grid"]) -> float:
+        """Returns what no placement of these shards can be faster than: all ranks with as much to do, and on one node
+        no id sorted twice."""
+        tables = sum(grid.count(self.dim) * self.tables_us(grid.shard) for grid in grids)
+        if self._topology.nodes == 1:
+            copies = ((grid.shard.table, self.dim // grid.shard.columns) for grid in grids)
+            tables -= sum((ranks - 1) * max(0.0, self._shared_us[table]) for table, ranks in copies)
+        columns = sum(grid.count(self.dim) * grid.shard.columns for grid in grids)
+        mean = self._costs.tables_us + tables / self.world_size
+        return mean + self.exchange_us(columns / self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A whole table, cut into shards like this one."""
+
+    shard: Shard
+
+    def count(self, dim: int) -> int:
+        """Returns the number of shards of a table of so many columns."""
+        return dim // self.shard.columns * self.shard.row_parts
+
+    def shards(self, dim: int) -> list[Shard]:
+        """Returns the shards."""
+        one = self.shard
+        return [
+            Shard(0, one.table, column, one.columns, part, one.row_parts)
+            for column in range(0, dim, one.columns)
+            for part in range(one.row_parts)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Tables cut in two ways, and how many of the ranks hold the first."""
+
+    narrow: list[_Grid]
+    wide: list[_Grid]
+    narrow_ranks: int
+
+    def place(self, work: _Work) -> list[Shard]:
+        """Returns the shards on their ranks."""
+        narrow_ranks, wide_ranks = range(self.narrow_ranks), range(self.narrow_ranks, work.world_size)
+        return _place(self.narrow, narrow_ranks, work) + _place(self.wide, wide_ranks, work)
+
+    def leaves_no_rank_empty(self, work: _Work) -> bool:
+        """Whether there is a shard of its kind for each rank, and a rank for each kind of shards."""
+        kinds = ((self.narrow, self.narrow_ranks), (self.wide, work.world_size - self.narrow_ranks))
+        counts = ((sum(grid.count(work.dim) for grid in grids), ranks) for grids, ranks in kinds)
+        return all(count >= ranks and (ranks > 0) == (count > 0) for count, ranks in counts)
+
+
+def make_plan(
+    model: ModelConfig,
+    topology: Topology,
+    global_batch_size: int,
+    pooled_bytes: int = 2,
+    optimizer: TableOptimizer = "adagrad",
+    memory_bytes: int | None = None,
+    replicate: bool = True,
+    split_rows: bool = False,
+    costs: GpuCosts = DEFAULT,
+    ids: IdStatistics = UNIFORM,
+) -> Plan:
+    """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
+
+    All numbers of tables split by columns, widths and splits of the ranks are tried; within a kind, the most costly
+    shard goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no columns, and only
+    exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of
+    one rank may take. replicate: whether any table may be. split_rows: whether tables may be split by rows, which they
+    are where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows.
+    ValueError if there are fewer shards than ranks at every width, or no plan fits.
+    """
+    dim, world_size = model.embedding_dim, topology.world_size
+    work = _Work(model, topology, global_batch_size, pooled_bytes, costs, ids)
+    tables = list(range(model.num_features))
+    replicate = replicate and can_replicate(dim, world_size, optimizer)
+    small = tuple(t for t in tables if replicate and model.rows[t] <= REPLICATED_ROWS)
+    replicated = () if len(tables) - len(small) < world_size else small
+    splits = (1,) if optimizer == "rowwise_adagrad" else (1, 2, 4, 8)
+    widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
+    best, least_bytes = _fastest(_by_columns(work, replicated, widths), replicated, work, optimizer, memory_bytes)
+    if split_rows and world_size > 1 and len(small) < len(tables):
+        candidates = _by_rows(work, small, widths)
+        by_rows, bytes_by_rows = _fastest(candidates, small, work, optimizer, memory_bytes)
+        least_bytes = min(least_bytes, bytes_by_rows)
+        if by_rows is not None and (best is None or by_rows[0] < _ROWS_GAIN * best[0]):
+            best, replicated = by_rows, small
+    if best is None and memory_bytes is not None and least_bytes < math.inf:
+        raise ValueError(
+            f"no plan of {world_size} rank(s) fits: the fullest rank's tables and optimizer state take at least "
+            f"{least_bytes / 1e9:.1f} GB of the {memory_bytes / 1e9:.1f} GB that a rank has; use more GPUs or "
+            "smaller tables (--model.table-scale)"
+        )
+    if best is None:
+        raise ValueError(
+            f"{model.num_features} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
+            + ("use fewer ranks" if split_rows else "use fewer ranks, or --presort-ids, which splits tables by rows")
+        )
+    plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
+    plan.check(model)
+    return plan
+
+
+def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
+    """Whether replicated.py can hold tables of so many columns, and there is another rank to share them with."""
+    return world_size > 1 and optimizer == "adagrad" and dim & (dim - 1) == 0  # what row_sums can add up
+
+
+def _fastest(
+    candidates: Iterator[_Candidate],
+    replicated: tuple[int, ...],
+    work: _Work,
+    optimizer: TableOptimizer,
+    memory_bytes: int | None,
+) -> tuple[tuple[float, tuple[Shard, ...]] | None, float]:
+    """Returns time and shards of the fastest candidate that fits, and the least memory that any of them takes, where
+    none fits."""
+    best: tuple[float, tuple[Shard, ...]] | None = None
+    least_bytes, state_columns = math.inf, OptimizerConfig(embedding=optimizer).state_columns
+    for candidate in candidates:
+        if not candidate.leaves_no_rank_empty(work):
+            continue
+        if best is not None and work.least_us(candidate.narrow + candidate.wide) >= best[0]:
+            continue
+        shards = candidate.place(work)
+        time = work.iteration_us(shards)
+        if best is not None and time >= best[0]:
+            continue
+        ranks = shards_by_rank(shards, work.world_size)
+        largest = max(sum(bytes_of_rank(own, replicated, work.model, state_columns)) for own in ranks)
+        least_bytes = min(least_bytes, largest)
+        if memory_bytes is None or largest <= memory_bytes:
+            best = (time, tuple(sorted(shards)))
+    return best, least_bytes
+
+
+def _by_columns(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) -> Iterator[_Candidate]:
+    """Yields the candidates that split no rows."""
+    costliest = _costliest(work, replicated)
+    for split, width in product(range(len(costliest) + 1), widths):
+        narrow = [_Grid(Shard(0, table, 0, width)) for table in costliest[:split]]
+        wide = [_Grid(Shard(0, table, 0, work.dim)) for table in costliest[split:]]
+        narrow_shards, wide_shards = (sum(grid.count(work.dim) for grid in grids) for grids in (narrow, wide))
+        # No rank is left empty; with many more ranks than shards, looking at each number would take a minute.
+        for narrow_ranks in range(max(0, work.world_size - wide_shards), min(work.world_size, narrow_shards) + 1):
+            yield _Candidate(narrow, wide, narrow_ranks)
+
+
+def _by_rows(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) -> Iterator[_Candidate]:
+    """Yields the candidates that split rows: for each largest work of a shard, the fewest parts that keep to it, and
+    the ranks shared out by the work of the two kinds."""
+    costliest = _costliest(work, replicated)
+    whole = sum(work.shard_us(Shard(0, table, 0, work.dim)) for table in costliest)
+    # Thousands of shards take their time, and differ less.
+    largest_shards = _LARGEST_SHARDS[:: 1 if work.world_size <= 256 else 4]
+    for split, width, factor in product(range(len(costliest) + 1), widths, largest_shards):
+        if split > 0 and width == work.dim:
+            continue  # one kind only, which split 0 is
+        largest = factor * whole / work.world_size
+        narrow = _row_parts(costliest[:split], width, largest, work)
+        wide = _row_parts(costliest[split:], work.dim, largest, work)
+        narrow_us, wide_us = (
+            sum(grid.count(work.dim) * work.shard_us(grid.shard) for grid in grids) for grids in (narrow, wide)
+        )
+        share = round(work.world_size * narrow_us / (narrow_us + wide_us))
+        for narrow_ranks in range(max(0, share - 1), min(work.world_size, share + 1) + 1):
+            yield _Candidate(narrow, wide, narrow_ranks)
+
+
+def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[_Grid]:
+    """Returns the tables in shards of this width, none of which takes longer; finding its ids counts where that leaves
+    time for anything else."""
+    grids = []
+    for table in tables:
+        whole, room, parts = work.tables_us(Shard(0, table, 0, width)), largest_us - work.picking_us[table], 1
+        if whole > largest_us:
+            parts = math.ceil(whole / (room if room > 0 else largest_us))
+            parts = min(parts, work.world_size, work.model.rows[table])
+        grids.append(_Grid(Shard(0, table, 0, width, 0, parts)))
+    return grids
+
+
+def _costliest(work: _Work, replicated: tuple[int, ...]) -> list[int]:
+    """Returns the sharded tables, the costliest first."""
+    tables = set(range(work.model.num_features)) - set(replicated)
+    whole = {table: work.tables_us(Shard(0, table, 0, work.dim)) for table in sorted(tables)}
+    return sorted(whole, key=lambda table: -whole[table])
+
+
+def _place(grids: Sequence[_Grid], ranks: range, work: _Work) -> list[Shard]:
+    """Longest processing time first: each shard, costliest first, goes to the least loaded rank."""
+    cost = [(work.shard_us(grid.shard), part) for grid in grids for part in grid.shards(work.dim)]
+    load = [(0.0, rank) for rank in ranks]
+    shards = []
+    for us, part in sorted(cost, key=lambda pair: -pair[0]):
+        busy, rank = heapq.heappop(load)
+        shards.append(Shard(rank, part.table, part.column, part.columns, part.row_part, part.row_parts))
+        heapq.heappush(load, (busy + us, rank))
+    return shards

@@ -1,0 +1,1 @@
+"""A sharded embedding-bag collection of fixed shapes."""

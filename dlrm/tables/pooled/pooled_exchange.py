@@ -1,0 +1,168 @@
+"""The exchange of pooled vectors: to the ranks of their samples, and their gradients back to the tables.
+
+Shapes are StaticEBC's. Columns of the interaction's input, [B, num_features * dim], stand in table order; a rank's
+pooled columns in the order of its shards.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.runtime.all_to_all import AllToAlls
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.plan import Plan
+from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
+from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
+from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
+from dlrm_bench.kernels.embedding.regroup import (
+    RegroupSumTable,
+    RegroupTable,
+    Run,
+    regroup_backward,
+    regroup_forward,
+    regroup_sum,
+)
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+
+class PooledExchange(Protocol):
+    """Embedding forward and backward but for the tables' update. Methods launch on the current stream."""
+
+    gradients: Tensor
+    """Gradients of the pooled vectors of this rank's shards: [part, G, T * C], G of a part."""
+
+    def lookup(self, ids: Tensor, part: int) -> Tensor | None:
+        """Looks up a part; returns what `forward` takes. ids: as FixedTBE.lookup takes them."""
+
+    def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
+        """Brings the pooled vectors of a part's local samples to `out`, the part's rows. Collective."""
+
+    def backward(self, grad: Tensor, part: int) -> None:
+        """Brings the gradient of `out` to the part's `gradients` on the ranks of the tables. Collective."""
+
+
+class CollectiveExchange:
+    """An exchange by FBGEMM's lookup and an all-to-all each way."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        plan: Plan,
+        ranks: Ranks,
+        tbe: FixedTBE,
+        shape: BatchShape,
+        autograd: bool,
+        memory: PeerMemory | None = None,
+    ) -> None:
+        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables.
+        memory: inside the nodes, where there are several."""
+        self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
+        widths, runs = _columns(model, plan)
+        own, world_size = widths[ranks.rank], ranks.world_size
+        make, dtype, parts = AllToAlls(ranks, memory).make, shape.dtype, range(shape.parts)
+        self._forward = [make(f"pooled {p}", lambda s, _: batch_size * widths[s], dtype) for p in parts]
+        self._backward = [make(f"gradients {p}", lambda _, d: batch_size * widths[d], dtype) for p in parts]
+        self._regroup = RegroupTable(batch_size, widths, runs, ranks.device)
+        in_parts = any(shard.row_parts > 1 for shard in plan.shards)
+        self._regroup_sum = RegroupSumTable(batch_size, widths, runs, ranks.device) if in_parts else None
+        self.gradients = torch.zeros(shape.parts, world_size * batch_size, own, dtype=shape.dtype, device=ranks.device)
+
+    def lookup(self, ids: Tensor, part: int) -> Tensor:
+        """Returns the pooled vectors of a part of the global batch, [G, T * C]."""
+        with torch.set_grad_enabled(self._autograd):
+            return self._tbe.lookup(ids, part)
+
+    def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
+        """Exchanges [rank s][B, T_s * C_s], and regroups into `out`, of any row stride; pooled vectors of parts of a
+        table's rows are added up there. Collective."""
+        assert pooled is not None
+        received = torch.empty(self._regroup.flat_size, dtype=self._dtype, device=out.device)
+        self._forward[part].exchange(received, pooled.detach().view(-1))
+        if self._regroup_sum is not None:
+            regroup_sum(received, self._regroup_sum, out)
+        else:
+            regroup_forward(received, self._regroup, out)
+
+    def backward(self, grad: Tensor, part: int) -> None:
+        """Regroups and exchanges. Collective."""
+        sent = torch.empty(self._regroup.flat_size, dtype=self._dtype, device=grad.device)
+        regroup_backward(grad, self._regroup, sent)
+        self._backward[part].exchange(self.gradients[part].view(-1), sent)
+
+
+class PeerInputs(NamedTuple):
+    """Memory that the exchanges through peer memory share with the dense network."""
+
+    memory: PeerMemory
+    inputs: PeerTensors
+    """The interaction's inputs of all ranks, after dim other columns: [local batch, (num_features + 1) * dim]."""
+
+
+class PeerExchange:
+    """An exchange by kernels that write to where the values are needed: a lookup that ends in the other ranks'
+    interaction inputs, and one copy of gradients to the other ranks.
+
+    A lookup overwrites the other ranks' interaction inputs: a barrier must lie between their last readers and it. In
+    the pipeline that is the one before the update of cross layer 0, whose weight gradients read the input last; after
+    an evaluated batch, one of its own.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        plan: Plan,
+        ranks: Ranks,
+        tbe: FixedTBE,
+        shape: BatchShape,
+        peers: PeerInputs,
+    ) -> None:
+        """Collective."""
+        parts, batch_size = shape.parts, shape.part_samples
+        self._tbe, self._peers, self._batch_size = tbe, peers, batch_size
+        dim, world_size = model.embedding_dim, ranks.world_size
+        tables = [
+            PooledTable(model.multi_hot_sizes[shard.table], first_row, dim + shard.table * dim + shard.column)
+            for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.row_offsets, strict=True)
+        ]
+        self._table = LookupTable(tables, batch_size, world_size, ranks.device)
+        widths, runs = _columns(model, plan)
+        global_batch, own = world_size * batch_size, widths[ranks.rank]
+        rows_before = [part * global_batch + ranks.rank * batch_size for part in range(parts)]
+        self._push = [
+            PushTable(batch_size, widths, [rows * width for width in widths], runs, ranks.device)
+            for rows in rows_before
+        ]
+        # Of one size on all ranks; a rank of fewer columns leaves some of it out.
+        self._received = peers.memory.zeros(parts * global_batch * max(widths), dtype=peers.inputs.own.dtype)
+        self.gradients = self._received.own[: parts * global_batch * own].view(parts, global_batch, own)
+
+    def lookup(self, ids: Tensor, part: int) -> None:
+        """Writes a part's pooled vectors to all ranks."""
+        weights, of_part = self._tbe.weights, self._tbe.of_part(ids, part)
+        pooled_lookup(weights, of_part, self._table, self._peers.inputs, part * self._batch_size)
+
+    def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
+        """Waits for what the other ranks write."""
+        self._peers.memory.barrier(f"pooled {part}")
+
+    def backward(self, grad: Tensor, part: int) -> None:
+        """Writes the gradients to all ranks, and waits for theirs."""
+        push_columns(grad, self._push[part], self._received)
+        self._peers.memory.barrier(f"gradients {part}")
+
+
+def _columns(model: ModelConfig, plan: Plan) -> tuple[list[int], list[Run]]:
+    """Returns the pooled columns of each rank, and where they stand among the columns of all tables; a run's block is
+    the rank."""
+    widths, runs = [], []
+    for rank in range(plan.world_size):
+        column = 0
+        for shard in plan.of_rank(rank):
+            runs.append(Run(rank, column, shard.table * model.embedding_dim + shard.column, shard.columns))
+            column += shard.columns
+        widths.append(column)
+    return widths, runs

@@ -1,0 +1,104 @@
+"""Tables so small that every rank holds them whole: data-parallel, like dense weights.
+
+A pooled vector of a tiny table costs the all-to-all as much as one of a large table. Replicated, its lookup is local,
+and its gradient, a few thousand rows, is summed over the ranks and applied to all rows: rows that no id named have a
+zero gradient, which Adagrad leaves as they are. Under other optimizers no table is replicated.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
+from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
+from dlrm_bench.kernels.embedding.regroup import RegroupTable, Run, regroup_backward, regroup_forward
+from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
+from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.non_finite import Watch
+
+
+@dataclass(slots=True)
+class ReplicatedIds:
+    """Ids of the local batch for the replicated tables, [table][B, hot] flat and in ascending order; all int32."""
+
+    ids: Tensor
+    sorted_ids: Tensor
+    sorted_bags: Tensor
+    starts: Tensor
+    """[rows + 1]: where each row's ids start among the sorted ones."""
+
+
+class ReplicatedTables:
+    """Lookup, gradient and update of the replicated tables of one rank."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tables: tuple[int, ...],
+        optimizer: OptimizerConfig,
+        shape: BatchShape,
+        seed: int,
+        ranks: Ranks,
+    ) -> None:
+        """Collective. shape: its parts make no difference, as lookup and update are local."""
+        batch_size = shape.samples
+        self.tables, self._eps = tables, optimizer.eps
+        dim = model.embedding_dim
+        rows = self._rows = [model.rows[table] for table in tables]
+        hot = [model.multi_hot_sizes[table] for table in tables]
+        tbe_shape = TBEShape(
+            rows=tuple(rows), hot=tuple(hot), columns=dim, samples=batch_size, dtype=shape.dtype, padded=shape.padded
+        )
+        self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=True)
+        for table, part in self.parts().items():
+            fill_initial_weights(part[0], seed=seed, table=table, num_embeddings=model.rows[table])
+        self._grad = torch.zeros_like(self._tbe.weights)
+        self._group = ranks.new_group()
+        start, segments = 0, []
+        for table, size in zip(tables, hot, strict=True):
+            before = batch_size * sum(model.multi_hot_sizes[:table])
+            segments.append(Segment(before, start, batch_size * size))
+            start += batch_size * size
+        self._segments = SegmentTable(segments, ranks.device)
+        runs = [Run(0, position * dim, table * dim, dim) for position, table in enumerate(tables)]
+        self._regroup = RegroupTable(batch_size, [len(tables) * dim], runs, ranks.device)
+
+    def parts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Returns weights and Adagrad state of each table, fp32 [rows, dim] views."""
+        return {
+            table: (self._tbe.weights[start : start + rows], self._tbe.state[start : start + rows])
+            for table, start, rows in zip(self.tables, self._tbe.first_row, self._rows, strict=True)
+        }
+
+    def empty_ids(self) -> ReplicatedIds:
+        """Returns memory for one batch's ids, all zero."""
+        ids = torch.zeros(self._tbe.num_ids, dtype=torch.int32, device=self._grad.device)
+        return ReplicatedIds(ids, ids.clone(), ids.clone(), ids.new_zeros(len(self._grad) + 1))
+
+    def input_dist(self, ids: Tensor, out: ReplicatedIds) -> None:
+        """Picks out and sorts these tables' ids. ids: the flat ids of one Batch, on the device."""
+        gather_segments(ids, self._segments, out.ids)
+        self._tbe.shift(out.ids)
+        self._tbe.sort(out.ids, out.sorted_ids, out.sorted_bags)
+        out.starts.copy_(row_starts(out.sorted_ids, len(self._grad)))
+
+    def lookup(self, ids: ReplicatedIds, out: Tensor) -> None:
+        """Writes pooled vectors into these tables' columns of `out`, [B, num_features * dim]."""
+        with torch.no_grad():
+            regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
+
+    def update(self, ids: ReplicatedIds, grad: Tensor, learning_rate: Tensor, watch: Watch | None = None) -> None:
+        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. watch: a LossGuard's;
+        where a flag is raised, nothing changes. Collective."""
+        mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
+        regroup_backward(grad, self._regroup, mine)
+        row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
+        dist.all_reduce(self._grad, group=self._group)
+        tables = (self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1))
+        flat_adagrad(*tables, learning_rate, self._eps, watch=watch)

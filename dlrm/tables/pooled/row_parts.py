@@ -1,0 +1,144 @@
+"""The ids of those rows that a rank has, picked out of all ids of its tables.
+
+A rank that holds a part of a table's rows gets all ids of the table, in the exchange's fixed shape, and picks its own
+out: how many these are is known on the device alone. They go into a list of fixed capacity, one table's after the
+other's, and bags are of any length. A batch that names more of the rank's rows than the list takes overflows: the host,
+which `count` tells, picks again into a list as long as all ids, and does that batch's lookup and update from there.
+Both give the same numbers.
+
+Such a batch is launched eagerly, where others are the replay of a graph. All ranks must then do so: NCCL forbids that
+some replay a collective that others launch. So the ranks exchange on the device, with the ids, whether the batch
+overflows on any of them, and their hosts read it when the batch's turn comes, an iteration later: see Overflows.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.config import ModelConfig
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
+
+# Capacity over the expected number of ids. Rows of a part lie apart, so ids spread over the parts but for the hottest.
+_SLACK = 1.25
+# The largest batches have so many ids of a part more than expected; of small ones, where chance counts, a share.
+_LEAST_SLACK = 256
+_NOT_YET = torch.iinfo(torch.int32).min
+_POLL_S = 20e-6
+
+
+@dataclass(slots=True)
+class PickedIds:
+    """One batch's ids of this rank's rows, in the order of the exchange: [part][T][bags of G samples]."""
+
+    rows: Tensor
+    """int32 [capacity]: which of the rank's rows of its table; 0 after the last id."""
+    sort_rows: Tensor
+    """int32 [capacity]: rows counted one table after another, as `sort_rows` takes them; -1 after the last id."""
+    bags: Tensor
+    """int32 [capacity]: the bag of each id, as FixedTBE numbers them."""
+    offsets: Tensor
+    """int32 [parts * T * G + 1]: where each bag's ids start."""
+    counted: Tensor
+    """int32 [1] on the device: how many ids there are, capacity or not."""
+    count: Tensor
+    """The same, int32 [1] on the host, pinned beside a GPU; _NOT_YET until it is known."""
+
+    @property
+    def capacity(self) -> int:
+        """How many ids the list takes."""
+        return len(self.rows)
+
+    def reset(self) -> None:
+        """Forgets the count, before the next batch's is on its way."""
+        self.count.fill_(_NOT_YET)
+
+    def overflows(self) -> bool:
+        """Whether the batch has more ids than the list takes; waits until the device has counted. RuntimeError where
+        the device has failed."""
+        return arrived(self.count) > self.capacity
+
+
+class RowParts:
+    """The picking of one rank's ids; a rank that has a part of any table's rows picks those of all its tables."""
+
+    def __init__(
+        self, model: ModelConfig, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
+    ) -> None:
+        """ranks: of all. device: where ids are."""
+        samples, before, tables = shape.part_samples * ranks, 0, []
+        for shard in shards:
+            tables.append(PickedTable(model.multi_hot_sizes[shard.table], shard.row_part, shard.row_parts, before))
+            before += shard.rows(model)
+        self._cuda, self._device = device.type == "cuda", device
+        self._table = PickTable(tuple(tables), samples, shape.parts, device)
+        self.num_ids = self._table.num_ids
+        expected = shape.parts * sum(samples * table.hot / table.row_parts for table in tables)
+        self._capacity = min(self.num_ids, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
+
+    def empty(self, whole: bool = False) -> PickedIds:
+        """Returns memory for one batch's ids; whole: for as many as any batch can have."""
+        capacity = self.num_ids if whole else self._capacity
+        rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
+        offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)
+        count = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
+        counted = torch.zeros(1, dtype=torch.int32, device=self._device)
+        return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, counted, count)
+
+    def pick(self, ids: Tensor, out: PickedIds) -> None:
+        """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them, -1 for padding.
+
+        Where the ids overflow, `out` has the first of them.
+        """
+        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, out.counted))
+        out.count.copy_(out.counted, non_blocking=True)
+
+
+class Overflows:
+    """The agreement of all ranks on batches that overflow on any of them: a maximum over the ranks, on the device."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Makes a process group: the exchange runs beside other collectives. Collective over all ranks."""
+        self._device = ranks.device
+        self._group = ranks.new_group() if ranks.world_size > 1 else None
+
+    def empty(self) -> Tensor:
+        """Returns memory for one batch's agreement: int32 [1] on the host, pinned beside a GPU."""
+        return torch.full((1,), _NOT_YET, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def reset(self, out: Tensor) -> None:
+        """Forgets the agreement, before the next batch's is on its way."""
+        out.fill_(_NOT_YET)
+
+    def exchange(self, picked: PickedIds | None, out: Tensor) -> None:
+        """Launches the exchange of one batch, after the picking. Collective. picked: None on a rank that picks
+        nothing."""
+        if picked is None:
+            excess = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        else:
+            excess = picked.counted - picked.capacity
+        if self._group is not None:
+            dist.all_reduce(excess, dist.ReduceOp.MAX, group=self._group)
+        out.copy_(excess, non_blocking=True)
+
+    def any(self, out: Tensor) -> bool:
+        """Returns whether the batch overflows on any rank, the same on all; waits until the device has exchanged it.
+        RuntimeError where the device has failed."""
+        return arrived(out) > 0
+
+
+def arrived(number: Tensor) -> int:
+    """Returns a number that the device writes to the host, int32 [1], once it is there. RuntimeError where the device
+    has failed: it writes nothing then, and only a question to it says so."""
+    value = number.numpy()
+    while value[0] == _NOT_YET:
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()
+        time.sleep(_POLL_S)
+    return int(value[0])

@@ -1,0 +1,345 @@
+"""A sharded embedding-bag collection of fixed shapes, straight on FBGEMM's table-batched embeddings (TBE).
+
+Local batch, multi-hot sizes and plan are constants, so every split, offset and layout is too: nothing of an iteration
+depends on the host, and all of it can be captured in a CUDA graph. One rank's ids and vectors, for W ranks, B local
+samples, G = W * B, and the rank's T shards of C columns each:
+
+    local ids      [feature][B, hot]            as a Batch has them
+    sent           [rank][its shards][B, hot]   one all-to-all with constant splits
+    received       [rank][T][B, hot]
+    looked up      [T][G, hot]                  TBE's order: by table, then by sample of the global batch
+    pooled         [G, T * C]                   rows r * B .. (r + 1) * B belong to rank r: the all-to-all sends as is
+    output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
+
+A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
+are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
+
+In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
+itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
+
+Pooled vectors and their gradients can travel in several parts, equal ranges of each rank's local samples, so that one
+part's way overlaps with other work on another. From `looked up` on, everything above is then one part's, with B its
+local samples; ids and gradients of the parts stand one after the other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
+from dlrm_bench.dlrm.tables.pooled.ids_exchange import (
+    CollectiveIdsExchange,
+    IdsBuffer,
+    IdsExchange,
+    NodeIdsExchange,
+    PeerIdsExchange,
+)
+from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
+from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedIds, ReplicatedTables
+from dlrm_bench.dlrm.tables.pooled.row_parts import Overflows, PickedIds, RowParts
+from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
+from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
+from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
+from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
+from dlrm_bench.kernels.non_finite import Watch, clear_gradients
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+
+@dataclass(slots=True)
+class DistributedIds:
+    """Model-parallel ids of one batch: what the input dist leaves for lookup and update."""
+
+    received: IdsBuffer
+    sorted_ids: Tensor | None = None
+    """int32, flat: rows of all tables, counted one table after another, in ascending order; -1 for padding."""
+    sorted_bags: Tensor | None = None
+    """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
+    sorted_peers: PeerTensors | None = None
+    """Where other ranks write shares of `sorted_ids` and `sorted_bags`, which are then views of it: see SharedSort."""
+    replicated: ReplicatedIds | None = None
+    """Ids of the local batch for the plan's replicated tables, where it has any."""
+    picked: PickedIds | None = None
+    """Those of the ids whose rows this rank has, where it has a part of any table's rows; these are then what is looked
+    up and sorted."""
+    overflow: Tensor | None = None
+    """Where the plan splits rows, and ids are for an update: what the ranks agree on of this batch, see Overflows."""
+
+    @property
+    def ids(self) -> Tensor:
+        """int32 [part][T][G, hot], flat; rows of their table, where bags are padded counted from its row of zeros."""
+        return self.received.own
+
+
+@dataclass(frozen=True, slots=True)
+class TableShard:
+    """A view of one shard's memory."""
+
+    shard: Shard
+    weights: Tensor
+    """fp32 [rows of the shard, columns]."""
+    state: Tensor
+    """fp32, Adagrad's sum of squared gradients: [rows, columns], or rowwise [rows, 1]; of SGD [rows, 0]."""
+
+
+class StaticEBC:
+    """The embedding stages of one rank. Its methods launch work and never wait for it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        plan: Plan,
+        ranks: Ranks,
+        shape: BatchShape,
+        seed: int,
+        presort: bool,
+        peers: PeerInputs | None = None,
+        memory: PeerMemory | None = None,
+    ) -> None:
+        """Collective: makes the process groups of its all-to-alls.
+
+        presort: sort ids after the input dist and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's
+        fused backward sorts and updates. Replicated tables are for Adagrad too. Several parts need presort, because
+        FBGEMM's backward updates once for each. peers: where ids, pooled vectors and their gradients go through peer
+        memory, which needs presort too. memory: where they go through peer memory inside nodes, and by collectives
+        between them.
+        """
+        assert optimizer.embedding == "adagrad" or not (presort or plan.replicated), "exact Adagrad alone"
+        assert presort or (shape.parts == 1 and peers is None)
+        in_parts = any(shard.row_parts > 1 for shard in plan.shards)
+        assert not in_parts or (presort and peers is None), "parts of rows: sorted updates and collectives"
+        if peers is not None:
+            width = (model.num_features + 1) * model.embedding_dim
+            assert peers.inputs.own.shape == (shape.samples, width), "inputs: [B, (num_features + 1) * dim]"
+            assert peers.inputs.own.dtype == shape.dtype, "pooled vectors are written as they travel"
+        self.model, self.plan, self.shape = model, plan, shape
+        self.device, self.presort = ranks.device, presort
+        self.learning_rate = torch.tensor([optimizer.learning_rate], device=ranks.device)
+        """The learning rate on the device, fp32 [1]; `set_learning_rate` changes it."""
+        self.eps = optimizer.eps
+        self.shards = plan.of_rank(ranks.rank)
+        self.columns = self.shards[0].columns
+        self._rank, self._part_samples = ranks.rank, shape.part_samples * ranks.world_size
+        self._row_parts: RowParts | None = None
+        if any(shard.row_parts > 1 for shard in self.shards):
+            self._row_parts = RowParts(model, self.shards, ranks.world_size, shape, ranks.device)
+        self._overflows = Overflows(ranks) if in_parts else None
+        tbe_shape = TBEShape(
+            rows=tuple(shard.rows(model) for shard in self.shards),
+            hot=tuple(model.multi_hot_sizes[shard.table] for shard in self.shards),
+            columns=self.columns,
+            samples=shape.part_samples * ranks.world_size,
+            dtype=shape.dtype,
+            parts=shape.parts,
+            padded=shape.padded and self._row_parts is None,
+        )
+        self._tbe = FixedTBE(tbe_shape, optimizer, ranks.device, sorted_updates=presort, fbgemm=peers is None)
+        layout = (model, plan, ranks, shape)
+        self._ids_exchange: IdsExchange
+        if peers is not None:
+            self._ids_exchange = PeerIdsExchange(*layout, peers.memory)
+        elif memory is not None:
+            self._ids_exchange = NodeIdsExchange(*layout, memory)
+        else:
+            self._ids_exchange = CollectiveIdsExchange(*layout)
+        sizes = (model, plan, ranks, self._tbe, shape)
+        self._exchange: PooledExchange = (
+            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort, memory=memory)
+        )
+        self._shared_sort: SharedSort | None = None
+        if peers is not None and sorts_are_shared(plan, shape):
+            self._shared_sort = SharedSort(model, plan, self._tbe, ranks, shape, peers.memory)
+        self._replicated: ReplicatedTables | None = None
+        self._fill(seed)
+        if plan.replicated:
+            self._replicated = ReplicatedTables(model, plan.replicated, optimizer, shape, seed, ranks)
+
+    # Stage 1
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether any rank has a part of any table's rows."""
+        return self._overflows is not None
+
+    def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
+        """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
+        Collective.
+
+        ids: int32, the flat ids of one Batch, on the device; where there is padding, -1 for it. out: of `empty_ids`; in
+        peer memory the other ranks write to it, too, see PeerIdsExchange.
+        """
+        self._ids_exchange.exchange(ids, out.received)
+        self._tbe.shift(out.ids)
+        if self._row_parts is not None and out.picked is not None:
+            self._row_parts.pick(out.ids, out.picked)
+        if self._replicated is not None and out.replicated is not None:
+            self._replicated.input_dist(ids, out.replicated)
+
+    def agree(self, ids: DistributedIds) -> None:
+        """Tells all ranks, after the input dist, whether picked ids are more than `ids` takes, for `eager_ids`.
+        Launches nothing where not `splits_rows`. Collective."""
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.exchange(ids.picked, ids.overflow)
+
+    def sort(self, ids: DistributedIds) -> None:
+        """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`, for the update; where ranks share it,
+        after a barrier of theirs."""
+        if ids.sorted_ids is None or ids.sorted_bags is None:
+            return
+        if self._shared_sort is not None and ids.sorted_peers is not None:
+            self._shared_sort.sort(ids.ids, ids.sorted_peers)
+        elif ids.picked is not None:
+            sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted_ids, ids.sorted_bags)
+        else:
+            self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
+
+    def empty_ids(self, sorts: bool = True) -> DistributedIds:
+        """Returns memory for one batch's ids, all zero. Collective in peer memory.
+
+        sorts: whether the ids are for an update, too; otherwise lists of picked ids take every batch.
+        """
+        received = self._ids_exchange.empty()
+        assert received.own.numel() == self._tbe.num_ids
+        replicated = self._replicated.empty_ids() if self._replicated is not None else None
+        ids = DistributedIds(received, replicated=replicated)
+        if self._row_parts is not None:
+            ids.picked = self._row_parts.empty(whole=not sorts)
+        if self._overflows is not None and sorts:
+            ids.overflow = self._overflows.empty()
+        if self.presort and sorts:
+            self._make_sorted(ids)
+        return ids
+
+    def _make_sorted(self, ids: DistributedIds) -> None:
+        if self._shared_sort is not None:
+            ids.sorted_peers = self._shared_sort.empty()
+            ids.sorted_ids, ids.sorted_bags = self._shared_sort.views(ids.sorted_peers)
+            return
+        size = ids.received.own if ids.picked is None else ids.picked.rows
+        ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
+
+    def expect(self, ids: DistributedIds) -> None:
+        """Says that an input dist into `ids`, and `agree`, come next, before they are launched: `eager_ids` waits for
+        them."""
+        if ids.picked is not None:
+            ids.picked.reset()
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.reset(ids.overflow)
+
+    def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
+        """Returns, once the input dist of a batch has run, the ids that this rank runs it with eagerly, as all ranks
+        do; None, on all ranks, where the picked ids of no rank are more than its list takes.
+
+        Of a rank whose picked ids are no more than `ids` takes these are `ids` themselves. The host waits for the
+        device only where the plan splits rows.
+        """
+        if self._overflows is None or ids.overflow is None or not self._overflows.any(ids.overflow):
+            return None
+        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+            return ids
+        whole = replace(ids, picked=self._row_parts.empty(whole=True))
+        self._make_sorted(whole)
+        assert whole.picked is not None
+        self._row_parts.pick(whole.ids, whole.picked)
+        self.sort(whole)
+        return whole
+
+    # Stage 2
+
+    def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
+        """Looks up a part of the global batch; returns what `output_dist` takes."""
+        if ids.picked is not None:
+            bags = len(self.shards) * self._part_samples
+            return self._tbe.lookup_bags(ids.picked.rows, ids.picked.offsets[part * bags :][: bags + 1])
+        return self._exchange.lookup(ids.ids, part)
+
+    def output_dist(self, pooled: Tensor | None, out: Tensor, part: int = 0) -> None:
+        """Brings the pooled vectors of a part's local samples to `out`: [B, num_features * dim] with any row stride,
+        tables in order; in peer memory these rows of the interaction's input and no others. Collective."""
+        self._exchange.forward(pooled, out, part)
+
+    def lookup_replicated(self, ids: DistributedIds, out: Tensor) -> None:
+        """Writes the replicated tables' pooled vectors into their columns of `out`, shaped as for `output_dist`."""
+        if self._replicated is not None and ids.replicated is not None:
+            self._replicated.lookup(ids.replicated, out)
+
+    # Stage 4
+
+    @property
+    def gradients(self) -> Tensor:
+        """Memory for the gradients of all parts' pooled vectors, [part, G, T * C] in the shape's dtype."""
+        return self._exchange.gradients
+
+    def gradient_dist(self, grad: Tensor, part: int = 0) -> None:
+        """Brings the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
+        self._exchange.backward(grad, part)
+
+    def update(self, ids: DistributedIds, pooled: Tensor | None, watch: Watch | None = None) -> None:
+        """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part.
+
+        watch: a LossGuard's; where a flag is raised, no weight or state changes.
+        """
+        if self.presort:
+            assert ids.sorted_ids is not None
+            assert ids.sorted_bags is not None
+            sorted_adagrad(
+                self._tbe.weights,
+                self._tbe.state,
+                self.gradients.view(-1, self.columns),
+                ids.sorted_ids,
+                ids.sorted_bags,
+                self.learning_rate,
+                self.eps,
+                watch,
+            )
+        else:
+            assert pooled is not None
+            if watch is not None:  # gradients of zero change nothing under any of the optimizers
+                clear_gradients(watch, self.gradients)
+            pooled.backward(self.gradients.view_as(pooled))
+
+    def update_replicated(self, ids: DistributedIds, grad: Tensor, watch: Watch | None = None) -> None:
+        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. watch: as in `update`.
+        Collective."""
+        if self._replicated is not None and ids.replicated is not None:
+            self._replicated.update(ids.replicated, grad, self.learning_rate, watch)
+
+    # State
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the rate from the next update on; FBGEMM's update in a graph keeps the rate that it was captured
+        with."""
+        self.learning_rate.fill_(value)
+        self._tbe.set_learning_rate(value)
+
+    def tables(self) -> Iterator[TableShard]:
+        """Yields every shard of this rank, replicated tables included, with its weights and optimizer state, as
+        views."""
+        for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
+            rows = slice(start, start + shard.rows(self.model))
+            yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
+        if self._replicated is not None:
+            dim = self.model.embedding_dim
+            for table, (weights, state) in self._replicated.parts().items():
+                yield TableShard(Shard(self._rank, table, 0, dim), weights, state)
+
+    # Construction
+
+    def _fill(self, seed: int) -> None:
+        for part in self.tables():
+            fill_initial_weights(
+                part.weights,
+                seed=seed,
+                table=part.shard.table,
+                num_embeddings=self.model.rows[part.shard.table],
+                row_offset=part.shard.row_part,
+                column_offset=part.shard.column,
+                row_step=part.shard.row_parts,
+            )

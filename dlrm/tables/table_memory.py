@@ -1,0 +1,53 @@
+"""Whether the tables fit, said before anything is allocated."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+# What stays free for activations, communication buffers and the dense network.
+HEADROOM = 0.95
+
+
+def device_memory_bytes(ranks: Ranks) -> int:
+    """Returns the memory one rank may use for its tables: its GPU's free bytes, or its share of the host's available
+    bytes."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.mem_get_info(ranks.device)[0]
+    return _host_available_bytes() // ranks.local_world_size
+
+
+def table_memory_bytes(ranks: Ranks) -> int:
+    """Returns what tables and optimizer state may take on every rank: the least memory of any. Collective."""
+    least = torch.tensor([device_memory_bytes(ranks)], dtype=torch.int64, device=ranks.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(int(least) * HEADROOM)
+
+
+def _host_available_bytes() -> int:
+    """Free memory and what the kernel frees on demand: the page cache, which reading data files fills."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def check_tables_fit(
+    model: ModelConfig, optimizer: OptimizerConfig, available_bytes: int, device: torch.device
+) -> None:
+    """Raise ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together.
+
+    available_bytes: this rank's; the process group sums it.
+    """
+    total = torch.tensor([available_bytes], dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    state_bytes = sum(model.rows) * optimizer.state_columns(model.embedding_dim) * 4
+    needed, available = model.table_bytes + state_bytes, int(total) * HEADROOM
+    if needed > available:
+        scale = model.table_scale * available / needed
+        raise ValueError(
+            f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB and the "
+            f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or shrink the tables with "
+            f"--model.table-scale {max(scale * 0.95, 1e-6):.2g}"
+        )

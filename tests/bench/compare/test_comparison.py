@@ -1,0 +1,251 @@
+"""Sides, what makes them unlike, and what a comparison says and does not say."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench.compare.comparison import Result, compare_all, compare_paths, compare_sides
+from dlrm_bench.bench.compare.sides import read_side
+from dlrm_bench.bench.compare.tables import (
+    result_as_json,
+    result_table,
+    rungs_table,
+    throughput_ratio,
+    verdict_in_words,
+)
+from dlrm_bench.bench.stats.statistics import compare
+from tests.bench.ladder.made_ladders import make, pretend_runs
+from tests.bench.made_records import H200, configured, recorded_runs, telemetry, write
+from tests.bench.mlperf.test_published_logs import LOGS
+
+RUNS = recorded_runs()
+
+
+def sides(tmp_path: Path, factor: float = 1.0, runs: int = 5, alternate: bool = False, **changes: Any) -> Result:
+    """A and B of `runs` recorded runs each, B's times `factor`; changes are B's. alternate: in the order A B B A ..."""
+    for i in range(runs):
+        write(tmp_path / "a" / f"run{i}", RUNS[i], minute=2 * i + i % 2 if alternate else i)
+        minute = 2 * i + 1 - i % 2 if alternate else runs + i
+        write(tmp_path / "b" / f"run{i}", RUNS[runs + i] * factor, minute=minute, **changes)
+    return compare_sides(read_side(tmp_path / "a"), read_side(tmp_path / "b"))
+
+
+def test_a_proven_difference(tmp_path: Path) -> None:
+    result = sides(tmp_path, factor=2, alternate=True)
+    assert (result.metric, result.verdict) == ("p50", "slower")
+    assert result.comparison.paired
+    assert verdict_in_words(result).startswith("B is slower (median, ")
+    assert result.differences == []
+    finds, varies, *windows = result.notes
+    assert all("not steady" in note for note in windows)
+    assert re.fullmatch(r"5 and 5 runs that differ like these find differences from \d+\.\d+%", finds)
+    level = r"iterations \d+\.\d\d%, processes \d+\.\d\d%, machines unknown"
+    assert re.fullmatch(rf"a run's median varies by level \(standard deviation\): A {level}; B {level}", varies)
+    throughput = throughput_ratio(result)
+    assert throughput is not None
+    assert throughput.high < 1
+
+
+def test_nothing_proven_is_a_tilde(tmp_path: Path) -> None:
+    result = sides(tmp_path)
+    assert result.verdict == "no difference proven"
+    assert list(result_table(result).columns[-1].cells) == ["~"] * 5
+    assert verdict_in_words(result).startswith("no difference proven (median, ")
+
+
+def test_one_run_a_side_proves_nothing(tmp_path: Path) -> None:
+    result = sides(tmp_path, factor=2, runs=1)
+    assert result.verdict == "no difference proven"
+    assert "Of these runs alone, B's were slower" in verdict_in_words(result)
+    assert any("it cannot be known how much runs" in note for note in result.notes)
+    assert result.detectable is None
+    assert result.runs_needed(0.02) is None
+
+
+def test_sides_one_after_the_other_may_hide_drift(tmp_path: Path) -> None:
+    result = sides(tmp_path)
+    assert not result.comparison.paired
+    assert any("a drift of the machine would look like a difference" in note for note in result.notes)
+
+
+def test_one_side_always_first_may_hide_drift(tmp_path: Path) -> None:
+    for i in range(4):
+        write(tmp_path / "a" / f"run{i}", RUNS[i], minute=2 * i)
+        write(tmp_path / "b" / f"run{i}", RUNS[4 + i], minute=2 * i + 1)
+    result = compare_sides(read_side(tmp_path / "a"), read_side(tmp_path / "b"))
+    assert not result.comparison.paired
+    assert any(f"{tmp_path / 'a'} came first in most pairs" in note for note in result.notes)
+
+
+def test_balanced_pairs_of_the_same_program_under_drift_are_no_difference() -> None:
+    """2 % more time from run to run: false alarms in at most one of twenty comparisons; A always first: in most."""
+    rng, alarms = np.random.default_rng(0), {"ABBAABBA": 0, "ABABABAB": 0}
+    for _ in range(60):
+        for order in alarms:
+            times = np.exp(0.02 * np.arange(8) + rng.normal(0, 0.002, 8))
+            runs = [times[i] * rng.gamma(1e5, 1e-5, 60) for i in range(8)]
+            a, b = ([runs[i] for i, side in enumerate(order) if side == which] for which in "AB")
+            alarms[order] += compare(a, b, paired=True).ratios["p50"].verdict != "no difference proven"
+    assert alarms["ABBAABBA"] <= 3
+    assert alarms["ABABABAB"] > 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"machine": {**H200, "gpu": "NVIDIA H100"}}, "GPU differs: NVIDIA H200 in .*, NVIDIA H100 in"),
+        ({"machine": {**H200, "driver": "570.0"}}, "driver differs"),
+        ({"machine": {**H200, "power_limit_w": 500.0}}, "power limit"),
+        ({"machine": {**H200, "sm_clock_max_mhz": 1700}}, "largest SM clock"),
+        ({"telemetry": telemetry(clock=1700)}, "SM clock during the run"),
+        ({"telemetry": telemetry(throttled=True)}, r"b: throttled \(power cap\) in 2 of 2 runs"),
+        ({"git": {"commit": "0123abc", "dirty": True}}, "b: source tree differed from its commit in 2 of 2 runs"),
+        ({"config": configured(local_batch_size=256)}, "global batch differs: 1024 in .*, 512 in"),
+        ({"config": configured(precision="bf16")}, "precision differs"),
+        ({"world_size": 4}, "number of ranks differs: 2 in .*, 4 in"),
+    ],
+)
+def test_what_should_be_equal_and_is_not(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    result = sides(tmp_path, runs=2, **changes)
+    assert any(re.search(said, difference) for difference in result.differences), result.differences
+
+
+def test_clocks_a_little_apart_and_unknown_values_are_no_difference(tmp_path: Path) -> None:
+    unknown = {**H200, "driver": None}
+    result = sides(tmp_path, runs=2, telemetry=telemetry(clock=1970), machine=unknown)
+    assert result.differences == []
+
+
+def test_a_side_that_is_mixed_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "x", RUNS[0])
+    write(tmp_path / "a" / "y", RUNS[1], config=configured(precision="bf16"))
+    side = read_side(tmp_path / "a")
+    result = compare_sides(side, side)
+    assert any("precision varies within" in difference for difference in result.differences)
+    assert any(difference.startswith("2 runs are on both sides") for difference in result.differences)
+
+
+def test_mlperf_logs_give_a_mean(tmp_path: Path) -> None:
+    logs = read_side(LOGS)
+    assert logs.metrics() == {"mean": pytest.approx(3.25, abs=0.005)}
+    assert read_side(LOGS / "result_1.txt").metrics()["mean"] == pytest.approx(3.243, abs=0.001)
+    for i in range(6):
+        write(tmp_path / "a" / f"run{i}", RUNS[i], minute=i)
+    result = compare_sides(logs, read_side(tmp_path / "a"))
+    assert (result.metric, result.verdict) == ("mean", "slower")
+    assert result_table(result).row_count == 2
+    assert any("an MLPerf log gives the mean" in note for note in result.notes)
+    assert any("global batch differs: 55296" in difference for difference in result.differences)
+
+
+def test_one_mlperf_log_a_side_has_no_interval(tmp_path: Path) -> None:
+    result = compare_sides(read_side(LOGS / "result_0.txt"), read_side(LOGS / "result_1.txt"))
+    assert math.isnan(result.ratio.low)
+    as_json = json.loads(json.dumps(result_as_json(result), allow_nan=False))
+    assert as_json["ratios"]["mean"] == {"value": pytest.approx(0.9935, abs=1e-3), "low": None, "high": None}
+    assert "unknown" in list(result_table(result).columns[4].cells)
+    assert re.fullmatch(
+        r"no difference proven: too few runs \(mean, 0\.\d+% less time; interval unknown\)", verdict_in_words(result)
+    )
+
+
+def test_across_batch_sizes_the_verdict_is_about_samples_per_second(tmp_path: Path) -> None:
+    """Half of the batch in 90 % of the time: a faster iteration, and fewer samples per second."""
+    result = sides(tmp_path, factor=0.9, alternate=True, config=configured(local_batch_size=256))
+    assert result.per_sample
+    assert (result.metric, result.verdict) == ("mean", "slower")
+    assert result.ratio.value == pytest.approx(2 * result.comparison.ratios["mean"].value)
+    assert result.comparison.ratios["mean"].value < 1
+    said = re.fullmatch(
+        r"B is slower \((.*)% fewer samples per second; 95 % interval (.*) to (.*) of A's\)", verdict_in_words(result)
+    )
+    assert said
+    fewer, low, high = map(float, said.groups())
+    assert low < 1 - fewer / 100 < high < 1
+    rows = list(zip(*(column.cells for column in result_table(result).columns), strict=True))
+    assert [row[-1] for row in rows] == ["", "", "", "", "slower"]
+    assert any("the verdict is about samples per second" in note for note in result.notes)
+
+
+def pairs(tmp_path: Path, factors: list[float]) -> list[tuple[str, Any, Any]]:
+    """Comparisons of six runs each with A's, of hardly any noise but 1 % between runs."""
+    random = np.random.default_rng(0)
+    made = []
+    for i, factor in enumerate([1.0, *factors]):
+        for run in range(6):
+            times = RUNS[run] / np.median(RUNS[run]) * factor * math.exp(random.normal(0, 0.01))
+            write(tmp_path / f"side{i}" / f"run{run}", np.full(250, np.median(times)), minute=10 * i + run)
+        made.append(read_side(tmp_path / f"side{i}"))
+    return [(side.label, made[0], side) for side in made[1:]]
+
+
+def test_many_comparisons_are_corrected_for(tmp_path: Path) -> None:
+    """A loss that would be proven by itself is not where ten were looked at; a large one still is."""
+    alone = pairs(tmp_path, [1.015, *[1.0] * 8, 1.5])
+    (one,) = compare_all(alone[:1])
+    many = compare_all(alone)
+    assert one.verdict == "slower"
+    assert 0.005 < one.p_value < 0.05 < many[0].p_value < 1
+    assert [result.verdict for result in many] == ["no difference proven"] * 9 + ["slower"]
+    assert "10 comparisons were looked at" in verdict_in_words(many[0])
+    assert next(iter(result_table(many[0]).columns[-1].cells)) == "~"
+    assert one.detectable is not None
+    assert many[0].detectable is not None
+    assert one.detectable < many[0].detectable
+
+
+def test_two_ladders_are_compared_rung_by_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("x", "y"):
+        pretend_runs(monkeypatch)
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, rounds=3)
+    results = compare_paths([tmp_path / "x", tmp_path / "y"])
+    assert [result.name for result in results] == ["a", "b", "c"]
+    assert all(result.ratio.value == 1 and result.comparisons == 3 for result in results)
+    table = rungs_table(results)
+    assert list(table.columns[0].cells) == ["a", "b", "c"]
+    assert str(table.title).endswith(f"A = {tmp_path / 'x'}\nB = {tmp_path / 'y'}")
+    assert not any("left out" in note for note in results[0].notes)
+    ladder = json.loads((tmp_path / "y" / "ladder.json").read_text())
+    ladder["rungs"][1]["name"] += "-new"
+    (tmp_path / "y" / "ladder.json").write_text(json.dumps(ladder))
+    results = compare_paths([tmp_path / "x", tmp_path / "y"])
+    assert [result.name for result in results] == ["a", "c"]
+    assert results[0].notes[-1] == "rungs that one of the ladders alone has are left out: b, b-new"
+    for rung in ladder["rungs"]:
+        rung["name"] = rung["name"].removesuffix("-new") + "-new"
+    (tmp_path / "y" / "ladder.json").write_text(json.dumps(ladder))
+    with pytest.raises(ValueError, match=r"have no rung in common \(a, b, c; a-new"):
+        compare_paths([tmp_path / "x", tmp_path / "y"])
+    (rung,) = compare_paths([tmp_path / "x" / "b", tmp_path / "y" / "b-new"])
+    assert rung.comparison.runs == (3, 3)
+    with pytest.raises(ValueError, match=r"x is a ladder, and only two ladders are compared with each other"):
+        compare_paths([tmp_path / "x", tmp_path / "y" / "b-new"])
+
+
+def test_runs_that_were_not_steady_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "x", np.linspace(1, 2, 250))
+    write(tmp_path / "y", np.full(250, 1.0))
+    (result,) = compare_paths([tmp_path / "y", tmp_path / "x"])
+    (note,) = [note for note in result.notes if "not steady" in note]
+    assert "x: 1 of 1 runs were not steady" in note
+    assert "the median changed by up to +" in note
+
+
+def test_runs_that_agree_by_luck_are_named(tmp_path: Path) -> None:
+    """Noisy iterations, and medians that are equal all the same."""
+    noise = np.random.default_rng(0).gamma(2, 1, 250)
+    for i, side in enumerate("abbaab"):
+        write(tmp_path / side / f"run{i}", noise * (1 if side == "a" else 1.001), minute=i)
+    (result,) = compare_paths([tmp_path / "a", tmp_path / "b"])
+    assert any("runs agree better (0.00%) than their own iterations" in note for note in result.notes)
+
+
+def test_runs_on_several_machines(tmp_path: Path) -> None:
+    result = sides(tmp_path, machine={**H200, "gpu_uuids": ["another"]})
+    assert any("runs on 2 machines" in note for note in result.notes)

@@ -1,0 +1,96 @@
+"""Checks: what passes, what fails, and what so few runs cannot say; by simulation, how often each is wrong."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench.compare.comparison import Result, compare_sides
+from dlrm_bench.bench.compare.gate import check_equivalence, check_regression, worst
+from dlrm_bench.bench.compare.sides import Side
+from dlrm_bench.bench.stats.statistics import compare
+
+
+def side(label: str, medians: np.ndarray) -> Side:
+    """Runs of one iteration each."""
+    return Side(
+        label=label,
+        series=[np.array([median]) for median in medians],
+        finished=[],
+        machines=["x"] * len(medians),
+        settings={},
+        global_batch_size=1024,
+        mean_only=False,
+        warnings=[],
+    )
+
+
+def drawn(random: np.random.Generator, ratio: float, runs: int = 8, spread: float = 0.01) -> Result:
+    """B takes `ratio` times A's time; runs spread by 1 %."""
+    a, b = (side("", np.exp(random.normal(np.log(middle), spread, runs))) for middle in (1.0, ratio))
+    comparison = compare(a.series, b.series)
+    p_value = comparison.estimates["p50"].p_value
+    return Result(name="", a=a, b=b, comparison=comparison, p_value=p_value, comparisons=1, differences=[], notes=[])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "regression", "equivalence"),
+    [
+        ([1, 1.001, 0.999], [1.001, 1, 1.002], "passed", "passed"),
+        ([1, 1.001, 0.999], [0.9, 0.901, 0.9], "passed", "failed"),
+        ([1, 1.001, 0.999], [1.011, 1.01, 1.0105], "passed", "passed"),  # proven slower, but by less than 2 %
+        ([1, 1.001, 0.999], [1.05, 1.051, 1.049], "failed", "failed"),
+        ([1, 1.004, 0.996], [1.022, 1.018, 1.025], "failed", "not enough runs"),
+        ([1, 1.1, 0.9], [1, 1.1, 0.9], "not enough runs", "not enough runs"),
+        ([1], [2], "not enough runs", "not enough runs"),
+    ],
+)
+def test_outcomes(a: list[float], b: list[float], regression: str, equivalence: str) -> None:
+    result = compare_sides(side("a", np.array(a)), side("b", np.array(b)))
+    assert check_regression(result, 0.02).outcome == regression
+    assert check_equivalence(result, 0.02).outcome == equivalence
+
+
+def test_texts_say_what_is_known_and_what_it_takes() -> None:
+    unsure = compare_sides(side("a", np.array([1, 1.02, 0.98])), side("b", np.array([1, 1.02, 0.98])))
+    text = check_regression(unsure, 0.02).text
+    assert text.startswith("neither is B proven slower nor a regression of 2.00% excluded: B takes 0.00% less time, at")
+    assert "at 95 % confidence at most 3." in text
+    assert text.endswith(" runs a side decide it")
+    one = compare_sides(side("a", np.array([1.0])), side("b", np.array([1.0])))
+    assert check_equivalence(one, 0.02).text.startswith("1 and 1 runs: at least two a side are needed")
+    assert check_regression(unsure, 0.0).outcome == "not enough runs"
+
+
+def test_a_regression_of_the_limit_passes_in_at_most_5_percent_of_tries() -> None:
+    random = np.random.default_rng(0)
+    outcomes = [check_regression(drawn(random, 1.02), 0.02).outcome for _ in range(200)]
+    assert outcomes.count("passed") <= 0.08 * 200
+    assert outcomes.count("failed") > 0.85 * 200
+
+
+def test_the_same_program_fails_in_at_most_5_percent_of_tries_and_mostly_passes() -> None:
+    random = np.random.default_rng(1)
+    checked = [check_regression(drawn(random, 1.0), 0.02).outcome for _ in range(200)]
+    assert checked.count("failed") <= 0.05 * 200
+    assert checked.count("passed") > 0.9 * 200
+    assert checked.count("not enough runs") > 0
+
+
+def test_a_difference_of_the_margin_is_called_equivalent_in_at_most_5_percent_of_tries() -> None:
+    random = np.random.default_rng(2)
+    for ratio in (1.02, 1 / 1.02):
+        checked = [check_equivalence(drawn(random, ratio), 0.02).outcome for _ in range(150)]
+        assert checked.count("passed") <= 0.085 * 150
+        assert checked.count("failed") <= 0.06 * 150
+    same = [check_equivalence(drawn(random, 1.0), 0.02).outcome for _ in range(100)]
+    assert same.count("passed") > 0.8 * 100
+
+
+def test_the_worst_outcome_counts(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    passed, failed = (check_regression(drawn(random, ratio, runs=20), 0.02) for ratio in (0.9, 1.2))
+    unsure = check_regression(drawn(random, 1.0, spread=0.2), 0.02)
+    assert worst([passed, unsure, failed]) == "failed"
+    assert worst([passed, unsure]) == "not enough runs"
+    assert worst([passed]) == worst([]) == "passed"

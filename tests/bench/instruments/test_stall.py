@@ -1,0 +1,88 @@
+"""A rank that does not go on ends the run on every rank that can still end, which name it and what it does."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.bench.ending import LOG_NAME
+from dlrm_bench.bench.instruments.abort import AbortWatch
+from dlrm_bench.bench.instruments.stall import StallWatch
+from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from tests.launched import fork, launch_main, wait, wait_until_training
+
+TIMEOUT_S = 3.0
+
+
+def dead_mount() -> Iterator[Batch]:
+    threading.Event().wait()
+    yield from ()
+
+
+def training(folder: Path, trouble: str) -> int:
+    """Rank 0 has the store; rank 1 stalls after five iterations."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    done = 0
+    with AbortWatch(ranks, (folder / f"closed_{ranks.rank}").touch) as abort:
+        stall = StallWatch(ranks, TIMEOUT_S, lambda: (done, done), abort.stop)
+        dist.barrier()
+        with stall:
+            for _ in range(5):  # all within the time to the first look
+                dist.all_reduce(torch.ones(1))
+                done += 1
+            if ranks.rank == ranks.world_size - 1:
+                if trouble == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    next(Prefetcher(dead_mount(), lambda batch: batch, 1))
+            dist.all_reduce(torch.ones(1))
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "trouble", "found"),
+    [
+        (2, "stopped", "rank 1's process does not run; at last it trains, after iteration 5"),
+        (2, "reader", "rank 1 waits for its reader, after iteration 5"),
+        (1, "reader", "rank 0 waits for its reader, after iteration 5"),
+    ],
+)
+def test_a_stall_ends_every_rank_that_runs(tmp_path, world_size, trouble, found):
+    processes = fork(world_size, tmp_path, training, tmp_path, trouble)
+    processes[0].join(60)
+    if trouble == "stopped":  # torchrun does this
+        os.kill(processes[1].pid, signal.SIGKILL)
+    ended = wait(processes, tmp_path)
+    assert ended.statuses[0] == 1
+    assert f"rank 0: the training has stalled for 3 s (--stall-timeout): {found}" in ended.outputs[0]
+    assert (tmp_path / "closed_0").exists()
+    if trouble == "reader":
+        assert ended.statuses[-1] == 1
+        assert (tmp_path / f"closed_{world_size - 1}").exists()
+
+
+@pytest.mark.multi_gpu
+def test_a_stopped_rank_ends_one_whose_gpu_spins_in_a_barrier(tmp_path):
+    """Barriers over peer memory wait without end, in kernels."""
+    flags = ["--preset", "launch-bound", "--model.table-scale", "0.001", "--precision", "bf16", "--pipeline", "static"]
+    flags += ["--cuda-graph", "iteration", "--overlap", "--presort-ids", "--peer-memory", "--iterations", "100000000"]
+    flags += ["--results-dir", str(tmp_path), "--run-id", "x", "--stall-timeout", "5"]
+    processes = fork(2, tmp_path, launch_main, flags, gpu=True)
+    wait_until_training(tmp_path / "x" / LOG_NAME, lambda: [process.pid for process in processes])
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    processes[0].join(60)
+    os.kill(processes[1].pid, signal.SIGKILL)  # torchrun does this
+    ended = wait(processes, tmp_path)
+    assert ended.statuses[0] == 1, ended
+    assert (
+        "rank 0: the training has stalled for 5 s (--stall-timeout): rank 1's process does not run" in ended.outputs[0]
+    )
+    assert '"status": "aborted"' in (tmp_path / "x" / LOG_NAME).read_text()

@@ -1,0 +1,52 @@
+"""MFU and energy by hand, and what has none."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench.limits.efficiency import efficiency_in_words, efficiency_of, efficiency_of_runs
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.records.schema import RunRecord
+from tests.bench.made_records import H200, configured, profile, recorded_runs, telemetry, write
+
+RUN = recorded_runs()[0]
+
+
+def made(folder: Path, **changes) -> RunRecord:
+    config = configured(precision="bf16", local_batch_size=6912)
+    return read_record(write(folder, RUN * 0 + 2.5, world_size=8, **{"config": config} | changes)).run
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    """6912 samples in 2.5 ms are 2.76 M a second; each takes 96 MFLOP of 989.4 T, and 3.456 of 55296 J."""
+    energy = {**telemetry(), "joules_per_iteration": 3.456}
+    run = made(tmp_path / "a", telemetry=energy)
+    found = efficiency_of(run)
+    assert found is not None
+    assert found == run["efficiency"]
+    assert found["samples_per_second_per_gpu"] == pytest.approx(6912 / 2.5e-3)
+    assert found["mfu"] == pytest.approx(6912 / 2.5e-3 * 95.9e6 / 989.4e12, rel=0.01)
+    assert found["joules_per_sample"] == pytest.approx(3.456 / 55296)
+    assert (
+        efficiency_in_words(run)
+        == "2,764,800 samples/s a GPU; MFU 26.9% of 989 TFLOP/s (bf16); 0.0625 mJ a sample, GPUs alone"
+    )
+
+
+def test_runs_of_which_some_know_less(tmp_path: Path) -> None:
+    known = made(tmp_path / "a", telemetry={**telemetry(), "joules_per_iteration": 3.456})
+    without = made(tmp_path / "b", machine={**H200, "gpu": "NVIDIA B200"})
+    found = efficiency_of_runs([known, without])
+    assert found is not None
+    assert found["joules_per_sample"] == pytest.approx(3.456 / 55296)
+    alone = efficiency_of_runs([without])
+    assert alone is not None
+    assert (alone["mfu"], alone["joules_per_sample"]) == (None, None)
+    assert efficiency_in_words(without) == "2,764,800 samples/s a GPU"
+
+
+def test_neither_profiled_runs_nor_cpus_have_one(tmp_path: Path) -> None:
+    profiled = made(tmp_path / "a", profile=profile())
+    on_cpu = made(tmp_path / "b", machine={**H200, "gpus": 0, "gpu": None})
+    assert profiled["efficiency"] is on_cpu["efficiency"] is efficiency_of_runs([profiled, on_cpu]) is None
+    assert efficiency_in_words(on_cpu) is None

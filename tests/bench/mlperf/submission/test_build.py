@@ -1,0 +1,131 @@
+"""Builds from ten runs: order, what does not belong together, what is kept, and scripts that a shell understands."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_bench.bench.mlperf.submission import build as module
+from dlrm_bench.bench.mlperf.submission.build import build, read_given
+from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, arrangement
+from tests.bench.made_records import recorded_runs, write
+from tests.bench.mlperf.submission.made_packages import BEGIN_MS, write_log
+
+RUNS = recorded_runs()
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """Ten logs without records; those with higher numbers began earlier."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for run, name in enumerate(RESULT_NAMES):
+        write_log(folder / name, seed=run, start_ms=BEGIN_MS - 10_000 * run)
+    return folder
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """Ten records with logs."""
+    folder = tmp_path / "runs"
+    for run in range(10):
+        record = write(folder / f"run-{run}", RUNS[run], minute=run)
+        write_log(record / "result_0.txt", seed=run, start_ms=BEGIN_MS + 10_000 * run)
+    return folder
+
+
+def edit_record(record: Path, change: dict[str, Any]) -> None:
+    path = record / "run.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {key: content[key] | value for key, value in change.items()}))
+
+
+def test_logs_alone_are_arranged_in_the_order_of_their_beginnings(tmp_path: Path, logs: Path) -> None:
+    built = build(tmp_path / "out", read_given([logs]), "fast")
+    package = built.package
+    assert package.folder == tmp_path / "out" / "Example"
+    for place, path in enumerate(package.logs()):
+        assert path.read_bytes() == (logs / RESULT_NAMES[9 - place]).read_bytes()
+    assert built.described
+    assert "cooling" in built.missing
+    assert "have no records" in built.notes[0]
+    assert [finding for finding in arrangement(package) if finding.fatal] == []
+
+
+def test_records_say_more(tmp_path: Path, records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "describe_host", lambda: {"host_storage_type": "NVMe SSD"})
+    given = read_given([records])
+    assert all(run.record is not None for run in given)
+    built = build(tmp_path / "out", given, None)
+    assert built.package.system == "8_x_Fast_dlrm-bench"
+    scripts = built.package.implementations / built.package.system
+    assert sorted(path.name for path in scripts.iterdir()) == [
+        "8_x_Fast_dlrm-bench_dlrm-bench.json", "README.md", "init_datasets.sh", "run_and_time.sh", "setup.sh",
+    ]  # fmt: skip
+    for script in scripts.glob("*.sh"):
+        subprocess.run(["bash", "-n", script], check=True)
+        assert script.stat().st_mode & 0o111
+    configuration = json.loads((scripts / "8_x_Fast_dlrm-bench_dlrm-bench.json").read_text())
+    assert configuration["config"]["local_batch_size"] == given[0].record["config"]["local_batch_size"]  # type: ignore[index]
+    source = built.package.implementations / "dlrm-bench"
+    assert (source / "launch" / "dlrm.py").is_file()
+    assert all((source / "kernels" / "dense" / name).is_file() for name in ("fused_cross.cu", "hopper.cuh"))
+    assert not (source / "tests").exists()
+    assert not [path for path in source.rglob("*") if path.name.startswith(".") or " " in path.name]
+
+
+def test_what_is_there_is_kept(tmp_path: Path, records: Path) -> None:
+    given = read_given([*sorted(records.iterdir())])
+    package = build(tmp_path / "out", given, "fast").package
+    edited = (
+        package.description,
+        package.implementations / "fast" / "README.md",
+        package.implementations / "dlrm-bench" / "README.md",
+    )
+    for path in edited:
+        path.write_text('{"cooling": "water"}')
+    again = build(tmp_path / "out", given, "fast")
+    assert not again.described
+    assert all(path.read_text() == '{"cooling": "water"}' for path in edited)
+    write_log(package.results / "result_0.txt", seed=77)
+    with pytest.raises(ValueError, match=r"has logs of other runs, and results are never replaced"):
+        build(tmp_path / "out", given, "fast")
+
+
+def test_runs_that_do_not_belong_together(tmp_path: Path, records: Path) -> None:
+    edit_record(records / "run-3", {"config": {"local_batch_size": 999, "seed": 5}, "git": {"commit": "other"}})
+    write_log(records / "run-4" / "result_0.txt", seed=3, start_ms=BEGIN_MS + 40_000)
+    given = read_given([records])
+    with pytest.raises(ValueError, match="these runs are no submission") as error:
+        build(tmp_path / "out", given, "fast")
+    assert "has the seed 3 of" in str(error.value)
+    assert "the runs differ in config local_batch_size" in str(error.value)
+    assert "the runs differ in git commit" in str(error.value)
+    assert "seed: submit" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ten_runs_are_needed(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(ValueError, match=r"--runs names 9 runs .*: a submission has exactly 10"):
+        read_given(sorted(logs.iterdir())[:9])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty is no result log, no record, and no folder of them"):
+        read_given([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("a --seed 3 b", "a b"),
+        ("a --seed=3 b --run-id x", "a b"),
+        ("--results_dir x c", "c"),
+        ("--seed 1 --seed 2 --data.path seed", "--data.path seed"),
+    ],
+)
+def test_what_a_run_alone_has_is_left_out_of_its_command(given: str, left: str) -> None:
+    words = given.split()
+    for flag in ("--seed", "--run-id", "--results-dir"):
+        words = module._without(words, flag)
+    assert words == left.split()

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.dlrm.dcnv2.data.fill import FillConfig, fill
+from dlrm_bench.dlrm.dcnv2.data.speed import SpeedConfig, main
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("filled") / "files"
+    fill(FillConfig(directory=directory, preset="smoke", gb=0.001, days=2))
+    return directory
+
+
+def test_says_what_each_batch_size_takes(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over many epochs of it, and again without the page cache."""
+    arguments = [str(files), "--preset", "smoke", "--local-batch-sizes", "50", "200", "--seconds", "0.05"]
+    for more in ([], ["--cold"]):
+        assert main([*arguments, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["50", "200"]
+        assert all("GB/s" in line and ("cold" in line) == bool(more) for line in lines)
+
+
+def test_ranks_read_at_once(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--preset", "smoke", "--local-batch-sizes", "50", "--seconds", "0.05", "--ranks", "2"]
+    assert main([str(files), *arguments]) == 0
+    assert "2 ranks of 2 threads" in capsys.readouterr().out
+
+
+def test_files_of_another_model(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(files), "--preset", "mlperf-dcnv2"]) == 2
+    assert "table rows differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [("--ranks", {"ranks": 0}), ("--seconds", {"seconds": 0.0}), ("--local-batch-sizes", {"local_batch_sizes": (0,)})],
+)
+def test_bad_flags(flag: str, values: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=flag):
+        SpeedConfig(directory=Path("nowhere"), **values)  # type: ignore[arg-type]

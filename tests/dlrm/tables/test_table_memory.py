@@ -1,0 +1,87 @@
+"""Tables that do not fit are refused before they are built, on every rank, with the way out."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.dlrm.config import ModelConfig, OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_tables_fit, device_memory_bytes
+
+CPU = torch.device("cpu")
+ADAGRAD = OptimizerConfig()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_tables_and_their_state_must_fit(one_rank):
+    needed = int(2 * MLPERF_MODEL.table_bytes / HEADROOM) + 1
+    check_tables_fit(MLPERF_MODEL, ADAGRAD, needed, CPU)
+    with pytest.raises(ValueError, match=r"need 209\.1 GB and the 1 rank\(s\) have 209\.1 GB"):
+        check_tables_fit(MLPERF_MODEL, ADAGRAD, needed - 1000, CPU)
+
+
+@pytest.mark.parametrize(("embedding", "gigabytes"), [("rowwise_adagrad", "105.4"), ("sgd", "104.5")])
+def test_other_optimizers_need_less(one_rank, embedding, gigabytes):
+    optimizer = OptimizerConfig(embedding=embedding)
+    check_tables_fit(MLPERF_MODEL, optimizer, int(1.01 * float(gigabytes) * 1e9 / HEADROOM), CPU)
+    with pytest.raises(ValueError, match=f"need {gigabytes} GB"):
+        check_tables_fit(MLPERF_MODEL, optimizer, int(0.99 * float(gigabytes) * 1e9 / HEADROOM), CPU)
+
+
+@pytest.mark.parametrize("gigabytes", [0.5, 16, 80, 141, 200])
+@pytest.mark.parametrize("scale", [1.0, 0.99])
+def test_the_proposed_scale_fits(one_rank, gigabytes, scale):
+    model = replace(MLPERF_MODEL, table_scale=scale)
+    with pytest.raises(ValueError, match=r"--model\.table-scale") as raised:
+        check_tables_fit(model, ADAGRAD, int(gigabytes * 1e9), CPU)
+    proposed = float(re.findall(r"--model\.table-scale (\S+)$", str(raised.value))[0])
+    assert proposed > 0.85 * gigabytes / 209.1 * HEADROOM
+    check_tables_fit(replace(MLPERF_MODEL, table_scale=proposed), ADAGRAD, int(gigabytes * 1e9), CPU)
+
+
+def ask(ranks: Ranks, model: ModelConfig, available: list[int]) -> str:
+    try:
+        check_tables_fit(model, ADAGRAD, available[ranks.rank], ranks.device)
+    except ValueError as error:
+        return str(error)
+    return "fits"
+
+
+def two_questions(ranks: Ranks, model: ModelConfig) -> tuple[str, str]:
+    enough, short = [int(2e9), int(210e9 / HEADROOM)], [int(209e9), 0]
+    return ask(ranks, model, enough), ask(ranks, model, short)
+
+
+def test_ranks_pool_their_memory_and_answer_alike(run_ranks):
+    (fits, refused), other = run_ranks(2, two_questions, MLPERF_MODEL)
+    assert (fits, refused) == other
+    assert fits == "fits"
+    assert "the 2 rank(s) have 198.6 GB" in refused
+
+
+def share_of_the_host(local_world_size: int) -> int:
+    return device_memory_bytes(Ranks(rank=0, local_rank=0, world_size=8, local_world_size=local_world_size, device=CPU))
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_node_and_counts_the_page_cache(monkeypatch):
+    meminfo = "MemTotal:       9000 kB\nMemFree:         100 kB\nMemAvailable:   8192 kB\nHugePages_Total:       0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: meminfo if str(path) == "/proc/meminfo" else "")
+    assert share_of_the_host(1) == 8 << 20
+    assert share_of_the_host(4) == 2 << 20
+
+
+def test_host_memory_of_this_machine():
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert 0 < share_of_the_host(1) <= os.sysconf("SC_PHYS_PAGES") * page
