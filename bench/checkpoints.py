@@ -1,19 +1,20 @@
-"""When a run saves its state, where, and how a later run goes on from it.
+"""When a run saves its state, and where.
 
-A checkpoint is a folder `iteration-00001000` in the folder that --checkpoint.path names: the files of
-pipeline/checkpoint.py, and state.json with all else that a run needs. It is written under another name, which ends in
-`.partial`, and renamed once everything is on disk: a folder without that ending is complete, whenever a process was
-killed. The one before is deleted after that.
+A checkpoint is a folder `samples-0000000512000`, after the number of samples trained, in the folder that
+--checkpoint.path names: the files of pipeline/checkpoint.py, and state.json with all else that a run needs
+(saved_state.py). It is written under another name, which ends in `.partial`, and renamed once everything is on disk: a
+folder without that ending is complete, whenever a process was killed. The one before is deleted after that.
 """
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,103 +22,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.instruments.schedule import Schedule
-from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.instruments.stall import SAVER
 from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint
-from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.checkpoint import (
-    CheckpointError,
-    pin_memory,
-    read_state,
-    snapshot,
-    snapshot_bytes,
-    state_bytes,
-    write_state,
+from dlrm_bench.bench.saved_state import (
+    PARTIAL,
+    STATE_JSON,
+    Resumed,
+    RunState,
+    checkpoint_name,
+    complete_checkpoints,
+    of_another_user,
 )
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.data.dataset import FileContent
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.checkpoint import pin_memory, read_state, snapshot, snapshot_bytes, state_bytes, write_state
+from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from dlrm_bench.pipeline.interface import Pipeline
 from dlrm_bench.pipeline.state import StateBlocks
 
-STATE_JSON = "state.json"
-_PARTIAL = ".partial"
+LOGGER = logging.getLogger(__name__)
 _SPARE_BYTES = 2 * 2**30
 """GPU memory that a copy of the state must leave free."""
-_SAME = ("model", "optimizer", "data", "seed")
-"""Fields of the configuration in which a run and the checkpoint that it resumes must agree; of `data` those that name
-samples."""
-_SAMPLES = ("source", "train_days", "random_batches", "random_skew", "random_ids")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RunState:
-    """Everything of a run but weights and optimizer state."""
-
-    iteration: int
-    """Iterations trained."""
-    samples: int
-    """Samples trained on: where the data go on."""
-    losses: list[float]
-    """One for each of these iterations, whose global batch is `samples` / `iteration`."""
-    auc: float | None
-    """That of the last evaluation."""
-    mlperf_log: str
-    """The lines of the MLPerf log so far."""
-    run_id: str
-    config: dict[str, Any]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Resumed:
-    """A checkpoint to go on from."""
-
-    folder: Path
-    state: RunState
-    first: int
-    """Iterations of the new run's global batch size that were trained."""
-
-
-def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
-    """Returns what --resume names, the newest complete checkpoint of a folder of them; None without the flag.
-
-    ValueError where there is none, or it is damaged, or of another training.
-    """
-    if config.resume is None:
-        return None
-    folder = config.resume
-    if not (folder / STATE_JSON).is_file():
-        complete = _complete(folder)
-        if not complete:
-            raise ValueError(f"--resume {folder}: there is no complete checkpoint")
-        folder = complete[-1]
-    content = read_json(folder / STATE_JSON)
-    try:
-        state = RunState(**content)
-    except TypeError as error:
-        raise ValueError(f"--resume: {folder / STATE_JSON} is not of this version ({error})") from None
-    _check_same(folder, state.config, as_json(config))
-    first, rest = divmod(state.samples, schedule.global_batch_size)
-    if rest:
-        raise ValueError(
-            f"--resume {folder}: it has trained on {state.samples} samples, which are no whole number of global "
-            f"batches of {schedule.global_batch_size}: choose another --local-batch-size"
-        )
-    if first >= schedule.iterations:
-        raise ValueError(f"--resume {folder}: it has trained all of the {schedule.iterations} iterations asked for")
-    return Resumed(folder=folder, state=state, first=first)
-
-
-def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    for name in _SAME:
-        old, new = saved.get(name), given.get(name)
-        if name == "data" and isinstance(old, dict) and isinstance(new, dict):
-            old, new = ({key: of.get(key) for key in _SAMPLES} for of in (old, new))
-        if old == new:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
-            name, old, new = f"{name}.{key}", old.get(key), new.get(key)
-        flag = name.replace("_", "-")
-        raise ValueError(f"--resume {folder}: it was trained with --{flag} {old}, and this run has {new}")
 
 
 class Checkpoints:
@@ -125,31 +52,26 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, ranks: Ranks, pipeline: Pipeline, resumed: Resumed | None) -> None:
         """Collective. ValueError, on every rank, where the folder cannot be used or has too little room."""
-        self._every, self._path = config.checkpoint.every, config.checkpoint.path
+        self._config, self._every, self._path = config, config.checkpoint.every, config.checkpoint.path
         self._ranks, self._pipeline = ranks, pipeline
         self._saving: Future[float] | None = None
-        self._iteration, self._paused_s, self._bytes = 0, 0.0, 0
-        self._lock: Any = None
+        self.iteration = 0
+        """The last iteration whose state was saved, or is being saved; 0 before the first."""
         self.pieces = 0
         """Pieces of the state that this rank has written."""
-        self.waited_for = False
-        """Whether the training waits for files to be written, which takes as long as the disk does."""
+        self.data_files: dict[str, FileContent] = {}
+        """What tells the run's data from others, on rank 0 of a run that saves."""
+        self._paused_s, self._bytes = 0.0, 0
+        self._lock: Any = None
         self._saved: list[SavedCheckpoint] = []
         self._resumed: ResumedFrom | None = None
         if self._path is None and resumed is None:
             return
         self._group = dist.new_group(backend="gloo")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=SAVER)
         blocks = pipeline.state_blocks()
         if resumed is not None:
-            begun = time.monotonic()
-            try:
-                read_state(resumed.folder, blocks, self._group)
-            except CheckpointError as error:
-                raise ValueError(f"--resume: {error}") from error
-            pipeline.take_blocks(blocks)
-            seconds = round(time.monotonic() - begun, 3)
-            self._resumed = ResumedFrom(run_id=resumed.state.run_id, iteration=resumed.first, read_s=seconds)
+            self._resumed = self._resume(resumed, blocks)
         self._bytes = state_bytes(blocks)
         if self._path is not None:
             _on_rank_0(ranks, partial(self._prepare, self._path, resumed))
@@ -165,7 +87,7 @@ class Checkpoints:
         """Whether the state is to be saved after so many iterations."""
         return self._every is not None and iteration % self._every == 0
 
-    def save(self, state: RunState) -> None:
+    def save(self, iteration: int, state: RunState) -> None:
         """Saves the state as it is now; returns while a thread still writes, where the GPU has room for a copy.
 
         Waits for the checkpoint before. Collective. CheckpointError, on every rank, where that one could not be
@@ -174,18 +96,16 @@ class Checkpoints:
         self.wait()
         assert self._path is not None
         begun = time.monotonic()
-        folder = self._path / f"iteration-{state.iteration:08d}"
+        folder = self._path / checkpoint_name(state["samples"])
         _on_rank_0(self._ranks, partial(_begin, folder, state))
         blocks = self._pipeline.state_blocks()
-        copied = self._has_room(blocks)
-        if copied:
-            blocks = snapshot(blocks, self._ranks.rank)
-            if self._ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-        self._iteration = state.iteration
-        self._saving = self._thread.submit(self._write, folder, blocks)
-        if not copied:
-            self._wait_for(self._saving)  # training would change what is being written
+        copy = self._copy(blocks)
+        if copy is not None and self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.iteration = iteration
+        self._saving = self._thread.submit(self._write, folder, copy or blocks)
+        if copy is None:
+            self._saving.exception()  # waits: training would change what is being written
         self._paused_s = time.monotonic() - begun
 
     def wait(self) -> None:
@@ -193,18 +113,17 @@ class Checkpoints:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        self._wait_for(saving)
         try:
             seconds = saving.result()
         except (OSError, ValueError) as error:
             assert self._path is not None
-            complete = _complete(self._path)
+            complete = complete_checkpoints(self._path)
             last = f"the last complete one is {complete[-1]}" if complete else "there is no earlier one"
             raise CheckpointError(
-                f"the checkpoint of iteration {self._iteration} could not be written: {error}; {last}"
+                f"the checkpoint of iteration {self.iteration} could not be written: {error}; {last}"
             ) from None
         paused, written, size = round(self._paused_s, 3), round(seconds, 3), self._bytes / 1e9
-        self._saved.append(SavedCheckpoint(iteration=self._iteration, gb=size, paused_s=paused, write_s=written))
+        self._saved.append(SavedCheckpoint(iteration=self.iteration, gb=size, paused_s=paused, write_s=written))
 
     def describe(self) -> Checkpointing | None:
         """Returns what the record says; None where nothing was saved or resumed."""
@@ -212,33 +131,59 @@ class Checkpoints:
             return None
         return Checkpointing(saved=self._saved, resumed=self._resumed)
 
+    def _resume(self, resumed: Resumed, blocks: StateBlocks) -> ResumedFrom:
+        """Fills the pipeline from a checkpoint. Collective."""
+        if self._ranks.rank == 0 and of_another_user(resumed.folder):
+            LOGGER.warning(
+                "--resume %s belongs to another user: its checksums show damage, not who wrote it", resumed.folder
+            )
+        begun = time.monotonic()
+        try:
+            read_state(resumed.folder, blocks, self._group)
+        except CheckpointError as error:
+            raise ValueError(f"--resume: {error}") from error
+        self._pipeline.take_blocks(blocks)
+        return ResumedFrom(
+            run_id=resumed.state["run_id"],
+            iteration=resumed.first,
+            samples=resumed.state["samples"],
+            read_s=round(time.monotonic() - begun, 3),
+        )
+
     def _write(self, folder: Path, blocks: StateBlocks) -> float:
         """Returns the seconds that it took. Collective, on the thread of all ranks."""
         begun = time.monotonic()
         if self._ranks.device.type == "cuda":
             torch.cuda.set_device(self._ranks.device)
-        unfinished = folder.with_name(folder.name + _PARTIAL)
-        write_state(unfinished, blocks, self._ranks.rank, self._group, self._count)
-        _on_rank_0(self._ranks, partial(_complete_folder, unfinished, folder), self._group)
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        try:
+            write_state(unfinished, blocks, self._ranks.rank, self._group, self._count)
+            _on_rank_0(self._ranks, partial(_complete_folder, unfinished, folder), self._group)
+        except (OSError, ValueError):  # on every rank, which have all stopped writing
+            if self._ranks.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         return time.monotonic() - begun
-
-    def _wait_for(self, saving: Future[float]) -> None:
-        self.waited_for = True
-        saving.exception()
-        self.waited_for = False
 
     def _count(self) -> None:
         self.pieces += 1
 
-    def _has_room(self, blocks: StateBlocks) -> bool:
-        """Whether every rank's device has room for a copy of what it writes. Collective."""
-        room = True
-        if self._ranks.device.type == "cuda":
-            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            room = free - _SPARE_BYTES > snapshot_bytes(blocks, self._ranks.rank)
-        rooms = [room] * self._ranks.world_size
-        dist.all_gather_object(rooms, room)
-        return all(rooms)
+    def _copy(self, blocks: StateBlocks) -> StateBlocks | None:
+        """Returns a copy of what this rank writes; None, on every rank, where any has no room for it. Collective."""
+        on_gpu = self._ranks.device.type == "cuda"
+        needed = snapshot_bytes(blocks, self._ranks.rank)
+        if not self._all(not on_gpu or _free_bytes() - _SPARE_BYTES > needed):
+            return None
+        copy: StateBlocks | None = None
+        with suppress(torch.OutOfMemoryError):  # pieces of free memory may hold less than their sum
+            copy = snapshot(blocks, self._ranks.rank)
+        return copy if self._all(copy is not None) else None
+
+    def _all(self, here: bool) -> bool:
+        """Whether something is so on every rank. Collective."""
+        everywhere = [here] * self._ranks.world_size
+        dist.all_gather_object(everywhere, here)
+        return all(everywhere)
 
     def _prepare(self, path: Path, resumed: Resumed | None) -> None:
         """Takes the folder for this run alone, and clears away what earlier ones left unfinished."""
@@ -248,50 +193,69 @@ class Checkpoints:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--checkpoint.path {path}: another run saves there: choose another folder") from None
-        complete = _complete(path)
-        going_on = resumed is not None and path.resolve() in (resumed.folder.resolve(), resumed.folder.resolve().parent)
-        if complete and not going_on:
+        complete = complete_checkpoints(path)
+        if complete and (resumed is None or complete[-1].resolve() != resumed.folder.resolve()):
             raise ValueError(
-                f"--checkpoint.path {path} has checkpoints of an earlier run: choose another folder, or add --resume "
-                f"{path}"
+                f"--checkpoint.path {path} has checkpoints of an earlier run, the newest {complete[-1].name}: choose "
+                f"another folder, or go on from that one with --resume {path}"
             )
-        for unfinished in path.glob(f"iteration-*{_PARTIAL}"):
+        for unfinished in path.glob(f"samples-*{PARTIAL}"):
             shutil.rmtree(unfinished)
         free = shutil.disk_usage(path).free
         if free < self._bytes:
-            needed = self._bytes / 1e9
             raise ValueError(
-                f"--checkpoint.path {path} has {free / 1e9:.1f} GB free, and a checkpoint takes {needed:.1f} GB "
-                "beside the one before it: make room or choose another folder"
+                f"--checkpoint.path {path} has {_in_units(free)} free, and a checkpoint takes "
+                f"{_in_units(self._bytes)} beside the one before it: make room or choose another folder"
             )
+        self.data_files = named(self._config.benchmark).parts().data_content(self._config)
 
 
-def _complete(path: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, oldest first."""
-    return sorted(
-        folder for folder in path.glob("iteration-*") if (folder / STATE_JSON).is_file() and folder.suffix != _PARTIAL
-    )
+def _free_bytes() -> int:
+    """Returns the GPU memory that a tensor of this stream can have: what the device has free, and what the allocator
+    holds idle. What is idle in a CUDA graph's pool stays that graph's."""
+    idle, stream = 0, torch.cuda.current_stream().cuda_stream
+    for segment in torch.cuda.memory_snapshot():
+        here = segment["device"] == torch.cuda.current_device() and segment["segment_pool_id"] == (0, 0)
+        # The allocator gives back segments of other streams where nothing lies in them.
+        if here and (segment["stream"] == stream or not segment["active_size"]):
+            idle += segment["total_size"] - segment["active_size"]
+    return torch.cuda.mem_get_info()[0] + idle
+
+
+def _in_units(size: float) -> str:
+    """Returns a number of bytes in the unit in which it has a digit before the point."""
+    for unit, of in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= of:
+            return f"{size / of:.1f} {unit}"
+    return f"{size:.0f} bytes"
 
 
 def _begin(folder: Path, state: RunState) -> None:
-    unfinished = folder.with_name(folder.name + _PARTIAL)
+    unfinished = folder.with_name(folder.name + PARTIAL)
     if unfinished.exists():
         shutil.rmtree(unfinished)
     unfinished.mkdir()
     with (unfinished / STATE_JSON).open("w", encoding="utf-8") as file:
-        json.dump(asdict(state), file)
+        json.dump(state, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _complete_folder(unfinished: Path, folder: Path) -> None:
-    """Gives a checkpoint its name, once all of it is on disk, and deletes the ones before."""
+    """Gives a checkpoint its name, once all of it is on disk, and deletes the ones before.
+
+    One of the same number of samples makes way under a name that is complete as well: there is one at any time.
+    """
     _sync(unfinished)
+    if folder.exists():
+        os.replace(folder, folder.with_name(f"{folder.name}.replaced"))
     os.replace(unfinished, folder)
     _sync(folder.parent)
-    for older in _complete(folder.parent):
-        if older.name < folder.name:
-            shutil.rmtree(older)
+    complete = complete_checkpoints(folder.parent)
+    for older in complete[: complete.index(folder)]:
+        leaving = older.with_name(older.name + PARTIAL)  # half deleted it would look complete
+        os.replace(older, leaving)
+        shutil.rmtree(leaving)
 
 
 def _sync(folder: Path) -> None:

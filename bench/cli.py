@@ -1,21 +1,25 @@
-"""dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command.
+"""dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command,
+`dlrm-bench --version` says which version this is.
 
 Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the command started fails for any reason; 2 for
 bad input and for what --strict refuses; 5 if there are not enough runs for a check; 128 plus its number after a signal.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.scale.arguments import Scale
-from dlrm_bench.dlrm.runtime.command_line import exit_status
+from dlrm_bench.dlrm.runtime.command_line import exit_status, printable
+
+_WIDEST = 1000
+"""Columns of a console that shows every table whole."""
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +97,9 @@ class Host:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rerun:
-    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison."""
+    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison.
+
+    A record without a commit, of an installed package, is rerun by the same version, installed or checked out."""
 
     record: Positional[Path]
     """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), whose rounds are all compared with."""
@@ -316,6 +322,27 @@ class Submission:
         return run_submission(self.what, console, forwarded)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Checkpoint:
+    """Checks checkpoints: dlrm-bench checkpoint verify DIR
+
+    verify: reads every byte of a checkpoint, or of the newest complete one of a folder of them, and says what is not as
+    it was written, a line each; the exit status is 2 if there is anything. No code of a checkpoint is run, neither here
+    nor by --resume; but checksums show damage, not who wrote a checkpoint: go on from your own alone.
+    """
+
+    what: Positional[Literal["verify"]]
+    """What to do."""
+    directory: Positional[Path]
+    """A checkpoint, or a folder of them."""
+
+    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
+        """Checks it and prints what it found; returns the exit status."""
+        from dlrm_bench.bench.verify_checkpoint import verify_checkpoint
+
+        return verify_checkpoint(console, self.directory)
+
+
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[LadderCommand, tyro.conf.subcommand("ladder")]
@@ -326,6 +353,7 @@ Command = (
     | Annotated[RecordCommand, tyro.conf.subcommand("record")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Submission, tyro.conf.subcommand("submission")]
+    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Scale, tyro.conf.subcommand("scale")]
 )
@@ -340,6 +368,12 @@ def _run(arguments: Sequence[str]) -> int:
     starts = (i for i, word in enumerate(arguments) if word == "--" or word.partition("=")[0] == "--preset")
     end = 2 if list(arguments[:1]) in (["data"], ["submission"]) else next(starts, len(arguments))
     forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
+    if list(arguments) == ["--version"]:
+        from dlrm_bench.bench import ROOT
+        from dlrm_bench.bench.machine.source import version
+
+        print(version(ROOT))
+        return 0
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
     if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
@@ -348,7 +382,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
-    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Scale):
+    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Checkpoint | Scale):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for word in forwarded:
@@ -357,12 +391,26 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
 
 
 def _console() -> "Console":
-    """A console at least as wide as the tables, which are cut off otherwise."""
-    from rich.console import Console
+    """Returns a console at least as wide as each table, which would be cut off otherwise; it prints no file's name as
+    what steers terminals."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+    from rich.table import Table
 
     class EndingConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else printable(text), style, control)
+
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # as print() ends: rich alone exits with status 1, which has a meaning here
+
+        def print(self, *objects: Any, **keywords: Any) -> None:
+            for table in objects:
+                if isinstance(table, Table):
+                    whole = self.measure(table, options=self.options.update(width=_WIDEST)).maximum
+                    self.width = max(self.width, whole)
+            super().print(*objects, **keywords)
 
     return EndingConsole(width=max(130, Console().width))
 

@@ -53,7 +53,7 @@ class CheckpointConfig:
     """Iterations from one checkpoint to the next; without a number only the state before a loss that is not finite is
     saved, where there is a path."""
     path: Path | None = None
-    """Folder of checkpoints, which all nodes share; the newest complete one is kept."""
+    """Folder of checkpoints, which all nodes share; the last complete one is kept."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every > 0, "--checkpoint.every must be positive")
@@ -92,10 +92,11 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """Iterations between two reads of the losses; a non-finite one stops every rank, and no weight changes before."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: Path | None = None
-    """Go on from this checkpoint, or from the newest complete one in this folder."""
+    """Go on from this checkpoint, or from the one of most samples in this folder. Its checksums show damage, not who
+    wrote it."""
     stall_timeout: float | None = 60.0
-    """Seconds after which a training that does not go on is ended on all ranks; ten times as many until its first
-    iteration has ended. None waits without end."""
+    """Seconds after which a training that does not go on is ended on all ranks; ten times as many for each step of its
+    beginning, from the imports on, and for its first iteration. None waits without end."""
     results_dir: Path = Path("results")
     """Directory of records; the run makes one folder in it and never writes into an existing one."""
     run_id: str | None = None

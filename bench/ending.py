@@ -1,19 +1,23 @@
 """What a run leaves when it ends: its record, or what it measured until then, whatever has become of its folder."""
 
+import contextlib
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.instruments.losses import NonFiniteLossError
+from dlrm_bench.bench.instruments.losses import NonFiniteError
 from dlrm_bench.bench.machine.provenance import provenance
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
+    RUN_JSON,
     TrainingOutcome,
     build_record,
     release_room,
@@ -21,32 +25,89 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
+from dlrm_bench.bench.saved_state import history_arrays
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from dlrm_bench.bench.run import Run
 
 LOG_NAME = "result_0.txt"
+_PATIENCE_S = 5
+"""Less than the half a minute after which torchrun kills its ranks."""
 
 
-def keep_figures(this: "Run", error: NonFiniteLossError) -> str:
+def keep_figures(this: "Run", error: NonFiniteError) -> str:
     """Keeps what a run has measured that cannot go on; returns where. Collective."""
     this.clock.pause()
-    iterations_ms = this.clock.gather_ms()
-
-    def write(folder: Path) -> None:
-        write_iterations(folder, iterations_ms, error.known, this.losses_before)
-
+    write = _figures(this, this.clock.gather_ms(), error.known)
     kept = f"losses and latencies so far are in {_write_somewhere(this, write) / ITERATIONS_NPZ}"
-    good = error.iteration - 1
-    if this.checkpoints.saves and good > this.first:
+    good = error.whole
+    if this.checkpoints.saves and good is not None and good > this.first:
         try:
-            this.save(good, error.known[: good - this.first])
+            if good != this.checkpoints.iteration:  # that one has these weights
+                this.save(good, error.known[: good - this.first])
             this.checkpoints.wait()
             kept += f", these weights in {this.config.checkpoint.path}"
         except ValueError as failure:
             kept += f"; {failure}"
     return kept
+
+
+@contextlib.contextmanager
+def named_checkpoints(this: "Run") -> Iterator[None]:
+    """Has an error of a checkpoint say where that was to be written: that of a full disk does not."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        path = str(this.config.checkpoint.path)
+        if path in str(error):
+            raise
+        raise ValueError(f"--checkpoint.path {path}: {error}") from error
+
+
+def keep_own_figures(this: "Run") -> None:
+    """Keeps what global rank 0 knows of a run that ends at once, by a signal or an error; says where.
+
+    For any thread, while others may be blocked in a collective or for the device: nothing here waits for them, so that
+    latencies are those of rank 0 alone, and losses those that were read. A disk that does not answer gets some seconds.
+    """
+    if this.ranks.rank == 0:
+        work = threading.Thread(target=_keep_own, args=(this,), daemon=True)
+        work.start()
+        work.join(_PATIENCE_S)
+
+
+def _keep_own(this: "Run") -> None:
+    release_room(this.folder)
+    iterations_ms = this.clock.so_far_ms()[None]
+    if this.place is None and iterations_ms.size:
+        folder = _write_here(this, _figures(this, iterations_ms, this.losses.known))
+        if (folder / ITERATIONS_NPZ).is_file():
+            text = f"rank 0: its latencies so far, and the losses that were read, are in {folder / ITERATIONS_NPZ}"
+            print(text, file=sys.stderr, flush=True)
+    restore_log(this)
+
+
+def restore_log(this: "Run") -> None:
+    """Writes the MLPerf log again, on rank 0 once it is closed, where its file does not hold it; says where and why."""
+    folder = this.place or this.folder
+    content = _content(folder / LOG_NAME)
+    if this.ranks.rank != 0 or content == this.log.text:
+        return
+    try:
+        if folder != this.folder:  # which has it as it was when the figures were written
+            (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
+            return
+        if content is None:
+            why = "was deleted during the run"
+        else:  # somebody's, which is left alone, or what a full disk took
+            why = f"lacks lines ({this.log.failure})" if this.log.failure else "was changed during the run"
+            folder = _temporary_folder(this)
+        (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
+        text = f"{this.folder / LOG_NAME} {why}: what the run logged is in {folder / LOG_NAME}"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+    except OSError as error:
+        _rescued(this, lambda _: None, error)
 
 
 def write_results(
@@ -90,9 +151,11 @@ def write_results(
     )
 
     def write(folder: Path) -> None:
-        write_record(folder, record, iterations_ms, losses, this.losses_before)
+        write_record(folder, record, iterations_ms, losses, history_arrays(this.losses_before))
 
-    return _write_somewhere(this, write), record
+    folder = _write_somewhere(this, write)
+    restore_log(this)
+    return folder, record
 
 
 def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:
@@ -100,29 +163,52 @@ def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:
 
     The MLPerf log goes along, as far as its own file does not have it.
     """
-    place: list[Any] = [this.folder]
-    if this.ranks.rank == 0:
-        release_room(this.folder)
-        try:
-            write(this.folder)
-            if this.log.failure is not None:
-                raise this.log.failure
-        except OSError as error:
-            place = [_rescued(this, write, error)]
+    place: list[Any] = [_write_here(this, write) if this.ranks.rank == 0 else None]
     dist.broadcast_object_list(place, src=0)
     return Path(place[0])
 
 
+def _write_here(this: "Run", write: Callable[[Path], None]) -> Path:
+    """Does what _write_somewhere says, on rank 0."""
+    release_room(this.folder)
+    try:
+        write(this.folder)
+        if this.log.failure is not None:
+            raise this.log.failure
+        this.place = this.folder
+    except OSError as error:
+        this.place = _rescued(this, write, error)
+    return this.place
+
+
+def _figures(this: "Run", iterations_ms: np.ndarray, losses: Sequence[float]) -> Callable[[Path], None]:
+    """What writes iterations.npz of a run that does not finish into a folder; see write_iterations."""
+    return lambda folder: write_iterations(folder, iterations_ms, losses, history_arrays(this.losses_before))
+
+
+def _content(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _temporary_folder(this: "Run") -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="dlrm-bench-")) / this.folder.name
+    folder.mkdir()
+    return folder
+
+
 def _rescued(this: "Run", write: Callable[[Path], None], error: OSError) -> Path:
     try:
-        folder = Path(tempfile.mkdtemp(prefix="dlrm-bench-")) / this.folder.name
-        folder.mkdir()
+        folder = _temporary_folder(this)
         write(folder)
         (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
     except OSError as again:
         print(f"warning: the record cannot be written: {error}; nor elsewhere: {again}", file=sys.stderr, flush=True)
         return this.folder
-    print(f"warning: {error}: the record is in {folder} instead", file=sys.stderr, flush=True)
+    what = "the record" if (folder / RUN_JSON).exists() else "what the run left"
+    print(f"warning: {error}: {what} is in {folder} instead", file=sys.stderr, flush=True)
     return folder
 
 

@@ -15,9 +15,9 @@ from dlrm_bench.bench.presets import preset
 
 
 def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str | None, prints: bool) -> RunConfig:
-    """The configuration that a preset, a pipeline and further flags give; exits after --help.
+    """Returns the configuration that a preset, a pipeline and further flags give; exits after --help.
 
-    text: begins the help. prints: whether this process prints help and errors. ValueError names a bad flag.
+    text: begins the help. prints: whether this process prints the help. ValueError names a bad flag, in one line.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
@@ -27,7 +27,7 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
     narrowed: Any = RunConfig[kinds]  # type: ignore[valid-type]  # so that tyro sees the fields of this benchmark's
     kind: Any = tyro.conf.AvoidSubcommands[narrowed]  # type: ignore[misc]
     cli = partial(tyro.cli, kind, default=default, args=arguments, description=text)
-    return cast(RunConfig, cli() if prints else _in_one_line(cli))
+    return cast(RunConfig, _parsed(cli, prints))
 
 
 def preset_name(flags: Sequence[str]) -> str:
@@ -36,16 +36,35 @@ def preset_name(flags: Sequence[str]) -> str:
     return words[words.index("--preset") + 1] if "--preset" in words[:-1] else "smoke"
 
 
-def _in_one_line(cli: Callable[[], Any]) -> Any:
-    """A rank that does not print tyro's page about a wrong flag still says it: the one that prints may be late."""
-    said = io.StringIO()
+def _parsed(cli: Callable[[], Any], prints: bool) -> Any:
+    """Returns what tyro parses; its page about a wrong flag becomes a ValueError."""
+    page = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(page), contextlib.nullcontext() if prints else _silent():
             return cli()
     except SystemExit as leave:
         if not leave.code:
             raise
-        raise ValueError(" ".join(re.sub("[╭╮╰╯│─┌┐└┘┃━┏┓┗┛]", " ", said.getvalue()).split())) from None
+        raise ValueError(_in_one_line(page.getvalue())) from None
+
+
+def _silent() -> contextlib.redirect_stdout[io.StringIO]:
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def _in_one_line(page: str) -> str:
+    """Returns the error of tyro's page: sections with rules between them, in a frame with the title or below the title.
+
+    Of what it suggests, the flags alone are kept; the flag's help and how to get all help are left out.
+    """
+    lines = [line.strip("│┃ ") for line in page.splitlines() if not line.startswith(("╭", "╰"))]
+    sections = [part.split("\n") for part in re.split("^[-─━]{3,}$", "\n".join(lines), flags=re.MULTILINE)]
+    said, *others = sections if "╭" in page else sections[1:]
+    meant = [
+        line.split()[0] for section in others if "Perhaps you meant:" in section for line in section if line[:2] == "--"
+    ]
+    error = " ".join(filter(None, said)).removeprefix("Error parsing RunConfig: ")
+    return f"{error}; perhaps you meant {' or '.join(meant)}" if meant else error
 
 
 def _refuse_flags_of_other_pipelines(pipeline: str, arguments: Sequence[str]) -> None:

@@ -3,20 +3,22 @@
 One run proves nothing of another. LADDER/RUNG names all rounds of a ladder's rung, which several reruns can be told
 from, or be proven equal to.
 
-The commit is checked out into a worktree of git's, which is removed afterwards. The flags come from that commit's own
-code, so that they mean there what they meant then. Packages and machine are today's: the comparison says what differs.
-Where there is no checkout, in a copy of one or an installed package, only records of these very files can be rerun,
-which their hash decides.
+The commit is checked out into a worktree of git's, which is removed afterwards, also if the rerun is killed. The flags
+come from that commit's own code, so that they mean there what they meant then; the record's configuration is checked
+before by today's. Packages and machine are today's: the comparison says what differs. Where there is no checkout, in a
+copy of one or an installed package, or where a record names no commit, as those of an installed package do, these very
+files must have made it, which their hash decides: the same version, installed or checked out, reruns it.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from rich.console import Console
@@ -27,7 +29,8 @@ from dlrm_bench.bench.compare.sides import first_run_of
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
-from dlrm_bench.bench.records.record import Record, create_run_folder, read_record
+from dlrm_bench.bench.records.config_form import check_config
+from dlrm_bench.bench.records.record import RUN_JSON, Record, create_run_folder, read_record
 from dlrm_bench.bench.started_runs import new_id
 
 _FLAGS = """
@@ -37,6 +40,13 @@ from dlrm_bench.bench.compare.repeat import repeating_flags
 from dlrm_bench.bench.records.record import read_record
 print(json.dumps(repeating_flags(read_record(Path(sys.argv[1])))))
 """
+
+_REMOVAL = """
+cat
+git -C "$1" worktree remove --force "$2/tree"
+rm -rf "$2"
+"""
+"""What removes a worktree once its standard input ends: with the process that made it, however that one ends."""
 
 
 class Rerun(NamedTuple):
@@ -70,10 +80,11 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
     nproc: processes; None for the record's. FailedError with what a rank said if one fails.
     """
     record = read_record(path)
-    commit, notes = _commit_of(record)
-    checkout = (ROOT / ".git").exists()
-    with _worktree(commit) if checkout else nullcontext(ROOT) as tree, _environment(tree, None if checkout else commit):
-        flags, processes = _flags(tree, path, commit)
+    check_config(path / RUN_JSON, record.run["config"])
+    program = _program_of(record)
+    checkout = nullcontext(ROOT) if program.checked_out is None else _worktree(program.checked_out)
+    with checkout as tree, _environment(tree, program.stated):
+        flags, processes = _flags(tree, path, record.run["git"]["commit"])
         folder = create_run_folder(results_dir, new_id(nproc or processes, flags, "rerun"))
         with StillBar(rounds, "runs", stderr_console()) as bar:
             for i in range(rounds):
@@ -81,44 +92,64 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
                 bar.show(i, f"run {i + 1} of {rounds}")
                 torchrun([*flags, *place], nproc or processes, folder / f"{i:02d}.log", tree / "launch" / "dlrm.py")
             bar.show(rounds, "done")
-    return Rerun(folder, notes)
+    return Rerun(folder, program.notes)
 
 
-def _commit_of(record: Record) -> tuple[str, list[str]]:
-    """The record's commit, and what speaks against it. ValueError if there is none, or this checkout has not got it."""
+class _Program(NamedTuple):
+    """Where a record's program is to be had."""
+
+    checked_out: str | None
+    """Commit to check out; None where the files here are the program."""
+    stated: str | None
+    """Commit that the reruns are to state as theirs; None: what git says of the files."""
+    notes: list[str]
+    """What speaks against it."""
+
+
+def _program_of(record: Record) -> _Program:
+    """Finds the program of a record; ValueError if it is not here, nor a commit of this checkout."""
     state = record.run["git"]
-    notes: list[str] = []
-    commit = state["commit"]
-    if commit is None:
-        raise ValueError(f"{record.folder} names no commit: its program cannot be had again")
-    source = state.get("source")
-    if not (ROOT / ".git").exists():
-        if source is None or source != source_hash(ROOT):
-            raise ValueError(
-                f"{record.folder} was made by other source code than that of {ROOT}, which is no git checkout that "
-                "could have its commit: run it from one"
-            )
-        return commit, notes
+    commit, source = state["commit"], state.get("source")
+    if commit is not None and not re.fullmatch(r"\w[\w.+/-]*", commit):
+        raise ValueError(f"{record.folder}: git.commit is {commit!a}, which names no commit: restore the record")
+    checkout = (ROOT / ".git").exists()
+    if commit is None or not checkout:
+        if source is not None and source == source_hash(ROOT):
+            return _Program(None, None if checkout else commit, [])
+        kind = f"commit {commit}" if commit else "a package that was installed, or copied, without its commit"
+        remedy = "run it from a checkout that has the commit" if commit else "install or check out the version that did"
+        raise ValueError(
+            f"{record.folder} is of {kind}, and {ROOT} has other source code than made it: {remedy}, "
+            "and run `dlrm-bench rerun` of that"
+        )
     if git(ROOT, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         raise ValueError(f"commit {commit} of {record.folder} is not in {ROOT}: fetch it")
+    notes: list[str] = []
     if source is not None and source != source_of_commit(ROOT, commit):
         notes.append(f"the record's source ({source}) is not that of its commit: it had changes that no commit holds")
     elif source is None and state["dirty"] is not False:
         unknown = "was changed" if state["dirty"] else "may have been changed"
         notes.append(f"the record's source {unknown}: it is of before records held its hash")
-    return commit, notes
+    return _Program(commit, None, notes)
 
 
 @contextmanager
 def _worktree(commit: str) -> Iterator[Path]:
-    with TemporaryDirectory(prefix="dlrm-bench-rerun-") as folder:
-        tree = Path(folder) / "tree"
+    folder = tempfile.mkdtemp(prefix="dlrm-bench-rerun-")
+    tree = Path(folder) / "tree"
+    # A process of its own session removes the tree, as this one may be killed; the pipe's other end is inherited by
+    # no child.
+    removal = subprocess.Popen(
+        ["sh", "-c", _REMOVAL, "sh", str(ROOT), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with removal:  # closes the pipe, and waits
         if git(ROOT, "worktree", "add", "--detach", "--quiet", str(tree), commit) is None:
             raise ValueError(f"git cannot check {commit} out into {tree}: `git worktree prune` may help")
-        try:
-            yield tree
-        finally:
-            git(ROOT, "worktree", "remove", "--force", str(tree))
+        yield tree
 
 
 @contextmanager
@@ -136,14 +167,14 @@ def _environment(tree: Path, commit: str | None) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def _flags(tree: Path, record: Path, commit: str) -> tuple[list[str], int]:
+def _flags(tree: Path, record: Path, commit: str | None) -> tuple[list[str], int]:
     """Flags and number of processes, as the commit's own code gives them."""
     command = [sys.executable, "-c", _FLAGS, str(record.resolve())]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ValueError(
-            f"commit {commit} cannot repeat {record} (its code says: {said}): check it out and run it there"
+            f"{f'commit {commit}' if commit else tree} cannot repeat {record} (its code says: {said}): run it there"
         )
     flags, processes = json.loads(done.stdout.splitlines()[-1])
     return flags, processes

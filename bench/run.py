@@ -3,8 +3,7 @@
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -15,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints import Checkpoints, RunState, find_checkpoint
+from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.ending import LOG_NAME, keep_figures, write_results
+from dlrm_bench.bench.ending import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.instruments.abort import AbortWatch
+from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.bench.instruments.clock import IterationClock, frozen_gc
-from dlrm_bench.bench.instruments.losses import LossHistory, NonFiniteLossError
+from dlrm_bench.bench.instruments.losses import LossHistory, NonFiniteError
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.instruments.stall import StallWatch
@@ -29,15 +29,17 @@ from dlrm_bench.bench.machine.description import describe_machine, platform_name
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.mlperf.division import division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
-from dlrm_bench.bench.records.record import create_run_folder, new_run_id, release_room, reserve_room
-from dlrm_bench.bench.records.schema import Machine, RunRecord, TrainingStatus
+from dlrm_bench.bench.obstacles import check_machine
+from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
+from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.data.metrics import distributed_auc
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.interface import Pipeline, check_device
+from dlrm_bench.pipeline.interface import Pipeline
 
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
     from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline
@@ -64,9 +66,11 @@ class Run:
     checkpoints: Checkpoints
     first: int = 0
     """Iterations before this run's first: those of the checkpoint that it resumes."""
-    losses_before: list[float] = field(default_factory=list)
-    """Losses of these iterations."""
+    losses_before: list[LossStretch] = field(default_factory=list)
+    """Losses of all iterations before, which may have had other sizes."""
     auc: float | None = None
+    place: Path | None = None
+    """Folder that what it measured was written to, on rank 0, once that is done."""
     evaluated: int = 0
     """Batches, over all evaluations."""
 
@@ -90,7 +94,8 @@ class Run:
                         if self.reached_target:
                             break
                     if saves:
-                        self.save(iteration, losses)
+                        with named_checkpoints(self):
+                            self.save(iteration, losses)
                     self.clock.start()
                 if iteration == last and not evaluates:
                     last += self._lacking()
@@ -99,16 +104,18 @@ class Run:
 
     def save(self, iteration: int, losses: list[float]) -> None:
         """Saves the state as it is after `iteration`. losses: of this run's iterations up to then. Collective."""
+        size = self.schedule.global_batch_size
         state = RunState(
-            iteration=iteration,
-            samples=iteration * self.schedule.global_batch_size,
-            losses=[*self.losses_before, *losses],
+            schema=STATE_SCHEMA,
+            samples=iteration * size,
+            losses=extended(self.losses_before, size, losses),
             auc=self.auc,
             mlperf_log=self.log.text,
             run_id=self.folder.name,
             config=as_json(self.config),
+            data_files=self.checkpoints.data_files,
         )
-        self.checkpoints.save(state)
+        self.checkpoints.save(iteration, state)
 
     def _lacking(self) -> int:
         """Iterations that a run by time still lacks, by rank 0's clock; goes on with the clock if there are some."""
@@ -118,7 +125,7 @@ class Run:
         answer = [self.schedule.lacking(self.clock.local_ms(), self.config.warmup_iterations)]
         dist.broadcast_object_list(answer, src=0)
         if answer[0]:
-            self._draw(self.clock.iterations)
+            self._draw(self.first + self.clock.iterations)
             self.clock.start()
         return answer[0]
 
@@ -169,9 +176,7 @@ class Run:
     def progress(self) -> tuple[int, int]:
         """A number that grows as the training goes on, and the iterations trained; any thread may ask."""
         trained = self.first + self.clock.iterations
-        # A rank may wait for another's files, and for the disk to have them: that is no stall.
-        waiting = time.monotonic_ns() if self.checkpoints.waited_for else 0
-        return trained + self.evaluated + self.checkpoints.pieces + waiting, trained
+        return trained + self.evaluated + self.checkpoints.pieces, trained
 
     @property
     def epoch_num(self) -> float:
@@ -236,19 +241,21 @@ def run(
     the record's folder; None in a timed run. ValueError on bad input, before training where that can be known; a run
     that fails later leaves a folder whose log is closed as aborted.
     """
-    _set_precision(config, ranks.device)
-    _check_batches_fit(config, ranks)
-    check_device(config.pipeline, ranks.device)  # now: a folder that is made is never used again
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    BEGINNING.now("waits for the other ranks in init_process_group")
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
 
     def close_log() -> None:
         log.close("aborted", this.epoch_num if this else 0.0)
-        if this is not None and ranks.rank == 0:
-            release_room(this.folder)
+        if this is not None:
+            keep_own_figures(this)
 
     with AbortWatch(ranks, close_log) as abort:
+        BEGINNING.ends_by(abort.stop)
+        check_machine(config, ranks)  # now: a folder that is made is never used again
+        BEGINNING.now("opens its data")
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = named(config.benchmark).parts().open_data(config)
         _check_target(config, dataset.best_auc)
@@ -259,8 +266,11 @@ def run(
         if resumed is None:
             _log_init(config, ranks, log, machine, dataset, schedule)
         else:
-            log.go_on(resumed.state.mlperf_log)
+            schedule = schedule.resumed(resumed.first)
+            log.go_on(resumed.state["mlperf_log"])
+        BEGINNING.now("builds its pipeline")
         pipeline = build_pipeline(config, config.pipeline, ranks)
+        BEGINNING.now("reads its checkpoint", by_bytes=True)
         checkpoints = Checkpoints(config, ranks, pipeline, resumed)
         profiling = profiled(pipeline, folder) if profiled else None
         this = Run(
@@ -271,7 +281,7 @@ def run(
             pipeline=profiling or pipeline,
             log=log,
             clock=IterationClock(ranks.device),
-            losses=LossHistory(ranks.device, config.loss_interval, resumed.first if resumed else 0),
+            losses=LossHistory(ranks.device, config.loss_interval, resumed.first if resumed else 0, pipeline.tallies),
             bar=StillBar(
                 schedule.iterations, "training (drawn at evaluations only)", stderr_console(), ranks.rank == 0
             ),
@@ -279,53 +289,48 @@ def run(
             checkpoints=checkpoints,
         )
         if resumed is not None:
-            this.first, this.losses_before, this.auc = resumed.first, resumed.state.losses, resumed.state.auc
+            this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
+            BEGINNING.now("warms up")
             this.warm_up()
             dist.barrier()
+            BEGINNING.over()
             if resumed is None:
                 log.init_stop()
                 log.run_start()
                 log.epoch_start()
-            try:
-                with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor, stall:
-                    this.train()
-                losses = this.losses.finish()
-            except NonFiniteLossError as error:
-                raise ValueError(f"{error}; {keep_figures(this, error)}") from None
-        telemetry = monitor.gather()
-        if telemetry.get("clock_jump_s"):
-            text = (
-                f"the wall clock jumped by {telemetry['clock_jump_s']} s during the run: times in the log are off by it"
-            )
-            log.note(text)
-            if ranks.rank == 0:
-                print(f"warning: {text}", file=sys.stderr, flush=True)
-        log.close(this.log_status, this.epoch_num)
-        checkpoints.wait()
+            with stall:  # until the last checkpoint is on disk
+                try:
+                    with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor:
+                        this.train()
+                    losses = this.losses.finish()
+                except NonFiniteError as error:
+                    raise ValueError(f"{error}; {keep_figures(this, error)}") from None
+                telemetry = monitor.gather()
+                _note_what_happened(telemetry, this.losses.too_large, log, ranks)
+                log.close(this.log_status, this.epoch_num)
+                with named_checkpoints(this):
+                    checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
         pipeline.close()
     return Outcome(folder=folder, record=record)
 
 
-def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
-    """ValueError where the batches that wait on a node exceed its memory."""
-    batches, flag = config.data.batches_in_memory
-    needed = named(config.benchmark).parts().batch_bytes(config) * ranks.local_world_size * batches
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        raise ValueError(
-            f"{batches} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) "
-            f"take {needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
-        )
-
-
-def _set_precision(config: RunConfig, device: torch.device) -> None:
-    if config.precision == "tf32" and device.type != "cuda":
-        raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
-    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:
+    """Notes in the log, and warns on rank 0, of what makes a figure of the run doubtful. too_large: by tensor."""
+    notes = []
+    if telemetry.get("clock_jump_s"):
+        jump = telemetry["clock_jump_s"]
+        notes.append(f"the wall clock jumped by {jump} s during the run: times in the log are off by it")
+    if too_large:
+        counts = ", ".join(f"{count} of {name}" for name, count in too_large.items())
+        notes.append(f"numbers too large for eight bits, which became the largest: {counts}")
+    for note in notes:
+        log.note(note)
+        if ranks.rank == 0:
+            print(f"warning: {note}", file=sys.stderr, flush=True)
 
 
 def _check_target(config: RunConfig, best_auc: float | None) -> None:

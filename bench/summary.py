@@ -47,6 +47,16 @@ def _print(outcome: Outcome) -> int:
             )
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
+    checkpoints = record.get("checkpoints")
+    if checkpoints is not None and checkpoints["resumed"] is not None:
+        resumed = checkpoints["resumed"]
+        samples = f" ({resumed['samples']:,} samples)" if "samples" in resumed else ""
+        console.print(
+            f"resumed from {resumed['run_id']}, after iteration {resumed['iteration']:,}{samples}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     for line in conditions_in_words(record):
         console.print(line)
     if training["status"] == "no_target":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from dlrm_bench.dlrm.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch
+    from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
 
 
 class Piece(NamedTuple):
@@ -75,6 +75,10 @@ class Parts(Protocol):
 
     def open_data(self, config: TrainingConfig) -> "Dataset":
         """Opens and checks the data; ValueError names the file or flag that is wrong."""
+        ...
+
+    def data_content(self, config: TrainingConfig) -> "dict[str, FileContent]":
+        """Returns what tells the files that a run reads from others of their names; empty where there are none."""
         ...
 
     def batch_bytes(self, config: TrainingConfig) -> int:

@@ -56,6 +56,11 @@ class DataOptions(Protocol):
         ...
 
     @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Names of the fields that say which samples are trained on, in which order."""
+        ...
+
+    @property
     def is_random(self) -> bool:
         """Whether batches are drawn at random, without end and with labels that nothing can learn."""
         ...

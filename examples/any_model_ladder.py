@@ -52,6 +52,8 @@ RUNGS: dict[str, tuple[FiveStageOptions | None, Sharders]] = {
     "+ launch_threads": (replace(GRAPH, launch_threads=2), "trimming, graphs"),
 }
 """Each with what the one before has."""
+SWITCHES = {"+ graphs of dists": "cuda_graph"} | {f"+ {name}": name for name in FiveStageOptions.__dataclass_fields__}
+"""The option that a rung switches on, by which the pipeline says what is off."""
 FIRST = ("stock", "+ pinned_d2h", "+ cuda_graph", "+ trimmed", "+ graphs of dists")
 """Measured on all models and sizes before the others are."""
 
@@ -135,6 +137,7 @@ def table(runs: list[list[dict[str, Any]]]) -> str:
     rows.sort(key=lambda of: (models.index(of[1]["model"]), of[1]["batch"], of[0], rungs.index(of[1]["schedule"])))
     for run, row in rows:
         ratio = of_stock.get((run, row["model"], row["batch"]), float("nan")) / row["ms"]
+        off = SWITCHES.get(row["schedule"]) in row["switched_off"]  # so that it is the rung before
         calls = (
             f"{row['kernel_launches']:g} + {row['graph_launches']:g}, {row['stream_syncs']:g}, {row['d2h_copies']:g}"
         )
@@ -143,7 +146,7 @@ def table(runs: list[list[dict[str, Any]]]) -> str:
             idle = max(0.0, 1 - row["gpu_computing_ms"] / row["ms"])
             gpu = f"{row['gpu_computing_ms']:.2f}", f"{idle:.0%}", f"{row['gpu_memory_gib']:.1f}"
         loss = "equal" if row["loss_difference"] == 0 else f"{row['loss_difference']:.0e}"
-        times = f"{row['ms']:.2f}", f"{ratio:.2f}", f"{row['cpu_ms']:.2f}"
+        times = f"{row['ms']:.2f}", "off" if off else f"{ratio:.2f}", f"{row['cpu_ms']:.2f}"
         cells = row["model"], row["batch"], row["schedule"], *times, calls, *gpu, loss
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

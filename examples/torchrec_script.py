@@ -2,12 +2,14 @@
 
 PYTHONPATH=. torchrun --nproc_per_node 2 examples/torchrec_script.py [--stock]
 
-It runs with or without GPUs, and prints the same losses both ways. PYTHONPATH is for a checkout; where the package is
-installed it is not needed.
+It runs with or without GPUs, and prints the same losses both ways; without, all switches of the pipeline are off.
+PYTHONPATH is for a checkout; where the package is installed it is not needed.
 """
 
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +23,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
+
+# What TorchRec and torch say of themselves, of any script: it would hide what is said of this one.
+warnings.simplefilter("ignore", FutureWarning)
+for library in ("torchrec", "torch.fx"):
+    logging.getLogger(library).setLevel(logging.ERROR)
 
 stock = "--stock" in sys.argv
 cuda = torch.cuda.is_available()

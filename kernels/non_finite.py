@@ -1,10 +1,15 @@
-"""A flag on every rank that says whether any rank's loss was ever not finite, and what updates do then: nothing.
+"""A flag on every rank that says whether any rank's numbers were ever not finite, and what updates do then: nothing.
 
 A kernel cannot stop the iteration that the host has launched, let alone a captured one. It raises its rank's flag on
-all ranks, and every update of weights reads the flags first: see the arguments `stopped` of the other kernels.
+all ranks, and every update of weights reads the flags first: see the arguments `watch` of the other kernels. Losses are
+known before any update, gradients with the updates: an update that meets one that is not finite leaves that element as
+it is, and tells the next look.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,52 +21,127 @@ _LOSSES = 1024
 _BLOCK = 4096
 
 
-def raise_flag(losses: Tensor, flags: PeerTensors) -> None:
-    """flags[r][this rank] = 1 for every rank r where the sum of `losses` is not finite; a raised flag stays.
+class Watch(NamedTuple):
+    """What an update of weights reads before it changes any, and what it leaves."""
 
-    losses: fp32 [n], of any stride. flags: of each rank, int32 [2^k], at least as many as ranks; nobody else writes
-    this rank's.
+    stopped: Tensor
+    """int32 [2^k]: where any of it is not zero, nothing changes."""
+    bad: Tensor
+    """int64 [1], set to 1 by an update that meets a gradient which is not finite, or whose square is not; the element
+    keeps its weight and state then."""
+
+
+def raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
+    """flags[r][this rank] = 1 for every rank r where the sum of `losses` is not finite or any of `bad` is not zero; a
+    raised flag stays.
+
+    losses: fp32 [n], bad: int64 [m], of any strides. flags: of each rank, int32 [2^k], at least as many as ranks;
+    nobody else writes this rank's.
     """
     assert losses.dim() == 1 and losses.dtype == torch.float32, "losses: fp32 [n]"
+    assert bad.dim() == 1 and bad.dtype == torch.int64, "bad: int64 [m]"
     assert flag_words(flags.own) >= len(flags), "flags: one for each rank"
     raise_ = triton_raise_flag if losses.is_cuda else plain_raise_flag
-    raise_(losses, flags)
+    raise_(losses, bad, flags)
 
 
-def plain_raise_flag(losses: Tensor, flags: PeerTensors) -> None:
+def plain_raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
     """What `raise_flag` does, in PyTorch."""
-    raised = flags.own[flags.rank] | ~losses.sum().isfinite()
+    raised = flags.own[flags.rank] | ~losses.sum().isfinite() | bad.any()
     for of_rank in flags.tensors:
         of_rank[flags.rank] = raised
 
 
-def triton_raise_flag(losses: Tensor, flags: PeerTensors) -> None:
+def triton_raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
     """What `raise_flag` does, in one kernel."""
-    sizes = (losses.stride(0), flags.rank, len(losses), len(flags), _LOSSES)
-    _raise_flag_kernel[(1,)](losses, flags.own, flags.addresses, *sizes)
+    sizes = (losses.stride(0), bad.stride(0), flags.rank, len(losses), len(bad), len(flags))
+    blocks = (_LOSSES, next_power_of_2(len(bad)))
+    _raise_flag_kernel[(1,)](losses, bad, flags.own, flags.addresses, *sizes, *blocks)
 
 
-def clear_if_stopped(stopped: Tensor, gradients: Tensor) -> None:
-    """Set gradients to zero where any flag is raised, for an update that cannot read flags.
+def clear_gradients(watch: Watch, gradients: Tensor) -> None:
+    """Sets to zero what must not reach an update that cannot read flags: all gradients where a flag is raised, else
+    those that are not finite, which `bad` then tells.
 
-    stopped: int32 [n]. gradients: contiguous, of any shape and dtype.
+    gradients: contiguous, of any shape and dtype.
     """
-    assert gradients.is_contiguous() and stopped.dtype == torch.int32, "contiguous gradients, int32 flags"
-    clear = triton_clear_if_stopped if gradients.is_cuda else plain_clear_if_stopped
-    clear(stopped, gradients)
+    assert gradients.is_contiguous() and watch.stopped.dtype == torch.int32, "contiguous gradients, int32 flags"
+    clear = triton_clear_gradients if gradients.is_cuda else plain_clear_gradients
+    clear(watch, gradients)
 
 
-def plain_clear_if_stopped(stopped: Tensor, gradients: Tensor) -> None:
-    """What `clear_if_stopped` does, in PyTorch."""
-    gradients.masked_fill_(stopped.any(), 0)
+def plain_clear_gradients(watch: Watch, gradients: Tensor) -> None:
+    """What `clear_gradients` does, in PyTorch."""
+    unusable = ~gradients.isfinite()
+    watch.bad.masked_fill_(unusable.any() & ~watch.stopped.any(), 1)
+    gradients.masked_fill_(unusable | watch.stopped.any(), 0)
 
 
-def triton_clear_if_stopped(stopped: Tensor, gradients: Tensor) -> None:
-    """What `clear_if_stopped` does, in one kernel, which ends at once where nothing is to be done."""
+def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
+    """What `clear_gradients` does, in one kernel, which writes only where something is to be done."""
     if gradients.numel():
         grid = (min(cdiv(gradients.numel(), _BLOCK), 1024),)
         turns = cdiv(gradients.numel(), grid[0] * _BLOCK)
-        _clear_if_stopped_kernel[grid](stopped, gradients, gradients.numel(), len(stopped), turns, _BLOCK)
+        _clear_gradients_kernel[grid](*watch, gradients, gradients.numel(), len(watch.stopped), turns, _BLOCK)
+
+
+class GradientTables:
+    """Where gradients lie, for one kernel over all of them; kept as long as they lie there."""
+
+    _KEPT = 4
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def of(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns address, int64, and elements, int32, of each block of at most _BLOCK; the host waits for the device
+        where it has not seen these addresses lately."""
+        key = tuple(gradient.data_ptr() for gradient in gradients)
+        if key not in self._of:
+            if len(self._of) == self._KEPT:
+                self._of.clear()
+            blocks = [
+                (gradient.data_ptr() + 4 * start, min(_BLOCK, gradient.numel() - start))
+                for gradient in gradients
+                for start in range(0, gradient.numel(), _BLOCK)
+            ]
+            addresses, counts = zip(*blocks, strict=True)
+            device = gradients[0].device
+            self._of[key] = (
+                torch.tensor(addresses, device=device),
+                torch.tensor(counts, dtype=torch.int32, device=device),
+            )
+        return self._of[key]
+
+
+def clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Sets all gradients to zero where a flag is raised, or where any of them, or the square of one, is not finite,
+    which `bad` then tells: all are used, or none.
+
+    gradients: fp32, contiguous, on one device. tables: the same for the same gradients, for speed.
+    """
+    assert all(gradient.is_contiguous() for gradient in gradients), "contiguous gradients"
+    assert all(gradient.dtype == torch.float32 for gradient in gradients), "fp32 gradients"
+    if gradients:
+        clear = triton_clear_together if gradients[0].is_cuda else plain_clear_together
+        clear(watch, gradients, tables)
+
+
+def plain_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """What `clear_together` does, in PyTorch."""
+    whole = torch.stack([(gradient * gradient).isfinite().all() for gradient in gradients]).all()
+    watch.bad.masked_fill_(~whole & ~watch.stopped.any(), 1)
+    for gradient in gradients:
+        gradient.masked_fill_(watch.stopped.any() | watch.bad.any(), 0)
+
+
+def triton_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """What `clear_together` does, in two kernels, of which the second ends at once where nothing is to be done."""
+    addresses, counts = tables.of(gradients)
+    for clears in (False, True):
+        _clear_together_kernel[(len(counts),)](
+            *watch, gradients[0], addresses, counts, len(watch.stopped), clears, _BLOCK
+        )
 
 
 @jit
@@ -71,17 +151,42 @@ def is_stopped(stopped, flags: tl.constexpr):
     return tl.max(tl.load(stopped + at), 0) != 0
 
 
-def flag_words(stopped: Tensor | None) -> int:
+def watch_of(watch: Watch | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Returns flags, `bad` and the number of flags, for kernels; 0 where nobody watches."""
+    return (None, None, 0) if watch is None else (*watch, flag_words(watch.stopped))
+
+
+def changed(watch: Watch | None, state: Tensor, weights: Tensor, new_state: Tensor, new_weights: Tensor) -> None:
+    """For plain updates: writes the new values, but where the state would not be finite, which it tells; all where
+    nobody watches."""
+    if watch is not None:
+        whole = new_state.isfinite()
+        watch.bad.masked_fill_(~whole.all(), 1)
+        new_state, new_weights = torch.where(whole, new_state, state), torch.where(whole, new_weights, weights)
+    state.copy_(new_state)
+    weights.copy_(new_weights)
+
+
+def flag_words(stopped: Tensor) -> int:
     """Returns how many flags `is_stopped` reads; they must be a power of two."""
-    if stopped is None:
-        return 0
     assert stopped.dtype == torch.int32 and len(stopped) == next_power_of_2(len(stopped)), "flags: int32 [2^k]"
     return len(stopped)
 
 
 @jit
 def _raise_flag_kernel(
-    losses, own, addresses, stride, rank, count: tl.constexpr, ranks: tl.constexpr, block: tl.constexpr
+    losses,
+    bad,
+    own,
+    addresses,
+    stride,
+    bad_stride,
+    rank,
+    count: tl.constexpr,
+    bad_count,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+    bad_block: tl.constexpr,
 ) -> None:
     total = tl.zeros([block], tl.float32)
     for start in range(0, count, block):
@@ -89,17 +194,39 @@ def _raise_flag_kernel(
         total += tl.load(losses + at.to(tl.int64) * stride, at < count, other=0.0)
     total = tl.sum(total, 0)
     finite = tl.abs(total) < float("inf")  # false for NaN too
-    raised = tl.load(own + rank) | tl.where(finite, 0, 1)
+    at = tl.arange(0, bad_block)
+    told = tl.max((tl.load(bad + at * bad_stride, at < bad_count, other=0) != 0).to(tl.int32), 0)
+    raised = tl.load(own + rank) | tl.where(finite, 0, 1) | told
     for peer in tl.static_range(ranks):
         flags = tl.load(addresses + peer).to(own.dtype)
         tl.store(flags + rank, raised)
 
 
 @jit
-def _clear_if_stopped_kernel(
-    stopped, gradients, count, flags: tl.constexpr, turns: tl.constexpr, block: tl.constexpr
+def _clear_together_kernel(
+    stopped, bad, like, addresses, counts, flags: tl.constexpr, clears: tl.constexpr, block: tl.constexpr
 ) -> None:
-    if is_stopped(stopped, flags):
-        for turn in range(turns):
-            at = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * block + tl.arange(0, block)
-            tl.store(gradients + at, tl.zeros([block], gradients.dtype.element_ty), at < count)
+    stops = is_stopped(stopped, flags)
+    at = tl.arange(0, block)
+    gradient = tl.load(addresses + tl.program_id(0)).to(like.dtype) + at
+    mask = at < tl.load(counts + tl.program_id(0))
+    if clears:
+        if stops | (tl.load(bad) != 0):
+            tl.store(gradient, tl.zeros([block], tl.float32), mask)
+    else:
+        g = tl.load(gradient, mask, other=0.0)
+        whole = g * g < float("inf")  # false for NaN too
+        tl.store(bad + at * 0, tl.full([block], 1, tl.int64), mask & (whole == 0) & (stops == 0))
+
+
+@jit
+def _clear_gradients_kernel(
+    stopped, bad, gradients, count, flags: tl.constexpr, turns: tl.constexpr, block: tl.constexpr
+) -> None:
+    stops = is_stopped(stopped, flags)
+    for turn in range(turns):
+        at = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * block + tl.arange(0, block)
+        mask = at < count
+        unusable = mask & ((tl.abs(tl.load(gradients + at, mask, other=0.0).to(tl.float32)) < float("inf")) == 0)
+        tl.store(bad + at * 0, at * 0 + 1, unusable & (stops == 0))
+        tl.store(gradients + at, tl.zeros([block], gradients.dtype.element_ty), unusable | (mask & stops))

@@ -1,4 +1,4 @@
-"""Trains DLRM-DCNv2 as a preset says; leaves an MLPerf log and a record of its latency.
+"""Trains a recommender as a preset says; leaves an MLPerf log and a record of its latency.
 
 torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--pipeline static] [--field value ...]
 
@@ -6,7 +6,7 @@ Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of 
 when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the target was missed, 4 when
 the compliance checker refuses the log; torchrun turns all but 0 into 1.
 
---preset takes smoke, mlperf-dcnv2 or launch-bound (dlrm/dcnv2/presets.py), the defaults below. --pipeline takes
+--preset takes one of those in dlrm/*/presets.py, such as smoke, and gives the defaults below. --pipeline takes
 torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
 would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the
 static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
@@ -16,11 +16,9 @@ those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, thos
 
 import argparse
 import json
-import logging
 import os
 import signal
 import sys
-import warnings
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -33,19 +31,14 @@ if "dlrm_bench" not in sys.modules:
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     del sys.path[0]  # Python's own doing: the files here are modules of the package and have no other names
 
-# In the eight hardware queues that CUDA takes by default, kernels of many streams could wait for one another.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+from dlrm_bench.launch.surroundings import prepare
 
-# torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
-if not sys.warnoptions:
-    warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.ERROR)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # such as that a switch does not apply
+prepare()
 
 # None of these needs torch, which is imported once the flags are read: --help and a wrong flag answer at once.
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
+from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
@@ -77,6 +70,7 @@ def parse(arguments: list[str]) -> RunConfig:
         if getattr(chosen, flag) is not None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is for --print-plan: leave it out, or add --print-plan")
+    BEGINNING.allow(config.stall_timeout)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
     return config
 

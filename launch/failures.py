@@ -2,10 +2,17 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
-from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, EXIT_FAILED
+from dlrm_bench.dlrm.runtime.command_line import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    printable,
+    told_to_torchrun,
+    torchrun_says_errors,
+)
 
 _TORCHREC = "pip install '.[torchrec]', or without a GPU what requirements/cpu.txt lists"
 _INSTALLATION = {
@@ -17,6 +24,9 @@ _INSTALLATION = {
     "iopath": "pip install iopath",
 }
 """How to install what only some commands need, by the name of its import."""
+
+_SAME_ERROR_S = 5.0
+"""Time that a rank leaves to its node's first rank, which most errors reach as well, to say what is wrong."""
 
 
 def what_to_install(error: ModuleNotFoundError) -> str | None:
@@ -40,17 +50,27 @@ def _in_one_line(error: Exception) -> str | None:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs `work` on a rank and returns its exit status; prints what went wrong, and on which rank."""
-    where = f"rank {os.environ.get('RANK', '-')}"
+    """Runs `work` on a rank and returns its exit status; says what went wrong, and on which rank.
+
+    torchrun puts 28 lines of its own below whatever its ranks print, so an error that the user can mend is handed to
+    torchrun, whose last words it becomes. A traceback is printed at once, and torchrun ends with its last line.
+    """
+    where = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "this process"
     try:
         return work()
-    except ValueError as error:
-        print(f"{where}: error: {error}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
     except Exception as error:
-        known = _in_one_line(error)
-        if known is not None:
-            print(f"{where}: error: {known}", file=sys.stderr, flush=True)
-            return EXIT_BAD_INPUT
-        print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+        known = str(error) if isinstance(error, ValueError) else _in_one_line(error)
+        if known is None:
+            print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            told_to_torchrun(f"{where} failed, its traceback is above: {_last_line(error)}")
+            return EXIT_FAILED
+    line = f"{where}: error: {printable(known)}" if "RANK" in os.environ else f"error: {printable(known)}"
+    if torchrun_says_errors() and os.environ["LOCAL_RANK"] != "0":
+        time.sleep(_SAME_ERROR_S)  # torchrun ends this rank meanwhile, if rank 0 of the node failed as well
+    if not told_to_torchrun(line):
+        print(line, file=sys.stderr, flush=True)
+    return EXIT_BAD_INPUT
+
+
+def _last_line(error: Exception) -> str:
+    return traceback.format_exception_only(error)[-1].strip()

@@ -1,48 +1,36 @@
-"""Weights and optimizer state of a pipeline in files, by torch.distributed.checkpoint.
+"""Weights and optimizer state of a pipeline in files.
 
 Each rank writes what it holds to files of its own (checkpoint_files.py), and reads what it needs from whichever files
-have it: the pipeline and the number of ranks may be others than those that wrote. No rank's host memory holds more than
-some pieces at a time.
-
-A table whose rows are dealt out to P ranks in turn is stored as P tensors, `key#p/P`, of the rows p, p + P, ...
+have it, by their index (checkpoint_index.py): the pipeline, the number of ranks and the way in which rows and columns
+are dealt out may be others than those that wrote. No rank's host memory holds more than some pieces at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from dlrm_bench.pipeline.checkpoint_files import THREADS, TensorFileReader, TensorFileWriter
+from dlrm_bench.pipeline.checkpoint_files import Wanted, read_pieces, write_pieces
+from dlrm_bench.pipeline.checkpoint_index import (
+    THREADS,
+    CheckpointError,
+    Index,
+    Piece,
+    Place,
+    common,
+    damaged_others,
+    other_files,
+    read_index,
+    write_index,
+)
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, full_shape
 
-_PIECE_BYTES = 64 * 2**20
+_PIECE_BYTES = 32 * 2**20
 """Largest piece that is copied to the host and written at a time."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read."""
 
 
 def state_bytes(blocks: StateBlocks) -> int:
@@ -62,7 +50,7 @@ def snapshot(blocks: StateBlocks, rank: int) -> StateBlocks:
 
 def snapshot_bytes(blocks: StateBlocks, rank: int) -> int:
     """Returns the bytes that `snapshot` allocates."""
-    return sum(4 * piece.tensor.numel() for piece in _owned(blocks, rank))
+    return sum(place.nbytes for place, _ in _owned(blocks, rank))
 
 
 def pin_memory() -> None:
@@ -77,15 +65,26 @@ def write_state(
 ) -> None:
     """Writes the state to `folder`, and returns once all ranks' files are on disk. Collective over `group`, of gloo.
 
-    on_piece: called before each piece. CheckpointError, on every rank, where any rank cannot.
+    The index has the checksums of other .json files that the folder holds by then.
+
+    on_piece: called after each piece, by any thread. CheckpointError, on every rank, where any rank cannot.
     """
-    pieces = {piece.index: piece for piece in _owned(blocks, rank)}
-    device = next((piece.tensor.device for piece in pieces.values()), torch.device("cpu"))
-    writer = TensorFileWriter(folder, rank, device)
-    try:
-        save({}, storage_writer=writer, planner=_SavePlanner(pieces, on_piece), process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(_cause(error)) from error
+    written: list[Piece] = []
+
+    def write() -> None:
+        written.extend(write_pieces(folder, rank, list(_owned(blocks, rank)), on_piece))
+
+    _on_all_ranks(write, group)
+    of_ranks: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, written, group)
+    pieces = tuple(piece for of_rank in of_ranks for piece in of_rank)
+    shapes = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+
+    def index() -> None:
+        if rank == 0:
+            write_index(folder, Index(shapes, pieces, other_files(folder)))
+
+    _on_all_ranks(index, group)
 
 
 def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> None:
@@ -93,160 +92,77 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
 
     CheckpointError, on every rank, where the files are damaged, or of another model; names the first difference.
     """
+
+    def read() -> None:
+        index = read_index(folder)
+        _check_shapes(folder, index, blocks)
+        for line in damaged_others(folder, index):
+            raise CheckpointError(line)
+        read_pieces(folder, list(_wanted(index, blocks)))
+
     try:
-        metadata = TensorFileReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle, which raises anything
-        raise CheckpointError(f"{folder}/.metadata cannot be read ({error!r})") from error
-    saved = _full_shapes({key: tuple(of.size) for key, of in metadata.items() if isinstance(of, TensorStorageMetadata)})
-    needed = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
-    for key in sorted(saved.keys() | needed.keys()):
-        if saved.get(key) != needed.get(key):
-            has, needs = saved.get(key, "nothing"), needed.get(key, "nothing")
-            raise CheckpointError(
-                f"{folder} is of another model: {key}: it has {has}, needed is {needs}; give both runs the same "
-                "--model flags and the same --optimizer.embedding"
-            )
-    planner = _LoadPlanner(blocks, metadata)
+        _on_all_ranks(read, group)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+
+def _on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup) -> None:
+    """Does each rank's work; what the first rank says that fails is raised on every rank. Collective."""
+    failure: str | None = None
     try:
-        load({}, storage_reader=TensorFileReader(folder), planner=planner, process_group=group)
-    except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read: {_cause(error)}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some rows of a block."""
-
-    index: MetadataIndex
-    shape: tuple[int, ...]
-    """Shape of the full tensor."""
-    tensor: Tensor
+        work()
+    except (OSError, ValueError) as error:
+        failure = str(error)
+    failures: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group)
+    for rank, what in enumerate(failures):
+        if what is not None:
+            raise CheckpointError(f"rank {rank}: {what}")
 
 
 def _kinds(blocks: StateBlocks) -> Iterator[tuple[str, dict[str, list[TensorBlock]]]]:
     return zip(StateBlocks._fields, blocks, strict=True)
 
 
-def _key(kind: str, key: str, part: int = 0, parts: int = 1) -> str:
-    return f"{kind}/{key}" + (f"#{part}/{parts}" if parts > 1 else "")
+def _key(kind: str, key: str) -> str:
+    return f"{kind}/{key}"
 
 
-def _parts_of(name: str) -> tuple[str, int, int]:
-    """Returns the key of the whole tensor, the part and the number of parts of a stored one."""
-    key, _, part = name.partition("#")
-    number, _, parts = part.partition("/")
-    return (key, int(number), int(parts)) if part else (key, 0, 1)
-
-
-def _full_shapes(stored: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    full: dict[str, tuple[int, ...]] = {}
-    for name, (rows, *others) in stored.items():
-        key = _parts_of(name)[0]
-        full[key] = (full.get(key, (0,))[0] + rows, *others)
-    return full
-
-
-def _owned(blocks: StateBlocks, rank: int) -> Iterator[_Piece]:
-    """Yields what this rank writes; of what several ranks hold, one writes."""
+def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor]]:
+    """Yields what this rank writes, in pieces; of what several ranks hold, one writes."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
-            full = full_shape(of_key)
             for block in of_key:
-                part, parts = (block.start[0], block.row_step) if block.row_step > 1 else (0, 1)
-                name, start = _key(kind, key, part, parts), 0 if parts > 1 else block.start[0]
-                shape = (block.shape[0] if parts > 1 else full[0], *full[1:])
                 if block.owner != rank or block.local is None:
                     continue
-                row_bytes = 4 * max(1, block.local[:1].numel())
-                rows = max(1, _PIECE_BYTES // row_bytes)
+                rows = max(1, _PIECE_BYTES // (4 * max(1, block.local[:1].numel())))
                 for first in range(0, block.shape[0], rows):
-                    offset = torch.Size((start + first, *block.start[1:]))
-                    yield _Piece(MetadataIndex(name, offset), shape, block.local[first : first + rows])
+                    part = block.local[first : first + rows]
+                    start = (block.start[0] + first * block.row_step, *block.start[1:])
+                    yield Place(_key(kind, key), start, tuple(part.shape), block.row_step), part
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Plans to write pieces; a state_dict is not needed."""
-
-    def __init__(self, pieces: dict[MetadataIndex, _Piece], on_piece: Callable[[], None]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces, self._on_piece = pieces, on_piece
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=piece.index,
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=ChunkStorageMetadata(offsets=_offset(piece.index), sizes=piece.tensor.size()),
-                        properties=TensorProperties.create_from_tensor(piece.tensor),
-                        size=torch.Size(piece.shape),
-                    ),
-                )
-                for piece in self._pieces.values()
-            ]
-        )
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        self._on_piece()
-        return self._pieces[MetadataIndex(index.fqn, index.offset)].tensor
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Plans to read what the blocks of this rank need."""
-
-    def __init__(self, blocks: StateBlocks, stored: Mapping[str, Any]) -> None:
-        """CheckpointError where rows are stored and needed in different numbers of parts."""
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
-        self._tensors: dict[MetadataIndex, Tensor] = {}
-        by_key = {_key(kind, key): of_key for kind, of_kind in _kinds(blocks) for key, of_key in of_kind.items()}
-        for name in stored:
-            key, part, parts = _parts_of(name)
-            for block in by_key[key]:
-                if block.local is not None:
-                    self._add(name, block, part, parts)
-
-    def _add(self, name: str, block: TensorBlock, part: int, parts: int) -> None:
-        """Adds the rows of a block that a stored part has."""
-        assert block.local is not None
-        if block.row_step == parts > 1:
-            if block.start[0] != part:
-                return
-            first, rows = 0, block.local
-        elif block.row_step == 1:
-            at = (part - block.start[0]) % parts
-            first, rows = (block.start[0] + at - part) // parts, block.local[at::parts]
-        else:
+def _check_shapes(folder: Path, index: Index, blocks: StateBlocks) -> None:
+    needed = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    for key in sorted(index.tensors.keys() | needed.keys()):
+        if index.tensors.get(key) != needed.get(key):
+            has, needs = index.tensors.get(key, "nothing"), needed.get(key, "nothing")
             raise CheckpointError(
-                f"{name.partition('#')[0]}: its rows are stored in {parts} part(s) and needed in {block.row_step}: "
-                "resume with as many ranks as saved it"
+                f"{folder} is of another model: {key}: it has {has}, needed is {needs}; give both runs the same "
+                "--model flags and the same --optimizer.embedding"
             )
-        if len(rows):
-            offset = torch.Size((first, *block.start[1:]))
-            self._chunks.setdefault(name, []).append(ChunkStorageMetadata(offsets=offset, sizes=rows.size()))
-            self._tensors[MetadataIndex(name, offset)] = rows
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, chunks in self._chunks.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, stored, chunks)
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._tensors[MetadataIndex(index.fqn, index.offset)]
 
 
-def _offset(index: MetadataIndex) -> torch.Size:
-    assert index.offset is not None
-    return index.offset
-
-
-def _cause(error: CheckpointException) -> str:
-    """Returns what the first rank says that failed."""
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"rank {rank}: {cause}"
+def _wanted(index: Index, blocks: StateBlocks) -> Iterator[Wanted]:
+    """Yields the pieces that this rank needs, in the order of their files."""
+    by_key = {_key(kind, key): of_key for kind, of_kind in _kinds(blocks) for key, of_key in of_kind.items()}
+    for piece in sorted(index.pieces, key=lambda piece: (piece.file, piece.offset)):
+        targets = []
+        for block in by_key[piece.place.tensor]:
+            if block.local is not None:
+                place = Place(piece.place.tensor, block.start, block.shape, block.row_step)
+                shared = common(piece.place, place)
+                if shared is not None:
+                    targets.append((shared[0], block.local[shared[1]]))
+        if targets:
+            yield Wanted(piece, targets)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,17 @@ class GraphedFunction:
     The argument is copied into the graph's memory and the results are copied out, so callers have what a plain call
     gives: tensors of their own, of the current stream, whichever that is. An argument of another shape or dtype than
     the captured one runs plainly, and so does everything on the CPU. One call at a time.
+
+    With collectives in it the ranks agree on the capture: NCCL forbids that some replay what others launch, so all of
+    them run plainly where one cannot capture.
     """
 
-    def __init__(self, function: Callable[[Tensor], tuple[Tensor, ...]], name: str) -> None:
-        """function: its results depend on nothing but the argument and memory that stays. name: for messages."""
-        self._function, self._name = function, name
+    def __init__(
+        self, function: Callable[[Tensor], tuple[Tensor, ...]], name: str, group: dist.ProcessGroup | None
+    ) -> None:
+        """function: its results depend on nothing but the argument and memory that stays. name: for messages. group: of
+        the collectives in it, on all of whose ranks calls are of the same shapes and dtypes; None where it has none."""
+        self._function, self._name, self._group = function, name, group
         self._calls, self._closed = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._argument: Tensor | None = None
@@ -77,7 +84,7 @@ class GraphedFunction:
         """Why the function could not be captured, if so; it runs plainly then."""
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
-        """Returns the function's results."""
+        """Returns the function's results. The call that captures reads the device, once, where there is a group."""
         if self._graph is None and self.failure is None and not self._closed and captures(argument.device):
             self._capture(argument)
         if self._graph is None or self._argument is None or not _alike(argument, self._argument):
@@ -110,12 +117,24 @@ class GraphedFunction:
         results: list[tuple[Tensor, ...]] = []
         try:
             with torch.no_grad():
-                self._graph = record(lambda: results.append(self._function(of_graph)))
+                graph = record(lambda: results.append(self._function(of_graph)))
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
+        if self._any_failed(argument.device):
+            if self.failure is None:
+                destroy([graph])
+                self.failure = "another rank could not capture it"
             logger.warning("%s cannot be captured and runs eagerly: %s", self._name, self.failure)
             return
-        self._argument, (self._results,) = of_graph, results
+        self._graph, self._argument, (self._results,) = graph, of_graph, results
+
+    def _any_failed(self, device: torch.device) -> bool:
+        """Whether the capture failed on any rank of the group. Collective over it."""
+        if self._group is None or self._group.size() == 1:
+            return self.failure is not None
+        failed = torch.tensor(float(self.failure is not None), device=device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        return bool(failed.item())
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

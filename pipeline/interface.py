@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.pipeline.state import StateBlocks
 
 
@@ -53,6 +54,11 @@ class Pipeline(Protocol):
 
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
+        ...
+
+    def tallies(self) -> Tallies:
+        """Returns this rank's counts of numbers that went wrong so far, on the device. Where any was not finite, no
+        weight on any rank changes from the next step on."""
         ...
 
     def state_blocks(self) -> StateBlocks:

@@ -130,14 +130,14 @@ def test_a_command_that_needs_torch_says_what_to_install(site, tmp_path):
         done = dlrm_bench_without_torch(site, tmp_path, *command, "--preset", "smoke")
         assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
     done = launch_without(NOT_IN_THE_CORE, site, tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"rank -: error: {said}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_says_what_else_to_install(site, tmp_path):
     done = launch_without(["torchrec"], site, tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("rank -: error: this needs torchrec, which is not installed: in a checkout")
+    assert done.stderr.startswith("error: this needs torchrec, which is not installed: in a checkout")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -175,3 +175,8 @@ def test_a_ladder_of_the_installed_copy_starts_the_installed_copy(site, tmp_path
     assert done.stdout.split() == [str(site / PACKAGE / "launch" / "dlrm.py")]
     run = json.loads((tmp_path / "results" / "x" / "run.json").read_text(encoding="utf-8"))
     assert run["git"]["commit"] is None  # not the checkout's
+    again = python(site, tmp_path, "-m", f"{PACKAGE}.launch.console", "rerun", "results/x", "--rounds", "1")
+    assert again.returncode == 0, again.stderr
+    (rerun,) = (tmp_path / "results").glob("*-rerun/00/run.json")
+    source = json.loads(rerun.read_text(encoding="utf-8"))["git"]
+    assert source == run["git"]

@@ -1,1 +1,1 @@
-"""Compares runs: what differs between their records, by how much, and whether that is proven. No torch."""
+"""What records say once they exist: comparisons, ladders, floors, MLPerf logs of others. No torch."""

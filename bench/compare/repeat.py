@@ -5,7 +5,8 @@ from typing import Any
 
 from dlrm_bench.bench.config import as_json
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.record import Record
+from dlrm_bench.bench.records.config_form import check_config
+from dlrm_bench.bench.records.record import RUN_JSON, Record
 from dlrm_bench.bench.records.upgrade import defaults
 
 _NOT_REPEATED = {
@@ -23,14 +24,16 @@ _NOT_REPEATED = {
 def repeating_flags(record: Record) -> tuple[list[str], int]:
     """Flags of launch/dlrm.py that repeat a record's run, from its configuration, and its number of processes.
 
-    ValueError if the run was one of several nodes, or of a preset that this version does not know.
+    ValueError if the run was one of several nodes, or of a preset that this version does not know, or if a value of
+    its configuration is none that a run can have.
     """
     config = record.run["config"]
+    check_config(record.folder / RUN_JSON, config)
     if record.run["machine"]["nodes"] > 1:
         raise ValueError(f"{record.folder} is a run on several nodes: name --preset and its flags instead")
     options = config["pipeline"]
     as_preset = as_json(preset(config["preset"]))
-    flags = ["--preset", config["preset"], "--pipeline", options["name"]]
+    flags = [f"--preset={config['preset']}", f"--pipeline={options['name']}"]
     flags += _flags({"name": options["name"], **defaults(options["name"])}, options, "")
     return flags + list(_flags(as_preset, config, "")), config["world_size"]
 
@@ -49,4 +52,4 @@ def _flags(usual: Mapping[str, Any], config: Mapping[str, Any], prefix: str) -> 
         elif isinstance(value, list):
             yield from (f"--{flag}", *map(str, value))
         else:
-            yield from (f"--{flag}", str(value))
+            yield f"--{flag}={value}"  # one word, whatever the value is

@@ -15,6 +15,7 @@ from dlrm_bench.bench.records.ladder import LADDER_JSON, members_of
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.series import Metric
 from dlrm_bench.bench.stats.statistics import mean_statistics
+from dlrm_bench.dlrm.data.paths import why_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,9 @@ def read_side(path: Path) -> Side:
         members = members_of(path.parent)
         if members is not None:
             return _side_of_rung(path, members)
-        raise ValueError(f"{path} does not exist: name a record, a folder of records, a ladder's rung or an MLPerf log")
+        raise ValueError(
+            f"{path} {why_not(path)}: name a record, a folder of records, a ladder's rung or an MLPerf log"
+        )
     if (path / RUN_JSON).exists():
         return side_of_records(str(path), [read_record(path)])
     rungs = members_of(path)

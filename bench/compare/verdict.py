@@ -5,6 +5,7 @@ written last. `make bench` ends with it.
 """
 
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ def verdict(folder: Path) -> list[str]:
     ladder, _ = read_judged_ladder(folder)
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
     first, *others = ladder["rungs"]
-    said = [f"{rung['name']}: {_pipeline(run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
+    said = [f"{rung['name']}: {_pipeline(rung, run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
     differing = proven(ladder, "first")
     said += [_against(first, rung, ladder["rounds"], rung["name"] in differing) for rung in others]
     said.append(_losses(ladder))
@@ -64,8 +65,12 @@ def verdict(folder: Path) -> list[str]:
     return [*said, *([_RUNGS_FOR_GPUS] if for_any_machine else [])]
 
 
-def _pipeline(run: RunRecord) -> str:
+def _pipeline(rung: RungResult, run: RunRecord) -> str:
+    """Returns what trains; of stock TorchRec, which is the reference only as it is, also the rung's switches."""
     name = run["config"]["pipeline"]["name"]
+    switches = re.sub(r"--(pipeline|precision)[ =]\S+", "", " ".join(rung["flags"])).split()
+    if name == "torchrec" and switches:
+        return f"stock TorchRec with {' '.join(switches)}"
     return _PIPELINES.get(name, name)
 
 

@@ -141,7 +141,8 @@ REMEDIES = (
     Remedy(
         "five-stage pipeline: cuda_graph='dense'",
         lambda finding: finding["kind"] in IN_DENSE,
-        "the replays' own time is not counted, and only a step of torch.optim.Adagrad is replayed",
+        "the replays' own time is not counted, and only the step of Adam, AdamW, SGD, Adagrad or an optimizer with "
+        "`capturable` is replayed",
         ("dense_ms",),
         graphs=True,
     ),

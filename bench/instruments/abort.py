@@ -22,6 +22,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from dlrm_bench.dlrm.runtime.command_line import told_to_torchrun
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -118,6 +119,7 @@ class AbortWatch:
             return  # this rank is ending already
         try:
             print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
+            told_to_torchrun(f"rank {self._ranks.rank}: {reason}")
             self._on_abort()
         except Exception:  # such as a full disk: a rank that is told to end ends, and says so to the others
             traceback.print_exc()

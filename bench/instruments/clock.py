@@ -12,10 +12,11 @@ times = clock.gather_ms()  # on every rank
 
 import contextlib
 import gc
+import itertools
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -25,6 +26,9 @@ import torch.distributed as dist
 MAX_LIVE_MARKS = 4096
 """Marks kept unread in a stretch. The GPU lags the host by far fewer iterations than this, so the GPU has passed the
 oldest mark long before it is read."""
+
+_TRIES = 10
+"""To read times beside a thread that goes on."""
 
 
 class _Mark(Protocol):
@@ -101,6 +105,31 @@ class IterationClock:
         """Latencies on this rank: float32 [iterations], milliseconds."""
         assert not self._marks, "local_ms() within a stretch: pause() first"
         return np.array(self._ms, dtype=np.float32)
+
+    def so_far_ms(self) -> np.ndarray:
+        """Latencies on this rank that can be had without waiting for the device: float32 [iterations], milliseconds.
+
+        For a thread that ends a run whose own thread may be blocked anywhere, or may go on while this reads.
+        """
+        for _ in range(_TRIES):
+            marks, iterations = list(self._marks), self._iterations  # no other thread runs in a copy
+            known = array("f", self._ms)
+            # A mark that is just being read is in neither or in both; the last lap's may not be counted yet.
+            if len(known) + max(0, len(marks) - 1) - iterations in (0, 1):
+                known.extend(self._passed_ms(marks))
+                if not marks or (self._marks and self._marks[0] is marks[0]):  # else some may have been used again
+                    return np.array(known, dtype=np.float32)
+            time.sleep(1e-3)
+        return np.array(self._ms, dtype=np.float32)
+
+    @staticmethod
+    def _passed_ms(marks: Sequence[_Mark]) -> Iterator[float]:
+        """Yields the times between marks up to the first that the device has not passed."""
+        with contextlib.suppress(RuntimeError):  # of a device that is in error
+            for before, mark in itertools.pairwise(marks):
+                if not mark.query():
+                    return
+                yield before.elapsed_time(mark)
 
     def gather_ms(self) -> np.ndarray:
         """Latencies on all ranks: float32 [ranks, iterations], milliseconds.

@@ -1,20 +1,39 @@
-"""The loss of every iteration, read without stopping the GPU."""
+"""The loss of every iteration, and what a pipeline has tallied, read without stopping the GPU."""
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
 
-class NonFiniteLossError(ValueError):
-    """A loss that is no number: from its iteration on, all pipelines leave all weights as they are."""
 
-    def __init__(self, iteration: int, loss: float, known: list[float]) -> None:
-        """iteration: counted from 1. known: all losses read so far, this one and later ones included."""
-        super().__init__(
-            f"the loss of iteration {iteration} is {loss}: the run stops, with the weights as iteration "
-            f"{iteration - 1} left them"
+class NonFiniteError(ValueError):
+    """Numbers that are none: all pipelines leave all weights as they are from then on."""
+
+    def __init__(self, message: str, known: list[float], whole: int | None) -> None:
+        """known: all losses read so far, of later iterations included. whole: the iterations that the weights are
+        those after; None where a part of an iteration's update is in them."""
+        super().__init__(message)
+        self.known, self.whole = known, whole
+
+    @classmethod
+    def of_loss(cls, iteration: int, loss: float, known: list[float], partly: bool) -> "NonFiniteError":
+        """iteration: counted from 1. partly: whether gradients were not finite before it."""
+        weights = "with a part of an update" if partly else f"with the weights as iteration {iteration - 1} left them"
+        message = f"the loss of iteration {iteration} is {loss}: the run stops, {weights}"
+        return cls(message, known, None if partly else iteration - 1)
+
+    @classmethod
+    def of_tensors(cls, names: list[str], first: int, last: int, known: list[float]) -> "NonFiniteError":
+        """first, last: the iterations since the last look, counted from 1."""
+        return cls(
+            f"not finite in iteration {first} to {last}, with finite losses: {', '.join(names)}. The run stops: no "
+            "weight has become anything that is not finite, and from the next iteration on none has changed",
+            known,
+            None,
         )
-        self.iteration, self.known = iteration, known
 
 
 class LossHistory:
@@ -24,34 +43,46 @@ class LossHistory:
     that the launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
     """
 
-    def __init__(self, device: torch.device, interval: int, before: int = 0) -> None:
-        """Sets up the first average, on a GPU. Collective. before: iterations before the first, for messages."""
-        self._before = before
+    def __init__(
+        self, device: torch.device, interval: int, before: int = 0, tallies: Callable[[], Tallies] | None = None
+    ) -> None:
+        """Sets up the first average, on a GPU. Collective. before: iterations before the first, for messages. tallies:
+        of the pipeline; they travel with the losses."""
+        self._before, self._tallies = before, tallies
+        self._names: tuple[str, ...] = ()
+        self.too_large: dict[str, int] = {}
+        """Numbers that were too large for the format they were rounded to, on all ranks until the last read, by
+        tensor, where there were any; to seven digits."""
         self._device = device
         self._interval = interval
         self._pending: list[Tensor] = []
-        self._in_flight: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._in_flight: tuple[Tensor, int, torch.cuda.Event | None] | None = None
         self._values: list[float] = []
         if device.type == "cuda":
             # Kernels, communicator and pinned memory of an average are set up at the first one: in the training that
             # would be an iteration of 12 to 19 ms (4 x H200).
             self._pending = [torch.zeros((), device=device) for _ in range(interval)]
             self._average()
-            self._collect()
+            self._receive()
             self._values.clear()
 
     def add(self, loss: Tensor) -> None:
         """Adds one iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.
 
-        Raises NonFiniteLossError on every rank if a loss of the interval before was not finite.
+        Raises NonFiniteError on every rank if a loss of the interval before, or anything tallied, was not finite.
         """
         self._pending.append(loss)
         if len(self._pending) == self._interval:
             self._collect()
             self._average()
 
+    @property
+    def known(self) -> list[float]:
+        """The losses read so far; any thread may ask."""
+        return list(self._values)
+
     def finish(self) -> list[float]:
-        """All losses so far; waits for them. Collective, and raises NonFiniteLossError like `add`."""
+        """All losses so far; waits for them. Collective, and raises NonFiniteError like `add`."""
         self._collect()
         if self._pending:
             self._average()
@@ -61,26 +92,45 @@ class LossHistory:
     def _average(self) -> None:
         losses = torch.stack(self._pending).float()
         self._pending = []
+        count = len(losses)
+        if self._tallies is not None:
+            tallies = self._tallies()
+            self._names = tallies.names
+            losses = torch.cat([losses, tallies.counts.flatten().float()])
         dist.all_reduce(losses)
-        losses /= dist.get_world_size()
+        losses[:count] /= dist.get_world_size()
         if self._device.type == "cuda":
             host = torch.empty(losses.shape, pin_memory=True).copy_(losses, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            self._in_flight = (host, copied)
+            self._in_flight = (host, count, copied)
         else:
-            self._in_flight = (losses, None)
+            self._in_flight = (losses, count, None)
 
     def _collect(self) -> None:
-        if self._in_flight is None:
+        first = len(self._values)
+        received = self._receive()
+        if received is None:
             return
-        host, copied = self._in_flight
+        losses, counts = received
+        self.too_large = {name: int(large) for name, (large, _) in counts.items() if large}
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            partly = any(counts[name][1] for name in counts if name.endswith(GRADIENTS))
+            raise NonFiniteError.of_loss(self._before + first + at + 1, losses[at].item(), self._values, partly)
+        if names := [name for name, (_, not_finite) in counts.items() if not_finite]:
+            first, last = self._before + first + 1, self._before + len(self._values)
+            raise NonFiniteError.of_tensors(names, first, last, self._values)
+
+    def _receive(self) -> tuple[Tensor, dict[str, tuple[float, float]]] | None:
+        """Returns the losses in flight, once they are here, and the tallies beside them by name; keeps the losses."""
+        if self._in_flight is None:
+            return None
+        host, count, copied = self._in_flight
         self._in_flight = None
         if copied is not None:
             copied.synchronize()
-        first = len(self._values) + 1
-        self._values += host.tolist()
-        bad = (~host.isfinite()).nonzero()
-        if len(bad):
-            at = int(bad[0])
-            raise NonFiniteLossError(self._before + first + at, host[at].item(), self._values)
+        self._values += host[:count].tolist()
+        pairs = ((large, not_finite) for large, not_finite in host[count:].view(-1, 2).tolist())
+        return host[:count], dict(zip(self._names, pairs, strict=True))

@@ -1,7 +1,7 @@
 """How many iterations a run has, and when it evaluates."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,19 @@ class Schedule:
     """Time that the iterations after the warm-up take at least, in a run by time."""
     max_time_s: float | None = None
     """Time up to which such a run goes on until they are steady; None where it ends in any case."""
+    first: int = 0
+    """Iterations of a checkpoint that the run goes on from."""
+
+    @property
+    def last(self) -> int:
+        """Iterations that no run of this schedule goes beyond."""
+        return self.iterations if self.min_time_s is None else self.most
+
+    def resumed(self, first: int) -> "Schedule":
+        """Returns the schedule of a run that goes on after `first` iterations: one by time takes its time again."""
+        if self.min_time_s is None:
+            return replace(self, first=first)
+        return replace(self, first=first, iterations=min(first + self.iterations, self.most))
 
     def epoch_num(self, iteration: int) -> float:
         """Fraction of the epoch that `iteration` iterations have seen."""
@@ -41,7 +54,8 @@ class Schedule:
         return iteration % self.evaluate_every == 0 or iteration == self.iterations
 
     def lacking(self, latencies_ms: np.ndarray, warmup: int) -> int:
-        """Iterations that a run by time lacks after those of `latencies_ms` [n]; 0 in other runs, and where it has all.
+        """Iterations that a run by time lacks after those of its own, `latencies_ms` [n]; 0 in other runs, and where it
+        has all.
 
         As many as the remaining time has room for at the median speed of the later half of them, and 5 % more, so that
         one look at the clock in the warm-up nearly always suffices: what is timed is then one stretch. A run that is
@@ -58,7 +72,7 @@ class Schedule:
                 return 0
             remaining_s = min(timed_s / 2, self.max_time_s - timed_s)
         more = math.ceil(1.05 * 1000 * remaining_s / float(np.median(latencies_ms[done // 2 :])))
-        return min(max(0, warmup - done) + more, self.most - done)
+        return min(max(0, warmup - done) + more, self.most - self.first - done)
 
 
 def _steady(latencies_ms: np.ndarray) -> bool:

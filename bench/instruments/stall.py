@@ -8,9 +8,8 @@ stage from the stack of the main thread.
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType, TracebackType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
@@ -23,15 +22,20 @@ _LOOKS = 12
 """Looks within the time that a stall may take."""
 _FIRST = 10
 """The first iterations may take so many times as long: kernels are compiled, graphs captured, batches drawn."""
+_SAVES = "saves a checkpoint"
+_WAITS = "waits for other ranks to save a checkpoint"
 _STAGES = {
-    "dlrm/data/metrics.py": "computes the AUC",
     "dlrm/data/": "waits for its reader",
-    "dlrm/dcnv2/data/": "waits for its reader",
-    "bench/checkpoints.py": "saves a checkpoint",
+    "bench/checkpoints.py": _SAVES,
+    "dlrm/data/metrics.py": "computes the AUC",
     "pipeline/static/evaluation.py": "evaluates",
 }
 """What a rank does whose main thread is in one of these files; the innermost counts."""
 _OTHERWISE = "trains"
+SAVER = "checkpoint"
+"""Name of the thread that saves."""
+_OF_OTHERS = (_OTHERWISE, _WAITS)
+"""What ranks do that wait for another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,10 @@ class _Report:
 
 
 class StallWatch:
-    """Context manager around a training. Ends this rank where nothing has moved for `timeout_s`."""
+    """Context manager around a training. Ends this rank where no rank has moved for `timeout_s`.
+
+    A rank may wait as long as another one goes on, such as with its part of a checkpoint.
+    """
 
     def __init__(
         self,
@@ -60,7 +67,7 @@ class StallWatch:
         between."""
         self._ranks, self._timeout_s, self._progress, self._end = ranks, timeout_s, progress, end
         self._over = threading.Event()
-        self._looks = 0
+        self._looks, self._of_all = 0, 0
         if timeout_s is not None and ranks.world_size > 1:
             self._store = connect_store()
             self._publish(self._store)
@@ -81,20 +88,25 @@ class StallWatch:
         assert self._timeout_s is not None
         return self._timeout_s / _LOOKS
 
+    @property
+    def _moved(self) -> tuple[int, int]:
+        """Changes as this rank goes on, or another one."""
+        return self._progress()[0], self._of_all
+
     def _watch(self) -> None:
         assert self._timeout_s is not None
-        period, first, _ = self._period_s, *self._progress()
-        seen, since, looked = first, time.monotonic(), time.monotonic()
+        period, first = self._period_s, self._progress()[0]
+        seen, since, looked = self._moved, time.monotonic(), time.monotonic()
         while not self._over.wait(period):
-            progress, now = self._progress()[0], time.monotonic()
+            progress, now = self._moved, time.monotonic()
             if progress != seen or now - looked > 3 * period:  # or this process itself was stopped
                 seen, since = progress, now
             looked = now
             # What the finding takes is part of the time.
-            limit = (self._timeout_s if seen != first else _FIRST * self._timeout_s) - 3 * period
+            limit = (self._timeout_s if seen[0] != first else _FIRST * self._timeout_s) - 3 * period
             if now - since >= limit:
                 reason = self._reason()
-                if self._progress()[0] == seen and not self._over.is_set():
+                if self._moved == seen and not self._over.is_set():
                     self._end(reason)
 
     def _report(self) -> None:
@@ -102,6 +114,7 @@ class StallWatch:
         while not self._over.wait(self._period_s):
             try:
                 self._publish(self._store)
+                self._of_all = sum(report.progress for report in self._reports(self._store))
             except RuntimeError:  # the store is gone, and so is the run
                 return
 
@@ -109,6 +122,12 @@ class StallWatch:
         self._looks += 1
         progress, iteration = self._progress()
         store.set(_key(self._ranks.rank), f"{self._looks}|{progress}|{iteration}|{_stage()}")
+
+    def _reports(self, store: TCPStore) -> list[_Report]:
+        words = (
+            value.decode().split("|", 3) for value in store.multi_get(list(map(_key, range(self._ranks.world_size))))
+        )
+        return [_Report(int(a), int(b), int(c), stage) for a, b, c, stage in words]
 
     def _reason(self) -> str:
         """Says which rank the others wait for, and where it is."""
@@ -124,17 +143,17 @@ class StallWatch:
         before, now = found
         stopped = [rank for rank, report in enumerate(now) if report.looks == before[rank].looks]
         if stopped:
-            rank = stopped[0]
-            return f"{what}: rank {rank}'s process does not run; at last it {_said(now[rank])}"
-        rank = min(range(len(now)), key=lambda rank: (now[rank].stage == _OTHERWISE, now[rank].progress))
-        return f"{what}: rank {rank} {_said(now[rank])}"
+            rank, furthest = stopped[0], max(report.iteration for report in now)  # it may have come as far since
+            return (
+                f"{what}: rank {rank}'s process does not run; at last it {now[rank].stage}, after iteration {furthest}"
+            )
+        rank = min(range(len(now)), key=lambda rank: (now[rank].stage in _OF_OTHERS, now[rank].progress))
+        return f"{what}: rank {rank} {now[rank].stage}, after iteration {now[rank].iteration}"
 
     def _read_twice(self, found: list[list[_Report]]) -> None:
         store = connect_store()
-        keys = [_key(rank) for rank in range(self._ranks.world_size)]
         for wait_s in (2.5 * self._period_s, 0):
-            words = (value.decode().split("|", 3) for value in store.multi_get(keys))
-            found.append([_Report(int(a), int(b), int(c), stage) for a, b, c, stage in words])
+            found.append(self._reports(store))
             time.sleep(wait_s)
 
 
@@ -142,19 +161,31 @@ def _key(rank: int) -> str:
     return f"dlrm/progress/{RESTARTS}/{rank}"
 
 
-def _said(report: _Report) -> str:
-    return f"{report.stage}, after iteration {report.iteration}"
-
-
 def _stage() -> str:
-    """What the main thread does."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(str(ROOT)):
-            inner = Path(path).relative_to(ROOT).as_posix().removeprefix("dlrm_bench/")
-            for start, stage in _STAGES.items():
-                if inner.startswith(start):
-                    return stage
-        frame = frame.f_back
+    """What the main thread does, or while that waits for its thread that saves, what that one does."""
+    frames = sys._current_frames()
+    files = list(_files(frames.get(threading.main_thread().ident or 0)))
+    for file in files:
+        inner = file.removeprefix(f"{ROOT}/").removeprefix("dlrm_bench/")
+        stage = next((stage for start, stage in _STAGES.items() if inner.startswith(start)), None)
+        if stage == _SAVES:
+            return _WAITS if _in_a_collective(files) or any(map(_in_a_collective, _savers(frames))) else _SAVES
+        if stage is not None:
+            return stage
     return _OTHERWISE
+
+
+def _savers(frames: Mapping[int, FrameType]) -> Iterator[list[str]]:
+    threads = (thread for thread in threading.enumerate() if thread.name.startswith(SAVER))
+    return (list(_files(frames.get(thread.ident or 0))) for thread in threads)
+
+
+def _in_a_collective(files: Iterable[str]) -> bool:
+    return any("/torch/distributed/" in file for file in files)
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    """Yields the files that a thread is in, the innermost first."""
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back

@@ -172,14 +172,14 @@ def ladder_table(ladder: Ladder) -> Table:
     interval = "95 % interval" if ladder.get("detect") is None else "97 % interval"
     columns = (
         "rung",
-        "median ms",
-        "p99 ms",
-        "vs first",
+        "median\nms",
+        "p99\nms",
+        "vs\nfirst",
         interval,
-        "finds from",
-        "vs previous",
+        "finds\nfrom",
+        "vs\nprevious",
         interval,
-        "losses differ by",
+        "losses\ndiffer by",
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)

@@ -9,6 +9,7 @@ the next.
 """
 
 import contextlib
+import ctypes
 import io
 import logging
 import multiprocessing
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +50,7 @@ _PRELOADED = [
     "dlrm_bench.bench.limits.measured",
     "dlrm_bench.bench.profile.profiled_run",
 ]
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATIENCE_S = 5
 """Time that a rank whose parent is gone has to close its log, before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -150,13 +152,32 @@ def _status_of(command: Sequence[str], output: Path) -> int:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, forward)
         # In a process group of its own, or Ctrl-C would reach it twice.
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=_end_with_this_process(),
+        )
         if stopped is not None:  # as it was being started
             process.send_signal(stopped)
         status = process.wait()
     if stopped is not None:
         raise _end_by(stopped)
     return status
+
+
+def _end_with_this_process() -> Callable[[], None]:
+    """What a child calls to get a SIGTERM when this process ends, by SIGKILL too: nothing else would end a torchrun."""
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl  # found here: between fork and exec, little is safe
+
+    def call() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it had ended already
+            os._exit(128 + signal.SIGTERM)
+
+    return call
 
 
 def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
@@ -169,6 +190,7 @@ def _rank_main(launcher: Path, flags: list[str], output: Path) -> None:
     os.close(sink)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through=True)  # torchrun's -u: a rank that is killed has said what it said
+    del os.environ["TORCHELASTIC_ERROR_FILE"]  # an error goes to the file, not to torch elastic, which stays silent
     sys.argv = [str(launcher), *flags]
     try:
         runpy.run_path(str(launcher), run_name="__main__")
@@ -227,9 +249,12 @@ def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str
     torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if re.match(r"rank \d+: error: ", line)]
+    # torchrun indents what it says of a rank. Of ranks with the same error, the first is named.
+    found = [match for line in lines if (match := re.match(r" *rank (\d+): error: (.*)", line))]
+    said_by = {match[2]: match[1] for match in sorted(found, key=lambda match: -int(match[1]))}
+    errors = [f"rank {rank}: error: {error}" for error, rank in reversed(said_by.items())]
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
-    others = [line for line in lines[max(first, last - 30) : last] if line not in errors]
+    others = [line for line in lines[max(first, last - 30) : last] if not re.match(r" *rank \d+: error: ", line)]
     said = "\n".join([*errors, *others, f"(all of it: {output})"])
     return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{said}"

@@ -12,6 +12,7 @@ import torch
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.bench.limits.ceilings import measure
 from dlrm_bench.bench.machine.description import describe_machine, short_name
 from dlrm_bench.bench.machine.source import git_state
@@ -28,7 +29,9 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
     """Measures everything and, on rank 0, writes limits.json into a new folder of config.results_dir. Collective."""
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    BEGINNING.now("waits for the other ranks in init_process_group")
     ranks.init_process_group()
+    BEGINNING.over()
     machine = describe_machine()
     ceilings = list(measure(config, ranks))
     now = datetime.now(UTC)

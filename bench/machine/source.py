@@ -11,6 +11,8 @@ It is made from the files that run, whether they lie in a checkout, in a copy of
 import hashlib
 import os
 import subprocess
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 from dlrm_bench.bench.records.schema import Git
@@ -61,6 +63,19 @@ def source_of_commit(root: Path, commit: str) -> str | None:
         if kind == "tree":
             entries.append((mode.lstrip("0").encode(), name, bytes.fromhex(identity)))
     return _tree_id(entries)
+
+
+def version(root: Path) -> str:
+    """Name and version of the program at `root`, its commit as `git_state` knows it, and its source's hash, in a
+    line."""
+    project = root / "pyproject.toml"
+    if project.exists():  # a checkout or a copy of one, whatever else is installed
+        number = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+    else:
+        number = metadata.version("dlrm-bench")
+    state = git_state(root)
+    commit = f", commit {state['commit'][:12]}{' and changes' if state['dirty'] else ''}" if state["commit"] else ""
+    return f"dlrm-bench {number}{commit}, source {(state.get('source') or '')[:12]}"
 
 
 def git(root: Path, *arguments: str) -> str | None:

@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from rich import box
 from rich.table import Table
@@ -20,6 +20,16 @@ BENCHMARK = "dlrm_dcnv2"
 _MARKER = b":::MLLOG"
 _LONGEST_EVENT = 1 << 20
 """Bytes. The longest event of a published log is below 10 kB; a longer line is no event but damage."""
+
+
+class Event(NamedTuple):
+    """A line of a log."""
+
+    key: str
+    time_ms: float
+    """Unix time."""
+    value: Any
+    metadata: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +108,15 @@ def read_mlperf_log(path: Path) -> list[MLPerfRun]:
     for run in reader.runs:
         run.malformed_lines = reader.malformed
     return reader.runs
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yields all well-formed events of a log, in file order; ValueError, naming the file, if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield from (event for line in _event_lines(file.fileno()) if (event := _parse(line)) is not None)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name an MLPerf log") from error
 
 
 LOG_COLUMNS = (
@@ -188,16 +207,16 @@ class _Reader:
             run.start_ms = time
         elif key == "eval_start":
             self._eval_start = time
-            run.eval_epochs += [float(epoch)] if _is_number(epoch) else []
+            run.eval_epochs += [float(epoch)] if is_number(epoch) else []
         elif key == "eval_accuracy":
-            run.auc = float(value) if _is_number(value) else None
+            run.auc = float(value) if is_number(value) else None
         elif key == "eval_stop" and self._eval_start is not None:
             run.evals_ms.append(time - self._eval_start)
             self._eval_start = None
         elif key == "run_stop":
             run.stop_ms = time
             run.status = str(metadata.get("status", "unknown"))
-        if _is_number(epoch) and run.start_ms is not None:
+        if is_number(epoch) and run.start_ms is not None:
             run.epoch_num = max(run.epoch_num or 0.0, float(epoch))
 
 
@@ -223,17 +242,19 @@ def _begins_another(run: MLPerfRun, key: str) -> bool:
     return (key in _HEADER and run.stop_ms is not None) or (key == "init_start" and run.benchmark is not None)
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # nor nan
 
 
-def _parse(line: bytes) -> tuple[str, float, Any, dict[str, Any]] | None:
-    """(key, Unix time in ms, value, metadata) of an event, or None if the line is not one."""
+def _parse(line: bytes) -> Event | None:
+    """The event of a line, or None if the line is not one."""
     try:
         event = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(event, dict) or not isinstance(event.get("key"), str) or not _is_number(event.get("time_ms")):
+    if not isinstance(event, dict) or not isinstance(event.get("key"), str) or not is_number(event.get("time_ms")):
         return None
     metadata = event.get("metadata")
-    return event["key"], float(event["time_ms"]), event.get("value"), metadata if isinstance(metadata, dict) else {}
+    known = metadata if isinstance(metadata, dict) else {}
+    return Event(event["key"], float(event["time_ms"]), event.get("value"), known)

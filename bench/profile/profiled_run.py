@@ -29,6 +29,7 @@ from dlrm_bench.bench.records.schema import Kernel, Profile, Span
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only
+    from dlrm_bench.dlrm.dense.tallies import Tallies
     from dlrm_bench.pipeline.interface import Pipeline
     from dlrm_bench.pipeline.state import StateBlocks
 
@@ -105,6 +106,10 @@ class ProfiledPipeline:
     def describe(self) -> dict[str, Any]:
         """See prepare."""
         return self._pipeline.describe()
+
+    def tallies(self) -> "Tallies":
+        """See prepare."""
+        return self._pipeline.tallies()
 
     def state_blocks(self) -> "StateBlocks":
         """See prepare."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dlrm_bench.bench.records.record import create_run_folder, summarize_latency, write_record
+from dlrm_bench.bench.records.record import create_run_folder, of_numpy, summarize_latency, write_record
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, Machine, RunRecord
 
 PRESET = "own"
@@ -105,7 +105,7 @@ def read_times(file: Path, unit: str = "ms") -> np.ndarray:
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): name a file of times") from error
     except ValueError as error:
-        raise ValueError(f"{file} holds no times: {error}") from error
+        raise ValueError(f"{file} holds no times: {of_numpy(error)}") from error
     if times.ndim != 2 or not times.size or times.dtype.kind not in "fiu":
         raise ValueError(f"{file} holds no times: expected a number for each iteration and rank")
     return times.astype(np.float64) * UNITS_MS[unit]

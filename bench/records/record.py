@@ -4,6 +4,7 @@ run.json says what ran, where, and how fast; iterations.npz holds every iteratio
 run.json is written last: a folder without it is a run that did not finish.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -34,7 +35,7 @@ from dlrm_bench.bench.records.schema import (
     Training,
     TrainingStatus,
 )
-from dlrm_bench.bench.records.upgrade import upgraded
+from dlrm_bench.bench.records.upgrade import check_readable, upgraded
 from dlrm_bench.bench.stats.series import drift_within, median_ci95, slowest_rank, summary_statistics
 
 RUN_JSON = "run.json"
@@ -104,8 +105,10 @@ def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
 
 
 def release_room(folder: Path) -> None:
-    """Gives back what `reserve_room` took, for the record to be written."""
-    (folder / _RESERVE).unlink(missing_ok=True)
+    """Gives back what `reserve_room` took, for the record to be written. Whoever writes it meets what makes that fail:
+    a folder that was made immutable, or is none any more."""
+    with contextlib.suppress(OSError):
+        (folder / _RESERVE).unlink(missing_ok=True)
 
 
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
@@ -188,12 +191,12 @@ def write_record(
     record: RunRecord,
     iterations_ms: np.ndarray,
     losses: np.ndarray | Sequence[float],
-    losses_before: Sequence[float] = (),
+    before: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes iterations.npz and then, in one step, run.json into `folder`.
 
-    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. losses_before: of the iterations before a
-    resumed run's own. ValueError if the folder holds a record already, or the record has a number that is not finite.
+    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. before: history_arrays of what a resumed
+    run went on from. ValueError if the folder holds a record already, or the record has a number that is not finite.
     """
     path = folder / RUN_JSON
     if path.exists():
@@ -202,7 +205,7 @@ def write_record(
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-    write_iterations(folder, latency_ms, loss, losses_before)
+    write_iterations(folder, latency_ms, loss, before)
     unfinished = path.with_suffix(".json.tmp")
     # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
     with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -216,16 +219,15 @@ def write_iterations(
     folder: Path,
     iterations_ms: np.ndarray,
     losses: np.ndarray | Sequence[float],
-    losses_before: Sequence[float] = (),
+    before: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes iterations.npz alone, which a run leaves that does not finish.
 
     iterations_ms: float32 [ranks, iterations], raw. losses: of the first of these iterations, as far as they are known.
-    losses_before: of the iterations before a resumed run's own.
+    before: history_arrays of what a resumed run went on from.
     """
-    before = {"loss_before": np.asarray(losses_before, dtype=np.float32)} if losses_before else {}
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
-    np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **before)
+    np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **(before or {}))
 
 
 def read_record(folder: Path) -> Record:
@@ -242,6 +244,7 @@ def read_record(folder: Path) -> Record:
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
+    check_readable(path, record["config"], record["schema"])
     record["config"] = upgraded(record["config"], record["schema"])
     return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
 
@@ -258,6 +261,14 @@ def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) ->
     )
 
 
+def of_numpy(error: Exception) -> str:
+    """Returns why numpy does not load a file, without its advice to load it by allow_pickle=True, which runs code."""
+    said = str(error)
+    if "allow_pickle" not in said:
+        return said
+    return "its header is too long" if said.startswith("Header info") else "it holds Python objects, not numbers"
+
+
 def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -267,7 +278,7 @@ def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except KeyError as error:
         raise ValueError(f"{path} lacks an array: {error.args[0]}") from error
     except (OSError, EOFError, ValueError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is corrupt ({error}): restore it or leave the record out") from error
+        raise ValueError(f"{path} is corrupt ({of_numpy(error)}): restore it or leave the record out") from error
 
 
 def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, loss: np.ndarray) -> None:

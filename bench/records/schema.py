@@ -273,12 +273,14 @@ class SavedCheckpoint(TypedDict):
 
 class ResumedFrom(TypedDict):
     """The checkpoint that a run went on from. Losses and latencies of the record are those of its own iterations;
-    iterations.npz has the losses before as `loss_before`."""
+    iterations.npz has the losses before as `loss_before`, and in `samples_before` the samples trained on after each."""
 
     run_id: str
     """The run that wrote it."""
     iteration: int
     """Iterations of this run's global batch size that had been trained."""
+    samples: NotRequired[int]
+    """Samples that had been trained on."""
     read_s: float
     """Seconds to read it."""
 

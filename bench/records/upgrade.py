@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from dlrm_bench.bench.config import PIPELINES
@@ -22,6 +23,20 @@ _REMOVED = {"data": ("variable_lengths",)}
 """Fields of former versions, which had one value in all records."""
 _SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
 """What schema 1 called TorchRec's default schedule."""
+_WAY_OUT = "restore the file or leave it out"
+
+
+def check_readable(file: Path, config: Mapping[str, Any], schema: int) -> None:
+    """Checks that a configuration has what `upgraded` reads; ValueError names the file and the field."""
+    pipeline = config.get("pipeline")
+    if schema == 1:
+        if not isinstance(pipeline, str | None):
+            raise ValueError(f"{file}: config.pipeline is {pipeline!r}, expected a schedule's name; {_WAY_OUT}")
+    elif not isinstance(pipeline, dict) or not isinstance(pipeline.get("name"), str):
+        raise ValueError(f"{file}: config.pipeline is {pipeline!r}, expected an object with a name; {_WAY_OUT}")
+    for block in _BEFORE:
+        if not isinstance(config.get(block, {}), dict):
+            raise ValueError(f"{file}: config.{block} is {config[block]!r}, expected an object; {_WAY_OUT}")
 
 
 def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:

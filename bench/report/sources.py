@@ -12,6 +12,7 @@ from dlrm_bench.bench.records.distinct import distinct, record_key
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
 from dlrm_bench.bench.records.limits import LIMITS_JSON, Limits, read_limits
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
+from dlrm_bench.dlrm.data.paths import why_not
 
 Kind = Literal["ladder", "limits", "record", "logs", "unfinished"]
 
@@ -60,7 +61,7 @@ def find(paths: Sequence[Path]) -> list[tuple[Kind, Path]]:
     found: list[tuple[Kind, Path]] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path} does not exist: name records, ladders, limits, MLPerf logs, or folders of them")
+            raise ValueError(f"{path} {why_not(path)}: name records, ladders, limits, MLPerf logs, or folders of them")
         found += _find(path, entered)
     return found
 

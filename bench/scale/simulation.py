@@ -1,7 +1,7 @@
 """Event simulation of work that shares resources: what starts when, and how long all of it takes.
 
-A resource does one piece of work at a time. Where several are ready, the one of the smaller `turn` goes first: earlier
-iterations before later ones, then in the order of the list, which is that of their launches.
+A resource does one piece of work at a time. Where several are ready, those of earlier iterations go first, and within
+an iteration in the order of the list of tasks, which is that of their launches.
 """
 
 import heapq

@@ -14,8 +14,8 @@ from dlrm_bench.bench.stats.statistics import student_t
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
-_USELESS = 10.0
-"""A detectable difference from which on its digits say nothing: two rounds of noisy runs give 13 of them."""
+_USELESS = 100.0
+"""A detectable factor from which on its digits say nothing: two rounds of noisy runs give 13 of them."""
 
 
 def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
@@ -63,15 +63,20 @@ def runs_needed(
 
 
 def finds(difference: float) -> str:
-    """Such as 'find differences from 3.10%', of so many runs; difference: what `detectable` returns."""
-    if difference >= _USELESS:
-        return f"find no difference below {_USELESS:.0%}"
-    return f"find differences from {difference:.2%}"
+    """Returns what runs find, such as 'find differences from 3.10%', or 'find factors from 2.51'.
+
+    difference: the result of `detectable`. From 1 on it is given as a factor, as are the ratios that it is read beside.
+    """
+    if 1 + difference >= _USELESS:
+        return f"find no factor below {_USELESS:.0f}"
+    return f"find factors from {1 + difference:.2f}" if difference >= 1 else f"find differences from {difference:.2%}"
 
 
 def finds_from(difference: float) -> str:
-    """Returns the same for a table's cell, such as '3.10%'."""
-    return f"over {_USELESS:.0%}" if difference >= _USELESS else f"{difference:.2%}"
+    """Returns the same for a table's cell, such as '3.10%' or '2.51 x'."""
+    if 1 + difference >= _USELESS:
+        return f"over {_USELESS:.0f} x"
+    return f"{1 + difference:.2f} x" if difference >= 1 else f"{difference:.2%}"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
+from dlrm_bench.dlrm.data.paths import why_not
 
 DIGEST_BYTES = 16
 SAMPLE_BLOCKS = 64
@@ -55,8 +56,7 @@ def changed_files(
             continue
         path, expected = directory / name, known[name]
         if not path.is_file():
-            state = "is no file" if path.exists() else "does not exist"
-            yield f"{path} {state}, but the manifest has it: {COPY_AGAIN}"
+            yield f"{path} {why_not(path)}, but the manifest has it: {COPY_AGAIN}"
             continue
         size = path.stat().st_size
         sample = sample_checksum(path)

@@ -1,7 +1,16 @@
 """Which samples each rank reads, in which order: what every benchmark's data offers the training loop."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
+
+
+class FileContent(TypedDict):
+    """What tells a data file from another one of its name."""
+
+    sample: str
+    """Checksum.sample of dlrm/data/checksums.py."""
+    blake2b: str | None
+    """Checksum.blake2b, where a manifest knows it."""
 
 
 class HostBatch(Protocol):

@@ -121,7 +121,9 @@ def open_array(
         read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
         shape, fortran_order, found = read_header(file)
     except ValueError as error:
-        raise ValueError(f"{name} is not a .npy array ({error}): {COPY_AGAIN}") from error
+        # numpy advises to trust a header that is too long, by allow_pickle=True.
+        what = "its header is too long" if "allow_pickle" in str(error) else error
+        raise ValueError(f"{name} is not a .npy array ({what}): {COPY_AGAIN}") from error
     data_start = file.tell()
     if found != dtype:
         raise ValueError(f"{name}: expected dtype {np.dtype(dtype)}, found {found}: convert it with numpy's astype")

@@ -145,6 +145,11 @@ class DataConfig:
         return self.prefetch_batches, "--data.prefetch-batches"
 
     @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Names of the fields that say which samples are trained on, in which order."""
+        return ("source", "train_days", "random_batches", "random_skew", "random_ids")
+
+    @property
     def is_random(self) -> bool:
         """Whether batches are drawn at random, without end and with labels that nothing can learn."""
         return self.source == "random"
@@ -176,6 +181,12 @@ class OptimizerConfig:
             f"--optimizer.learning-rate is {self.learning_rate}: it must be a number that float32 holds, as weights do",
         )
         require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
+        # A quotient of 0 by less is NaN in float32, and one by a subnormal number on some GPUs' fast paths.
+        require(
+            2**-126 <= self.eps < 2**128,
+            f"--optimizer.eps is {self.eps}: it must be a normal number of float32, 1.2e-38 to 3.4e38, as gradients of "
+            "0 are divided by it",
+        )
 
     @property
     def tables(self) -> TableOptimizer:

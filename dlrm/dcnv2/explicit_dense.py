@@ -21,6 +21,7 @@ from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
 from dlrm_bench.dlrm.dense.buckets import Bucket, CollectiveBucket, DenseState, NodeBucket, PeerBucket
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp, small_mlp
@@ -98,8 +99,14 @@ class ExplicitDense:
         self.buckets = (*self.top.values(), *self.cross.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
+        self.tallies = Tallies(self._rounded(), ranks.device)
+        """Of the updates' gradients, and of what is rounded to eight bits."""
         self._rows = shape.rows
         self._make_buffers(ranks.device)
+
+    def _rounded(self) -> list[str]:
+        """Names the tensors in eight bits."""
+        return []
 
     def _make_buffers(self, device: torch.device) -> None:
         """Activations and their gradients, whole batches of them; of the bottom MLP's, which are small, most come and

@@ -3,7 +3,8 @@ layer, forward, by their inputs and by their weights.
 
 Activations and weights are e4m3, gradients e5m2, which has fewer digits for more powers of two; the kernel that
 computes a factor writes it in eight bits, and in bf16 only where something else reads it. Sums, biases' gradients and
-all other layers are as in ExplicitDense. Scales are constants, so that a run has no more state than in bf16.
+all other layers are as in ExplicitDense. Scales are constants, so that a run has no more state than in bf16; numbers
+that eight bits do not hold are tallied.
 """
 
 import math
@@ -16,7 +17,7 @@ from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense import fused_cross
-from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2, Fp8Pair, empty, empty_pair, fp8_product
+from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2, Fp8, Fp8Pair, empty, empty_pair, fp8_product
 from dlrm_bench.kernels.dense.fp8_copies import fp8_copies, partial_rows
 from dlrm_bench.kernels.dense.fp8_weights import WeightCopies, WeightCopy, fp8_weights
 
@@ -27,6 +28,9 @@ WEIGHTS = 64.0
 """Of numbers up to 7."""
 GRADIENTS = 4096.0
 """Over the samples of the global batch, as gradients are of its mean loss: of numbers up to 14 of a sample's own."""
+
+_OF_LAYER = ("x", "u", "y", "dy", "du", "v", "w")
+"""What a cross layer has in eight bits."""
 
 
 class Fp8Dense(ExplicitDense):
@@ -49,22 +53,31 @@ class Fp8Dense(ExplicitDense):
         width, rank, hidden = self.x0.shape[1], model.cross_rank, model.top_mlp[0]
         gradients = 2.0 ** math.floor(math.log2(GRADIENTS * self.global_batch_size))
 
-        def activations(columns: int) -> Fp8Pair:
-            return empty_pair(shape.samples, columns, E4M3, ACTIVATIONS, device)
+        tally = self.tallies.of
 
-        def gradient(columns: int) -> Fp8Pair:
-            return empty_pair(shape.samples, columns, E5M2, gradients, device)
+        def activations(name: str, columns: int) -> Fp8Pair:
+            return empty_pair(shape.samples, columns, E4M3, ACTIVATIONS, device, tally(name))
+
+        def gradient(name: str, columns: int) -> Fp8Pair:
+            return empty_pair(shape.samples, columns, E5M2, gradients, device, tally(name))
 
         def copy(name: str) -> WeightCopy:
             rows, columns = self.working[name].shape
-            sizes = ((rows, columns), (columns, rows))
-            return WeightCopy(self.working[name], *(empty(*size, E4M3, WEIGHTS, device) for size in sizes))
+            plain, transposed = (empty(*size, E4M3, WEIGHTS, device) for size in ((rows, columns), (columns, rows)))
+            return WeightCopy(self.working[name], plain._replace(tally=tally(name)), transposed)
 
-        self._x8 = [activations(width) for _ in (*layers, "output")]
-        self._u8, self._du8 = [activations(rank) for _ in layers], [gradient(rank) for _ in layers]
-        self._y8 = [[fused_cross.empty_y(rows, width, ACTIVATIONS, device) for _ in self._rows] for _ in layers]
+        def tiles(layer: int) -> list[Fp8]:
+            of_layer = tally(f"cross.{layer}.y")
+            return [fused_cross.empty_y(rows, width, ACTIVATIONS, device, of_layer) for _ in self._rows]
+
+        self._x8 = [activations(f"cross.{layer}.x", width) for layer in layers]
+        self._x8.append(activations("top_mlp.0.x", width))
+        self._u8 = [activations(f"cross.{layer}.u", rank) for layer in layers]
+        self._du8 = [gradient(f"cross.{layer}.du", rank) for layer in layers]
+        self._y8 = [tiles(layer) for layer in layers]
         """By layer and part."""
-        self._dy8, self._dz8 = [gradient(width) for _ in layers], gradient(hidden)
+        self._dy8 = [gradient(f"cross.{layer}.dy", width) for layer in layers]
+        self._dz8 = gradient("top_mlp.0.dz", hidden)
         self._v8, self._w8 = ([copy(f"cross.{layer}.{name}") for layer in layers] for name in ("v", "w"))
         self._top8 = copy("top_mlp.0.weight")
         self._copies = WeightCopies([*self._v8, *self._w8, self._top8])
@@ -74,6 +87,10 @@ class Fp8Dense(ExplicitDense):
         if len(model.top_mlp) > 2:  # else the loss leaves this layer's bias gradient
             sizes["top_mlp.0"] = partial_rows(rows), hidden
         self._partials |= {name: torch.zeros(shape.parts, *size, device=device) for name, size in sizes.items()}
+
+    def _rounded(self) -> list[str]:
+        layers = [f"cross.{layer}.{name}" for layer in range(self.model.cross_layers) for name in _OF_LAYER]
+        return [*layers, "top_mlp.0.x", "top_mlp.0.dz", "top_mlp.0.weight"]
 
     def _is_fused(self, width: int, device: torch.device) -> bool:
         return True

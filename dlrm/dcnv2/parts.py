@@ -2,9 +2,10 @@
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.data.dataset import Dataset, FileContent
 from dlrm_bench.dlrm.dcnv2 import work
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.dcnv2.data import content
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 
 
@@ -13,6 +14,12 @@ def open_data(config: TrainingConfig) -> Dataset:
     assert isinstance(config.data, DataConfig)
     assert isinstance(config.model, ModelConfig)
     return open_dataset(config.data, config.model, config.seed)
+
+
+def data_content(config: TrainingConfig) -> dict[str, FileContent]:
+    """Returns what tells the files that a run reads from others, by name; nothing for random batches."""
+    assert isinstance(config.data, DataConfig)
+    return content.data_content(config.data)
 
 
 def batch_bytes(config: TrainingConfig) -> int:

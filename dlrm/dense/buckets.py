@@ -16,6 +16,7 @@ from dlrm_bench.kernels.dense.peer_sums import peer_sums
 from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
+from dlrm_bench.kernels.non_finite import Watch
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # Tensors in the flat buffers start at multiples of this many elements: cuBLAS falls to kernels several times slower
@@ -62,10 +63,10 @@ class Bucket(ABC):
         self.state = torch.zeros_like(self.master)
 
     @abstractmethod
-    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
+    def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
         """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective.
 
-        stopped: flags of a LossGuard; where one is raised, no weight or state changes.
+        watch: a LossGuard's; where a flag is raised, no weight or state changes.
         """
 
     @abstractmethod
@@ -117,7 +118,7 @@ class CollectiveBucket(Bucket):
         """All memory of Bucket's, and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
-    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
+    def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
         """Sums the gradient by a reduce-scatter, or an all-reduce where it is not sharded, and updates. Collective."""
         if self._sharded:
             dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
@@ -125,7 +126,7 @@ class CollectiveBucket(Bucket):
             dist.all_reduce(self.grad, group=self._group)
         mine = self.working[self._mine]
         working = None if mine.dtype == torch.float32 else mine
-        flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, stopped)
+        flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, watch)
 
     def all_gather(self) -> None:
         """Gathers all shares; does nothing where the bucket is not sharded. Collective."""
@@ -152,13 +153,13 @@ class PeerBucket(Bucket):
         self._workings, grads = peers
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
-    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
+    def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
         """Updates this rank's slice, and writes it to all ranks' working weights: a rank calls it when it has read its
         own for the last time. Before anybody reads them again, or writes gradients, the caller puts a barrier: one
         after the updates of all buckets. Collective."""
         self._memory.barrier(f"{self._name} gradients")
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
-        sharded_adagrad(*share, learning_rate, eps, stopped)
+        sharded_adagrad(*share, learning_rate, eps, watch)
 
     def all_gather(self) -> None:
         """Does nothing: `update` has done it."""
@@ -203,7 +204,7 @@ class NodeBucket(Bucket):
         """All memory of Bucket's, and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
-    def update(self, learning_rate: Tensor, eps: float, stopped: Tensor | None = None) -> None:
+    def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
         """Updates this rank's slice, and writes it to the working weights of all ranks of the node; when, and the
         barrier after it: see PeerBucket. Collective."""
         self._memory.barrier(f"{self._name} gradients")
@@ -211,7 +212,7 @@ class NodeBucket(Bucket):
         dist.all_reduce(self._summed, group=self._across)
         mine = self.working[self._mine]
         working = None if mine.dtype == torch.float32 else mine
-        flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, stopped)
+        flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, watch)
         push_segments(self._words.own, self._push, self._words)
 
     def all_gather(self) -> None:

@@ -1,10 +1,14 @@
 """How a command of this project ends: what is wrong in one line, and an exit status."""
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import time
+import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_FAILED = 1
@@ -45,13 +49,46 @@ def exit_status(work: Callable[[], int]) -> int:
         raise
 
 
+def printable(text: str) -> str:
+    """The text with control and format characters as escapes, but line ends and tabs: a file's name could steer a
+    terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c.encode("unicode_escape").decode() if _steers(c) else c for c in text)
+
+
+def _steers(character: str) -> bool:
+    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf")
+
+
 def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
 def _say(*lines: str) -> None:
     for line in lines:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
+
+
+def torchrun_says_errors() -> bool:
+    """Whether this is a rank of torchrun, which ends for good when the rank fails."""
+    tries = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    return "TORCHELASTIC_ERROR_FILE" in os.environ and tries[0] == tries[1]
+
+
+def told_to_torchrun(line: str) -> bool:
+    """Hands `line` to torchrun, for the end of its message (torch.distributed.elastic.multiprocessing.errors).
+
+    Returns False where nobody would print it.
+    """
+    if not torchrun_says_errors():
+        return False
+    message = {"message": f"\n{line}", "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+    except OSError:
+        return False
+    return True
 
 
 def exit_process(status: int) -> NoReturn:

@@ -31,7 +31,7 @@ from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
-from dlrm_bench.kernels.non_finite import clear_if_stopped, raise_flag
+from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 HOT_ROWS = 40_000_000
@@ -335,14 +335,17 @@ def push_columns_cases() -> Iterator[Case]:
 
 
 def non_finite_cases() -> Iterator[Case]:
-    flags = local_peers(PEERS, torch.int32)
+    flags, bad = local_peers(PEERS, torch.int32), torch.zeros(25, dtype=torch.int64, device="cuda")
     for batch in (6912, 512):
         losses = torch.rand(batch // 16, 258, device="cuda")[:, 0]
-        run = partial(raise_flag, losses, flags)
+        run = partial(raise_flag, losses, bad, flags)
         yield Case("raise_flag", f"[{len(losses)}] to {PEERS} local buffers", losses.numel() * 32, run)
     gradients = torch.rand(4 * 6912, 832, device="cuda").to(BF16)
-    run = partial(clear_if_stopped, flags.own, gradients)
-    yield Case("clear_if_stopped", f"{list(gradients.shape)}, bf16, nothing to clear", 4 * PEERS, run)
+    run = partial(clear_gradients, Watch(flags.own, bad[:1]), gradients)
+    yield Case("clear_gradients", f"{list(gradients.shape)}, bf16, nothing to clear", gradients.nbytes, run)
+    of_dense = list(torch.rand(16, 1_000_000, device="cuda").unbind())
+    run = partial(clear_together, Watch(flags.own, bad[:1]), of_dense, GradientTables())
+    yield Case("clear_together", "16 of 1 M elements, fp32, nothing to clear", 64_000_000, run)
 
 
 def silu_attention_cases() -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""The benchmark's cases of the input dist, but for those that sort and push: see benchmark.py."""
+"""Cases of the kernel benchmark for the input dist; those that sort and push are in __main__.py."""
 
 from __future__ import annotations
 

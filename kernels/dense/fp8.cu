@@ -18,7 +18,9 @@ struct Arguments {
   u16* out;
   u8 *quantised, *transposed;
   const u16* bias;
+  u64* tally;
   float scale, unscale;
+  u32 limit;
   int transposed_stride, batch, width, steps, column_tiles;
 };
 
@@ -57,8 +59,7 @@ __device__ void consume(const Arguments& p, const Memory& memory, int consumer, 
     const u64 a = descriptor(own + stage * FACTOR_BYTES, 16, 1024);
     const u64 b = descriptor(memory.b + stage * FACTOR_BYTES, 16, 1024);
     wait(memory.full + 8 * stage, k / STAGES & 1);
-#pragma unroll
-    for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
+    keep_in_place(acc);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int kk = 0; kk < DEPTH / 32; ++kk)
@@ -66,8 +67,7 @@ __device__ void consume(const Arguments& p, const Memory& memory, int consumer, 
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     if (lane == 0) arrive(memory.empty + 8 * stage);
-#pragma unroll
-    for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
+    keep_in_place(acc);
     if (k % PROMOTE == PROMOTE - 1 || k == p.steps - 1) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) total[i] += acc[i];

@@ -4,13 +4,15 @@ They take both factors with the summed dimension last, so what is summed up over
 batch in another is written twice, as it is and transposed.
 
 A scale is a constant, so nothing has to be measured before a factor is written: e4m3 has 18 powers of two, from its
-smallest number to 448, and e5m2 has 32. What is too large becomes the largest number of its sign.
+smallest number to 448, and e5m2 has 32. What is too large becomes the largest number of its sign, Infinity too, and is
+counted where somebody asks for it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,10 +44,13 @@ class Fp8(NamedTuple):
     """e4m3 or e5m2: the numbers times `scale`. Contiguous, but for rows of a part of a batch, which may lie apart."""
     scale: float
     """A power of two."""
+    tally: Tensor | None = None
+    """int64 [2] or None: whatever rounds to `values` adds the number of those that were finite and too large, which
+    became the largest, and of those that were not finite."""
 
     def rows(self, rows: slice) -> Fp8:
         """Returns these rows, in the same memory."""
-        return Fp8(self.values[rows], self.scale)
+        return self._replace(values=self.values[rows])
 
     def float(self) -> Tensor:
         """Returns the numbers in fp32."""
@@ -53,8 +58,19 @@ class Fp8(NamedTuple):
 
     def take(self, x: Tensor) -> None:
         """Rounds x, of any format, in PyTorch; NaN stays NaN."""
-        largest = torch.finfo(self.values.dtype).max
-        self.values.copy_((x.float() * self.scale).clamp(-largest, largest))
+        largest, x = torch.finfo(self.values.dtype).max, x.float()
+        self.values.copy_((x * self.scale).clamp(-largest, largest))
+        if self.tally is not None:
+            finite = x.isfinite()
+            self.tally.add_(torch.stack([(finite & ((x * self.scale).abs() > largest)).sum(), (~finite).sum()]))
+
+    def tallied(self) -> tuple[int | None, int]:
+        """Returns for kernels where they count, and the bits of the largest bf16 number that is not too large; with
+        nowhere to count no number is."""
+        if self.tally is None:
+            return None, 0xFFFF
+        largest = torch.finfo(self.values.dtype).max / self.scale  # exact: scales are powers of two
+        return self.tally.data_ptr(), int.from_bytes(struct.pack("<f", largest), "little") >> 16
 
 
 class Fp8Pair(NamedTuple):
@@ -87,9 +103,12 @@ def empty(rows: int, columns: int, dtype: torch.dtype, scale: float, device: tor
     return Fp8(torch.zeros(rows, columns, dtype=dtype, device=device), scale)
 
 
-def empty_pair(batch: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device) -> Fp8Pair:
-    """Returns memory for a matrix of a batch and its transpose, all zeros."""
-    return Fp8Pair(*(empty(*size, dtype, scale, device) for size in ((batch, columns), (columns, batch))))
+def empty_pair(
+    batch: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device, tally: Tensor | None = None
+) -> Fp8Pair:
+    """Returns memory for a matrix of a batch and its transpose, all zeros. tally: see Fp8; the pair counts once."""
+    plain, transposed = (empty(*size, dtype, scale, device) for size in ((batch, columns), (columns, batch)))
+    return Fp8Pair(plain._replace(tally=tally), transposed)
 
 
 def applies(device: torch.device) -> bool:
@@ -155,14 +174,17 @@ def cuda_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | 
     """What `fp8_product` does, in one kernel."""
     rows, columns = len(a.values), len(b.values)
     in_bf16, in_eight_bits = (None, out) if isinstance(out, Fp8Pair) else (out, None)
+    tally, limit = (None, 0) if in_eight_bits is None else in_eight_bits.plain.tallied()
     arguments = _Arguments(
         tensor_map(a.values, _TILE, _DEPTH),
         tensor_map(b.values, _TILE, _DEPTH),
         None if in_bf16 is None else in_bf16.data_ptr(),
         *((None, None) if in_eight_bits is None else in_eight_bits.addresses()),
         None if relu_bias is None else relu_bias.data_ptr(),
+        tally,
         1 if in_eight_bits is None else in_eight_bits.plain.scale,
         1 / (a.scale * b.scale),
+        limit,
         0 if in_eight_bits is None else in_eight_bits.transposed.values.stride(0),
         rows,
         columns,
@@ -184,14 +206,16 @@ class _Arguments(ctypes.Structure):
         ("quantised", ctypes.c_void_p),
         ("transposed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("tally", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("unscale", ctypes.c_float),
+        ("limit", ctypes.c_uint),
         ("transposed_stride", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("width", ctypes.c_int),
         ("steps", ctypes.c_int),
         ("column_tiles", ctypes.c_int),
-        ("padding", ctypes.c_char * 4),  # to a multiple of a TensorMap's alignment
+        ("padding", ctypes.c_char * 56),  # to a multiple of a TensorMap's alignment
     )
 
 

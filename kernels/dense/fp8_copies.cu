@@ -1,6 +1,6 @@
 // Matrices in eight bits, as they are and transposed, for Hopper (sm_90a); see fp8_copies.py.
 //
-// Of bf16 matrices [batch, width]: x, or with MASK x where mask > 0, and its column sums.
+// Of bf16 matrices [batch, width]: x, or with MASK x but for 0 where mask <= 0, and its column sums.
 //
 // A warp has a tile of 64 rows and 64 columns, a lane 16 rows and 8 columns of it: their bytes are 16 of each column,
 // in the order of hopper.cuh's transposed pieces, and no lane needs another's but for the sums.
@@ -16,9 +16,29 @@ struct Arguments {
   const u16 *x, *mask;
   u8 *quantised, *transposed;
   float* partials;  // [batch / TILE, width]
+  u64* tally;
   float scale;
+  u32 limit;
   int transposed_stride, batch, width, column_tiles;
 };
+
+__device__ __forceinline__ u32 masked(u32 pair, u32 out) {  // by the backward of a ReLU that left `out`
+  return (low(out) <= 0 ? 0 : pair & 0xffffu) | (high(out) <= 0 ? 0 : pair & 0xffff0000u);
+}
+
+// Of 16 rows and 8 columns.
+__device__ void count_beyond(const Arguments& p, int row, int column) {
+  Beyond counts;
+#pragma unroll 1
+  for (int i = 0; i < 16; ++i) {
+    const u64 at = u64(row + i) * p.width + column;
+    const u32* x = reinterpret_cast<const u32*>(p.x + at);
+    const u32* mask = reinterpret_cast<const u32*>(p.mask + at);
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) counts.add_pair(MASK ? masked(x[j], mask[j]) : x[j], p.limit);
+  }
+  counts.add_to(p.tally);
+}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid_constant__ Arguments p) {
   const int lane = threadIdx.x % 32, tile = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -26,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
   const int column = tile % p.column_tiles * TILE + lane % 8 * 8;
   const bool inside = row < p.batch && column < p.width;
   float sums[8];
-  u32 columns[8][4];  // of each the bytes of 16 rows
+  u32 columns[8][4], largest = 0;  // of each the bytes of 16 rows
 #pragma unroll
   for (float& sum : sums) sum = 0;
 #pragma unroll
@@ -46,10 +66,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           u32 pair = word(x[4 * quad + i], j);
-          if (MASK) {
-            const u32 open = word(mask[4 * quad + i], j);
-            pair = (low(open) > 0 ? pair & 0xffffu : 0) | (high(open) > 0 ? pair & 0xffff0000u : 0);
-          }
+          if (MASK) pair = masked(pair, word(mask[4 * quad + i], j));
+          largest = larger(largest, pair);
           sums[2 * j] += low(pair), sums[2 * j + 1] += high(pair);
           pairs[i][j] = quantise<OUT_FORMAT>(pair, p.scale);
         }
@@ -60,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
     }
   }
   if (inside) store_columns(p.transposed, p.transposed_stride, row, column, columns);
+  if (beyond(largest, p.limit)) count_beyond(p, row, column);
   if constexpr (MASK) {
 #pragma unroll
     for (float& sum : sums) {

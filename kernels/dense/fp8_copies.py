@@ -24,7 +24,7 @@ def partial_rows(batch: int) -> int:
 
 
 def fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
-    """out = x, or x where mask > 0: the backward of a ReLU that left `mask`.
+    """out = x, but 0 where mask <= 0: the backward of a ReLU that left `mask`.
 
     x, mask: bf16 (on CPUs also fp32) [batch, width], contiguous, multiples of 16. partials, with a mask and only there:
     fp32 [partial_rows(batch), width], overwritten by partial column sums of what is not rounded yet, a bias' gradient
@@ -44,7 +44,7 @@ def fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Te
 
 def plain_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
     """What `fp8_copies` does, in PyTorch."""
-    result = x.float() if mask is None else torch.where(mask > 0, x.float(), 0)
+    result = x.float() if mask is None else x.float().masked_fill(mask <= 0, 0)
     if partials is not None:
         partials.zero_()[0] = result.sum(0)
     out.take(result)
@@ -54,12 +54,15 @@ def cuda_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partial
     """What `fp8_copies` does, in one kernel."""
     batch, width = x.shape
     row_tiles, column_tiles = partial_rows(batch), cdiv(width, _TILE)
+    tally, limit = out.plain.tallied()
     arguments = _Arguments(
         x.data_ptr(),
         None if mask is None else mask.data_ptr(),
         *out.addresses(),
         None if partials is None else partials.data_ptr(),
+        tally,
         out.plain.scale,
+        limit,
         out.transposed.values.stride(0),
         batch,
         width,
@@ -78,7 +81,9 @@ class _Arguments(ctypes.Structure):
         ("quantised", ctypes.c_void_p),
         ("transposed", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
+        ("tally", ctypes.c_void_p),
         ("scale", ctypes.c_float),
+        ("limit", ctypes.c_uint),
         ("transposed_stride", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("width", ctypes.c_int),

@@ -10,12 +10,14 @@ constexpr int WARPS = 4;
 struct Tile {
   const u16* weight;
   u8 *plain, *transposed;
+  u64* tally;
   int rows, columns, row, column;  // of the weight; the tile's first ones
 };
 
 struct Arguments {
   const Tile* tiles;
   float scale;
+  u32 limit;
   int count;  // of tiles
 };
 
@@ -25,13 +27,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_weights(const __gri
   const Tile t = p.tiles[index];
   const int row = t.row + lane / 8 * 16, column = t.column + lane % 8 * 8;
   if (row >= t.rows || column >= t.columns) return;
-  u32 columns[8][4];  // of each the bytes of 16 rows
+  u32 columns[8][4], largest = 0;  // of each the bytes of 16 rows
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint4 weights[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < 8; ++i) {
       weights[i] = __ldg(reinterpret_cast<const uint4*>(t.weight + u64(row + half * 8 + i) * t.columns + column));
+      largest = largest_of(largest, weights[i]);
+    }
 #pragma unroll
     for (int quad = 0; quad < 2; ++quad) {
       u32 pairs[4][4];  // by row, of columns
@@ -45,4 +49,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_weights(const __gri
     }
   }
   store_columns(t.transposed, t.rows, row, column, columns);
+  if (!beyond(largest, p.limit)) return;
+  Beyond counts;
+#pragma unroll 1
+  for (int i = 0; i < 16; ++i) {
+    const u32* pairs = reinterpret_cast<const u32*>(t.weight + u64(row + i) * t.columns + column);
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) counts.add_pair(pairs[j], p.limit);
+  }
+  counts.add_to(t.tally);
 }

@@ -27,7 +27,7 @@ class WeightCopy(NamedTuple):
     weight: Tensor
     """bf16 (on CPUs also fp32) [rows, columns], contiguous, multiples of 16."""
     plain: Fp8
-    """[rows, columns]."""
+    """[rows, columns]; its tally, where it has one, is the weight's."""
     transposed: Fp8
     """[columns, rows]."""
 
@@ -39,6 +39,7 @@ class WeightCopies:
         """copies: all of one scale, on one device."""
         formats = {t.values.dtype for copy in copies for t in copy[1:]}
         assert len({t.scale for copy in copies for t in copy[1:]}) == 1 and formats == {E4M3}, "e4m3 of one scale"
+        assert len({copy.plain.tally is None for copy in copies}) == 1, "tallies of all weights, or of none"
         assert all(n % 16 == 0 for copy in copies for n in copy.weight.shape), "rows and columns: multiples of 16"
         assert all(copy.weight.is_contiguous() for copy in copies), "contiguous weights only"
         self.copies, device = copies, copies[0].weight.device
@@ -61,7 +62,8 @@ def plain_fp8_weights(weights: WeightCopies) -> None:
 def cuda_fp8_weights(weights: WeightCopies) -> None:
     """What `fp8_weights` does, in one kernel."""
     assert weights.tiles is not None, "weights on a Hopper GPU"
-    arguments = _Arguments(weights.tiles.data_ptr(), weights.copies[0].plain.scale, len(weights.tiles))
+    first = weights.copies[0].plain
+    arguments = _Arguments(weights.tiles.data_ptr(), first.scale, first.tallied()[1], len(weights.tiles))
     _kernel(weights.tiles.device).launch(cdiv(len(weights.tiles), _WARPS), arguments)
 
 
@@ -73,6 +75,7 @@ def _tiles(copies: Sequence[WeightCopy]) -> list[list[int]]:
         addresses = [t.data_ptr() for t in (weight, plain.values, transposed.values)]
         assert all(address % 16 == 0 for address in addresses), "16-byte aligned"
         rows, columns = weight.shape
+        addresses.append(plain.tallied()[0] or 0)
         tiles += [
             [*addresses, rows | columns << 32, row | column << 32]
             for row in range(0, rows, _ROWS)
@@ -84,7 +87,12 @@ def _tiles(copies: Sequence[WeightCopy]) -> list[list[int]]:
 class _Arguments(ctypes.Structure):
     """fp8_weights.cu's struct Arguments."""
 
-    _fields_ = (("tiles", ctypes.c_void_p), ("scale", ctypes.c_float), ("count", ctypes.c_int))
+    _fields_ = (
+        ("tiles", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("limit", ctypes.c_uint),
+        ("count", ctypes.c_int),
+    )
 
 
 @functools.cache

@@ -49,7 +49,9 @@ struct Arguments {
   float* partials;
   u8 *quantised, *transposed;  // of the second output
   u8* tiles[PAIRS];  // of y, times tiles_scale; INPUT has its inverse
+  u64 *tally, *tiles_tally;  // of the second output, of y
   float scale, unscale, tiles_scale;
+  u32 limit;  // of the second output's numbers
   int transposed_stride, batch, width, row_tiles, column_tiles, blocks_of_columns;
 };
 
@@ -203,6 +205,8 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& me
     const int stage = (FIRST + k) % STAGES;
     wait(memory.full + 8 * stage, (i * STEPS + k) / STAGES & 1);
     if (k == STEPS - 1 && lane == 0) arrive(memory.turn + 8 * (1 - consumer));
+    // As in fp8.cu: the compiler sees no other reads and writes of what multiplications under way write.
+    if (k == 0) keep_in_place(acc);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int kk = 0; kk < CHUNK / 16; ++kk) {
@@ -217,7 +221,30 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& me
     }
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  keep_in_place(acc);
   if (lane == 0) arrive(memory.empty + 8 * ((FIRST + STEPS - 1) % STAGES));
+}
+
+// Tallies what e4m3 does not hold of y, of which a lane has pairs of columns: [block of 8 columns][row, row 8 below].
+__device__ __forceinline__ void count_y(const Arguments& p, const float (&y)[32], int row, int column) {
+  if (p.tiles_tally == nullptr) return;
+  float largest = 0;
+#pragma unroll
+  for (float value : y) asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(value)));
+  const float limit = 448 / p.tiles_scale;
+  if (largest <= limit) return;
+  u32 large = 0, not_finite = 0;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    if (row + i / 2 % 2 * 8 >= p.batch || column + i / 4 * 8 >= p.width) continue;
+    const float magnitude = fabsf(y[i]);
+    if (!(magnitude < __uint_as_float(0x7f800000)))
+      ++not_finite;
+    else if (magnitude > limit)
+      ++large;
+  }
+  if (large) atomicAdd(p.tiles_tally, u64(large));
+  if (not_finite) atomicAdd(p.tiles_tally + 1, u64(not_finite));
 }
 
 __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& tiles, int consumer) {
@@ -295,6 +322,8 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
             if (pair == PAIRS - 1) one[i] = pack(d0, d1);
           }
         }
+        if constexpr (WRITES_TILES)
+          count_y(p, d, first_row + warp * 16 + lane / 4, n * COLUMNS + half * CHUNK + lane % 4 * 2);
         if (pair == PAIRS - 1) {
 #pragma unroll
           for (int block = 0; block < 8; block += 2) {

@@ -49,13 +49,13 @@ def _on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and available()
 
 
-def empty_y(batch: int, width: int, scale: float, device: torch.device) -> Fp8:
+def empty_y(batch: int, width: int, scale: float, device: torch.device, tally: Tensor | None = None) -> Fp8:
     """Returns memory for y in eight bits: tiles of 64 rows and 128 columns, the last ones filled up, all zeros.
 
     [tiles of rows, tiles of columns, 64 * 128], in the order of the kernels' accumulators, which nothing else reads.
     """
     size = (cdiv(batch, _ROWS), cdiv(width, _COLUMNS), _ROWS * _COLUMNS)
-    return Fp8(torch.zeros(size, dtype=torch.float8_e4m3fn, device=device), scale)
+    return Fp8(torch.zeros(size, dtype=torch.float8_e4m3fn, device=device), scale, tally)
 
 
 def take_y(tiles: Fp8, y: Tensor) -> None:
@@ -279,16 +279,19 @@ def _arguments(pairs: int) -> type[ctypes.Structure]:
             ("quantised", ctypes.c_void_p),
             ("transposed", ctypes.c_void_p),
             ("tiles", ctypes.c_void_p * pairs),
+            ("tally", ctypes.c_void_p),
+            ("tiles_tally", ctypes.c_void_p),
             ("scale", ctypes.c_float),
             ("unscale", ctypes.c_float),
             ("tiles_scale", ctypes.c_float),
+            ("limit", ctypes.c_uint),
             ("transposed_stride", ctypes.c_int),
             ("batch", ctypes.c_int),
             ("width", ctypes.c_int),
             ("row_tiles", ctypes.c_int),
             ("column_tiles", ctypes.c_int),
             ("blocks_of_columns", ctypes.c_int),
-            ("padding", ctypes.c_char * (-(84 + 8 * pairs) % 64)),  # to a multiple of a TensorMap's alignment
+            ("padding", ctypes.c_char * (-(104 + 8 * pairs) % 64)),  # to a multiple of a TensorMap's alignment
         )
 
     return Arguments
@@ -314,6 +317,7 @@ def _launch(
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)
     size = (row_tiles, column_tiles, _ROWS * _COLUMNS)
     assert all(y.values.shape == size and y.values.is_contiguous() for y in tiles), "y: what empty_y gives"
+    tally, limit = (None, 0) if out8 is None else out8.plain.tallied()
     arguments = _arguments(pairs)(
         tensor_map(a, _ROWS, depth),
         tensor_map(b, b_box_rows, depth),
@@ -322,9 +326,12 @@ def _launch(
         *(None if t is None else t.data_ptr() for t in (bias, partials)),
         *((None, None) if out8 is None else out8.addresses()),
         (ctypes.c_void_p * pairs)(*(y.values.data_ptr() for y in tiles)),
+        tally,
+        tiles[0].tallied()[0] if tiles else None,
         1 if out8 is None else out8.plain.scale,
         unscale,
         1 if not tiles else tiles[0].scale if mode == _FORWARD else 1 / tiles[0].scale,
+        limit,
         0 if out8 is None else out8.transposed.values.stride(0),
         batch,
         width,

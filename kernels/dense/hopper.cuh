@@ -74,6 +74,13 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) 
       : R16(0), R16(16), R16(32), R16(48) \
       : "l"(a), "l"(b), "r"(accumulate))
 
+// What the compiler may otherwise move: reads and writes of an accumulator, past the instructions around products that
+// are under way, which write it later than the instruction says.
+__device__ __forceinline__ void keep_in_place(float (&acc)[64]) {
+#pragma unroll
+  for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
+}
+
 // d (or 0) + 64 rows of a times 128 columns of b, over the 32 bytes of a row of a that descriptors point to.
 template <Format A, bool B_ROWS_ARE_DEPTH>
 __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
@@ -179,6 +186,50 @@ __device__ __forceinline__ void store_row(u8* to, const u32 (&pairs)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
+// Numbers that eight bits do not hold. A bf16 number's magnitude is its bits but for the sign: in their order numbers
+// come first, those beyond `limit`, the largest that the format has, times its inverse scale, then Infinity and NaN.
+constexpr u32 NOT_FINITE = 0x7f80;
+
+// By halves, the larger of `largest`, a magnitude, and that of the pair; NaN is the largest. One instruction.
+__device__ __forceinline__ u32 larger(u32 largest, u32 pair) {
+  u32 result;
+  asm("{\n"
+      ".reg .b32 magnitudes;\n"
+      "abs.bf16x2 magnitudes, %2;\n"
+      "max.NaN.bf16x2 %0, %1, magnitudes;\n"
+      "}\n"
+      : "=r"(result)
+      : "r"(largest), "r"(pair));
+  return result;
+}
+
+__device__ __forceinline__ u32 largest_of(u32 largest, const uint4& pairs) {
+  return larger(larger(larger(larger(largest, pairs.x), pairs.y), pairs.z), pairs.w);
+}
+
+__device__ __forceinline__ bool beyond(u32 largest, u32 limit) {
+  return max(largest & 0x7fff, largest >> 16 & 0x7fff) > limit;
+}
+
+struct Beyond {  // counts
+  u32 large = 0, not_finite = 0;
+
+  __device__ __forceinline__ void add(u32 magnitude, u32 limit) {
+    if (magnitude >= NOT_FINITE)
+      ++not_finite;
+    else if (magnitude > limit)
+      ++large;
+  }
+  __device__ __forceinline__ void add_pair(u32 pair, u32 limit) {
+    add(pair & 0x7fff, limit), add(pair >> 16 & 0x7fff, limit);
+  }
+  // tally: of a tensor, numbers that were too large and those that were not finite.
+  __device__ __forceinline__ void add_to(u64* tally) const {
+    if (large) atomicAdd(tally, u64(large));
+    if (not_finite) atomicAdd(tally + 1, u64(not_finite));
+  }
+};
+
 // What `transpose` has put together of 16 rows, into the transposed matrix, whose rows are `stride` bytes apart.
 __device__ __forceinline__ void store_columns(u8* to, int stride, int row, int column, const u32 (&columns)[8][4]) {
 #pragma unroll
@@ -193,10 +244,12 @@ __device__ __forceinline__ void store_columns(u8* to, int stride, int row, int c
 template <Format F, bool IN_BF16, class Arguments>
 __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
+  u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
     const int row = warp_row + i + lane / 8;
     const uint4 values = words_at(piece + row * 128 + ((lane ^ row) % 8 << 4));
+    if (F != BF16) largest = largest_of(largest, values);
     if (IN_BF16 && first_row + row < p.batch && column < p.width)
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + u64(first_row + row) * p.width + column),
                    "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w)
@@ -209,6 +262,19 @@ __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, in
                      "r"(left), "r"(right)
                      : "memory");
     }
+  }
+  if constexpr (F != BF16) {
+    if (!beyond(largest, p.limit)) return;
+    Beyond counts;
+#pragma unroll 1
+    for (int i = 0; i < 16; i += 4) {
+      const int row = warp_row + i + lane / 8;
+      if (first_row + row >= p.batch || column >= p.width) continue;
+      const uint4 values = words_at(piece + row * 128 + ((lane ^ row) % 8 << 4));
+      counts.add_pair(values.x, p.limit), counts.add_pair(values.y, p.limit);
+      counts.add_pair(values.z, p.limit), counts.add_pair(values.w, p.limit);
+    }
+    counts.add_to(p.tally);
   }
 }
 

@@ -41,7 +41,7 @@ def logit_loss_backward(
     """The gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean BCE(sigmoid(logits), labels).
 
     dlogits = (sigmoid(logits) - labels) / global_batch: summing weight gradients over ranks gives the global mean's. dz
-    = dlogits @ weight, and times (h > 0) where h comes after a ReLU. partials: partial sums of the losses, of dlogits
+    = dlogits @ weight, and 0 where h <= 0 comes after a ReLU. partials: partial sums of the losses, of dlogits
     and of dz, before these are rounded.
 
     h, dz: bf16 or fp32 [batch, width], contiguous, of any width. weight: [1, width], bias: [1], dlogits: [batch], of
@@ -81,7 +81,7 @@ def plain_logit_loss_backward(
     sums[0] = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
     sums[1] = gradient.sum()
     if relu:
-        dh *= h > 0
+        dh.masked_fill_(h <= 0, 0)
         sums[2:] = dh.sum(0)
     dz.copy_(dh)
 
@@ -178,7 +178,7 @@ def _logit_loss_backward_kernel(
     # log(1 + e) without the digits that 1 + e rounds off (Kahan).
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    loss = tl.where(exists, tl.maximum(z, 0.0) - z * y + log1p, 0.0)
+    loss = tl.where(exists, tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - z * y + log1p, 0.0)
     gradient = tl.where(exists, (tl.where(z >= 0, 1.0, e) / u - y) * factor, 0.0)
     dlogit = gradient.to(h.dtype.element_ty)
     tl.store(dlogits + row, dlogit, exists)
@@ -192,8 +192,8 @@ def _logit_loss_backward_kernel(
         mask = exists[:, None] & (column < width)[None, :]
         dh = dlogit.to(tl.float32)[:, None] * w
         if relu:
-            active = tl.load(h + first + column[None, :], mask, other=0.0).to(tl.float32) > 0
-            dh = tl.where(active, dh, 0.0)
+            closed = tl.load(h + first + column[None, :], mask, other=0.0).to(tl.float32) <= 0
+            dh = tl.where(closed, 0.0, dh)
             tl.store(sums + 2 + column, tl.sum(dh, 0), column < width)
         tl.store(dz + first + column[None, :], dh, mask)
 

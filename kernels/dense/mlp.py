@@ -18,8 +18,8 @@ def partial_rows(batch: int) -> int:
 
 
 def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
-    """dz = g * (out > 0); `partials` are partial column sums of dz, before it is rounded: the bias' gradient, once
-    `column_sums` has added them up.
+    """dz = g, but 0 where out <= 0, as in PyTorch: NaN stays open. `partials` are partial column sums of dz, before it
+    is rounded: the bias' gradient, once `column_sums` has added them up.
 
     g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may lie apart; dz may be g. partials:
     fp32 [partial_rows(batch), width], overwritten.
@@ -35,7 +35,7 @@ def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> 
 
 def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
     """What `bias_relu_backward` does, in PyTorch."""
-    masked = g.float() * (out > 0)
+    masked = g.float().masked_fill(out <= 0, 0)
     partials.zero_()[0] = masked.sum(0)
     dz.copy_(masked)
 
@@ -72,9 +72,9 @@ def _bias_relu_backward_kernel(
         mask = (row < batch)[:, None] & (column < width)[None, :]
         row = row.to(tl.int64)[:, None]
         at = row * width + column[None, :]
-        active = tl.load(out + at, mask, other=0.0).to(tl.float32) > 0
+        closed = tl.load(out + at, mask, other=0.0).to(tl.float32) <= 0
         gradient = tl.load(g + row * g_stride + column[None, :], mask, other=0.0).to(tl.float32)
-        masked = tl.where(active, gradient, 0.0)
+        masked = tl.where(closed, 0.0, gradient)
         total += masked
         tl.store(dz + at, masked, mask)
     tl.store(partials + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), column < width)

@@ -9,6 +9,7 @@
 #include "hopper.cuh"
 
 constexpr int WIDTH = WEIGHTS_BF16 ? 8 : 4;  // elements of a 16-byte access, of which a thread has one in each tile
+constexpr u32 INFINITE = 0x7f800000;
 constexpr int FP32_BYTES = THREADS * WIDTH * 4, GRAD_BYTES = THREADS * 16;  // of a tile
 constexpr int STAGE_BYTES = 2 * FP32_BYTES + RANKS * GRAD_BYTES;
 
@@ -17,6 +18,7 @@ struct Arguments {
   const u64 *grads, *workings;  // addresses of all ranks' tensors
   const float* learning_rate;
   const int* stopped;
+  u64* bad;
   int flags;
   float eps;
   long long first;  // element of the workings
@@ -80,10 +82,18 @@ __device__ void update(const Arguments& p, u32 stages, u32 full, u32 empty) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     if (at >= p.count) continue;
+    u32 largest = 0;  // of the states' bits, whose order is that of numbers from 0 on; Infinity and NaN are last
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
       s[i] = __fmaf_rn(g[i], g[i], s[i]);
       w[i] -= __fdiv_rn(rate * g[i], __fsqrt_rn(s[i]) + p.eps);
+      largest = max(largest, __float_as_uint(s[i]));
+    }
+    if (largest >= INFINITE && p.flags > 0) {
+      *p.bad = 1;
+#pragma unroll
+      for (int i = 0; i < WIDTH; ++i)
+        if (__float_as_uint(s[i]) >= INFINITE) s[i] = p.state[WIDTH * at + i], w[i] = p.master[WIDTH * at + i];
     }
     uint4 out = *reinterpret_cast<uint4*>(w);
     if (WEIGHTS_BF16)

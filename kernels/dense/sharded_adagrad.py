@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.non_finite import flag_words, is_stopped
+from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and leave
@@ -32,7 +32,7 @@ def sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Update elements [first, first + n) with the sum of all ranks' gradients, and write them to all ranks.
 
@@ -43,8 +43,8 @@ def sharded_adagrad(
     N >= first + n. learning_rate: fp32, one element, on the device. All contiguous, grads and workings 16-byte aligned;
     best `first` and n multiples of 16. Where workings are fp32, master may be the slice itself of this rank's own. The
     caller puts a barrier of all ranks before this, so that all gradients are written and nobody reads weights any more,
-    and one after it, before anybody reads weights or writes gradients. stopped: flags of non_finite.py, raised before
-    the first of these barriers; where one is raised, nothing changes.
+    and one after it, before anybody reads weights or writes gradients. watch: see non_finite.py; its
+    flags are raised before the first of these barriers.
     """
     assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
     assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
@@ -58,7 +58,7 @@ def sharded_adagrad(
     update = plain_sharded_adagrad
     if master.is_cuda:
         update = cuda_sharded_adagrad if _in_whole_accesses(master, grads, workings, first) else triton_sharded_adagrad
-    update(master, state, grads, workings, first, learning_rate, eps, stopped)
+    update(master, state, grads, workings, first, learning_rate, eps, watch)
 
 
 def _in_whole_accesses(master: Tensor, grads: PeerTensors, workings: PeerTensors, first: int) -> bool:
@@ -76,16 +76,16 @@ def plain_sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """What `sharded_adagrad` does, in PyTorch."""
-    if stopped is not None and stopped.any():
+    if watch is not None and watch.stopped.any():
         return
     g = torch.zeros_like(master)
     for grad in grads.tensors:
         g += grad.to(g)
-    state += g * g
-    master -= learning_rate * g / (state.sqrt() + eps)
+    new_state = state + g * g
+    changed(watch, state, master, new_state, master - learning_rate * g / (new_state.sqrt() + eps))
     for working in workings.tensors:
         working.narrow(0, first, len(g)).copy_(master)
 
@@ -98,12 +98,13 @@ def triton_sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """What `sharded_adagrad` does, in one kernel."""
     assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
     if master.numel():
         programs = min(_PROGRAMS, cdiv(master.numel(), _BLOCK))
+        stopped, bad, flags = watch_of(watch)
         _sharded_adagrad_kernel[(programs,)](
             master,
             state,
@@ -114,9 +115,10 @@ def triton_sharded_adagrad(
             first,
             learning_rate,
             stopped,
+            bad,
             eps,
             master.numel(),
-            flag_words(stopped),
+            flags,
             len(grads),
             cdiv(master.numel(), programs * _BLOCK),
             _BLOCK,
@@ -130,6 +132,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("master", "state", "grads", "workings", "learning_rate")),
         ("stopped", ctypes.c_void_p),
+        ("bad", ctypes.c_void_p),
         ("flags", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("first", ctypes.c_longlong),
@@ -156,7 +159,7 @@ def cuda_sharded_adagrad(
     first: int,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
     blocks: int = _PROGRAMS,
     threads: int = _THREADS,
     stages: int = 0,
@@ -171,8 +174,9 @@ def cuda_sharded_adagrad(
     if master.numel() == 0:
         return
     tensors = (master, state, grads.addresses, workings.addresses, learning_rate)
-    flags = (None if stopped is None else stopped.data_ptr(), flag_words(stopped))
-    arguments = _Arguments(*(t.data_ptr() for t in tensors), *flags, eps, first, master.numel() // width)
+    *watched, flags = watch_of(watch)
+    pointers = [None if t is None else t.data_ptr() for t in (*tensors, *watched)]
+    arguments = _Arguments(*pointers, flags, eps, first, master.numel() // width)
     kernel = _kernel(len(grads), own.dtype == torch.bfloat16, threads, stages, master.device)
     kernel.launch(min(blocks, cdiv(master.numel(), width * threads)), arguments)
 
@@ -188,6 +192,7 @@ def _sharded_adagrad_kernel(
     first,
     learning_rate,
     stopped,
+    bad,
     eps,
     count,
     flags: tl.constexpr,
@@ -210,6 +215,10 @@ def _sharded_adagrad_kernel(
             g += tl.load(grad + at, mask).to(tl.float32)
         s = tl.load(state + at, mask) + g * g
         w = tl.load(master + at, mask) - tl.div_rn(rate * g, tl.sqrt_rn(s) + eps)
+        if flags:
+            whole = s < float("inf")  # false for NaN too, and s is never less than 0
+            tl.store(bad + at * 0, at * 0 + 1, mask & (whole == 0))
+            mask = mask & whole
         tl.store(state + at, s, mask)
         tl.store(master + at, w, mask)
         for rank in tl.static_range(ranks):

@@ -30,7 +30,7 @@ def small_mlp(
     out: Tensor,
 ) -> None:
     """inputs = features, rounded, and columns of zeros; then, three times, relu(inputs @ weight.T + bias), into hidden;
-    the last one into `out` too.
+    the last one into `out` too. NaN stays NaN.
 
     features: fp32 [batch, n], contiguous, n at most 16. weights: bf16 [512, 16] at most, [256, 512], [128, 256];
     biases: of as many rows; all widths powers of two from 64 on. inputs: bf16 [batch, 16]; hidden: bf16 [batch, rows of
@@ -94,6 +94,12 @@ def triton_small_mlp(
 
 
 @jit
+def _relu(x):
+    # Without the argument 0 of NaN: no loss would show it, and gradients of the layers before it would be 0 * NaN.
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def _small_mlp_kernel(
     features,
     weight0,
@@ -130,15 +136,15 @@ def _small_mlp_kernel(
         column0 = start + tl.arange(0, depth)
         w0 = tl.load(weight0 + column0[None, :] * num_inputs + tl.arange(0, num_inputs)[:, None])
         h0 = tl.dot(x, w0) + tl.load(bias0 + column0).to(tl.float32)[None, :]
-        h0 = tl.maximum(h0, 0.0).to(x.dtype)
+        h0 = _relu(h0).to(x.dtype)
         tl.store(hidden0 + row * width0 + column0[None, :], h0, exists)
         w1 = tl.load(weight1 + column1 * width0 + column0[:, None])
         total = tl.dot(h0, w1, total)
-    h1 = tl.maximum(total + tl.load(bias1 + column1).to(tl.float32), 0.0).to(x.dtype)
+    h1 = _relu(total + tl.load(bias1 + column1).to(tl.float32)).to(x.dtype)
     tl.store(hidden1 + row * width1 + column1, h1, exists)
 
     column2 = tl.arange(0, width2)[None, :]
     w2 = tl.load(weight2 + column2 * width1 + tl.arange(0, width1)[:, None])
-    h2 = tl.maximum(tl.dot(h1, w2) + tl.load(bias2 + column2).to(tl.float32), 0.0).to(x.dtype)
+    h2 = _relu(tl.dot(h1, w2) + tl.load(bias2 + column2).to(tl.float32)).to(x.dtype)
     tl.store(hidden2 + row * width2 + column2, h2, exists)
     tl.store(out + row * out_stride + column2, h2, exists)

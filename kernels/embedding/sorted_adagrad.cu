@@ -17,6 +17,7 @@ struct Arguments {
   const void* grad;
   const float* learning_rate;
   const int* stopped;
+  u64* bad;
   int flags;
   float eps;
   int count, stride;  // of ids; from row to row of weights and state
@@ -58,13 +59,26 @@ struct Piece {
   }
 };
 
-__device__ __forceinline__ void step(float& weight, float& state, float g, float rate, float eps) {
+constexpr u32 INFINITE = 0x7f800000;
+
+// largest: of the states' bits, whose order is that of numbers from 0 on; Infinity and NaN are last.
+__device__ __forceinline__ void step(float& weight, float& state, float g, float rate, float eps, u32& largest) {
   float root;
   state += g * g;
+  largest = max(largest, __float_as_uint(state));
   asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(state));
   float quotient;
   asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(rate * g), "f"(root + eps));
   weight -= quotient;
+}
+
+// Weight and state of elements whose state would not be finite stay what they are.
+__device__ __forceinline__ void keep(const Arguments& p, u64 at, float4& weights, float4& state) {
+  *p.bad = 1;
+  if (__float_as_uint(state.x) >= INFINITE) state.x = p.state[at], weights.x = p.weights[at];
+  if (__float_as_uint(state.y) >= INFINITE) state.y = p.state[at + 1], weights.y = p.weights[at + 1];
+  if (__float_as_uint(state.z) >= INFINITE) state.z = p.state[at + 2], weights.z = p.weights[at + 2];
+  if (__float_as_uint(state.w) >= INFINITE) state.w = p.state[at + 3], weights.w = p.weights[at + 3];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __grid_constant__ Arguments p) {
@@ -116,9 +130,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __gri
       g[i].add_to(sum);
       const bool ends = id != ids[i + 1], comes_in = id == id_before;
       if (ends && !comes_in) {
-        step(w[i].x, s[i].x, sum.x, rate, p.eps), step(w[i].y, s[i].y, sum.y, rate, p.eps);
-        step(w[i].z, s[i].z, sum.z, rate, p.eps), step(w[i].w, s[i].w, sum.w, rate, p.eps);
+        u32 largest = 0;
+        step(w[i].x, s[i].x, sum.x, rate, p.eps, largest), step(w[i].y, s[i].y, sum.y, rate, p.eps, largest);
+        step(w[i].z, s[i].z, sum.z, rate, p.eps, largest), step(w[i].w, s[i].w, sum.w, rate, p.eps, largest);
         const u64 at = u64(u32(id)) * u32(p.stride) + lane * 4;
+        if (largest >= INFINITE && p.flags > 0) keep(p, at, w[i], s[i]);
         *reinterpret_cast<float4*>(p.weights + at) = w[i];
         *reinterpret_cast<float4*>(p.state + at) = s[i];
       } else if (ends || first + i == start + CHUNK - 1) {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
-from dlrm_bench.kernels.non_finite import flag_words, is_stopped
+from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 
 _WARPS = 2048  # enough to fill a large GPU
 # Rows that one warp works on at a time, by columns: the fastest on an H200. More do not fit into its registers.
@@ -40,7 +40,7 @@ def sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Update each distinct id's row in place: g = sum of its bags' gradients; state += g*g; weights -= lr * g /
     (sqrt(state) + eps).
@@ -49,7 +49,7 @@ def sorted_adagrad(
     apart: state may lie after each row of the weights. grad: bf16 or fp32, contiguous, any shape of bags * C elements:
     bag b's gradient is row b of its view [-1, C]. sorted_ids, sorted_bags: from `sort_ids`; each id below R, which is
     not checked; negative ids are padding and change nothing. learning_rate: fp32, one element, on the weights' device.
-    stopped: flags of non_finite.py; where one is raised, nothing changes.
+    watch: see non_finite.py.
     """
     columns = weights.shape[1]
     assert weights.shape == state.shape and weights.dtype == state.dtype == torch.float32, "weights and state: fp32"
@@ -62,7 +62,7 @@ def sorted_adagrad(
     update = plain_sorted_adagrad
     if weights.is_cuda:
         update = cuda_sorted_adagrad if available() else triton_sorted_adagrad
-    update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps, stopped)
+    update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps, watch)
 
 
 def plain_sorted_adagrad(
@@ -73,17 +73,20 @@ def plain_sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """What `sorted_adagrad` does, in PyTorch."""
-    if stopped is not None and stopped.any():
+    if watch is not None and watch.stopped.any():
         return
     valid = sorted_ids >= 0
     ids, run = torch.unique_consecutive(sorted_ids[valid], return_inverse=True)
     rows = grad.view(-1, weights.shape[1])[sorted_bags[valid]].to(weights.dtype)
     g = weights.new_zeros(len(ids), weights.shape[1]).index_add_(0, run, rows)
-    state[ids] += g * g
-    weights[ids] -= learning_rate * g / (state[ids].sqrt() + eps)
+    rows_state, rows_weights = state[ids], weights[ids]
+    new_state = rows_state + g * g
+    new_weights = rows_weights - learning_rate * g / (new_state.sqrt() + eps)
+    changed(watch, rows_state, rows_weights, new_state, new_weights)
+    state[ids], weights[ids] = rows_state, rows_weights
 
 
 def triton_sorted_adagrad(
@@ -94,7 +97,7 @@ def triton_sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
     tile: int = 0,
     chunk: int = 0,
 ) -> None:
@@ -106,8 +109,9 @@ def triton_sorted_adagrad(
     chunk = chunk or max(tile, _chunk(count))
     chunks = cdiv(count, chunk)
     partials = _partials(chunks, weights)
-    tensors = (weights, state, partials, sorted_ids, learning_rate, stopped)
-    sizes = (eps, count, flag_words(stopped), weights.stride(0), columns, chunk)
+    stopped, bad, flags = watch_of(watch)
+    tensors = (weights, state, partials, sorted_ids, learning_rate, stopped, bad)
+    sizes = (eps, count, flags, weights.stride(0), columns, chunk)
     _sorted_adagrad_kernel[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
     if chunks > 1:
         _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
@@ -129,6 +133,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weights", "state", "partials", "ids", "bags", "grad", "learning_rate")),
         ("stopped", ctypes.c_void_p),
+        ("bad", ctypes.c_void_p),
         ("flags", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("count", ctypes.c_int),
@@ -151,7 +156,7 @@ def cuda_sorted_adagrad(
     sorted_bags: Tensor,
     learning_rate: Tensor,
     eps: float,
-    stopped: Tensor | None = None,
+    watch: Watch | None = None,
     chunk: int = 0,
     unroll: int = 0,
 ) -> None:
@@ -164,10 +169,11 @@ def cuda_sorted_adagrad(
     chunk, unroll = chunk or _chunk(count), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
     chunks = cdiv(count, chunk)
     partials = _partials(chunks, weights)
+    stopped, bad, flags = watch_of(watch)
     arguments = _Arguments(
         *(t.data_ptr() for t in (weights, state, partials, sorted_ids, sorted_bags, grad, learning_rate)),
-        None if stopped is None else stopped.data_ptr(),
-        flag_words(stopped),
+        *(None if t is None else t.data_ptr() for t in (stopped, bad)),
+        flags,
         eps,
         count,
         weights.stride(0),
@@ -175,8 +181,8 @@ def cuda_sorted_adagrad(
     kernel = _kernel(columns, grad.dtype == torch.bfloat16, chunk, unroll, weights.device)
     kernel.launch(cdiv(chunks, _THREADS // (columns // 4)), arguments)
     if chunks > 1:
-        tensors = (weights, state, partials, sorted_ids, learning_rate, stopped)
-        sizes = (eps, count, flag_words(stopped), weights.stride(0), columns, chunk)
+        tensors = (weights, state, partials, sorted_ids, learning_rate, stopped, bad)
+        sizes = (eps, count, flags, weights.stride(0), columns, chunk)
         _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
 
 
@@ -194,6 +200,7 @@ def _sorted_adagrad_kernel(
     ids,
     learning_rate,
     stopped,
+    bad,
     grad,
     bags,
     eps,
@@ -238,8 +245,13 @@ def _sorted_adagrad_kernel(
 
         s += g * g
         w -= rate * g / (tl.sqrt(s) + eps)
-        tl.store(state + offset, s, finishes[:, None])
-        tl.store(weights + offset, w, finishes[:, None])
+        writes = tl.broadcast_to(finishes[:, None], [tile, columns])
+        if flags:
+            whole = s < float("inf")  # false for NaN too, and s is never less than 0
+            tl.store(bad + offset * 0, offset * 0 + 1, writes & (whole == 0))
+            writes = writes & whole
+        tl.store(state + offset, s, writes)
+        tl.store(weights + offset, w, writes)
 
         goes_out = (at == start + chunk - 1) & (ends == 0)
         slot = 2 * tl.program_id(0).to(tl.int64) + tl.where(comes_in, 0, 1)
@@ -255,6 +267,7 @@ def _sorted_adagrad_merge_kernel(
     ids,
     learning_rate,
     stopped,
+    bad,
     eps,
     count,
     flags: tl.constexpr,
@@ -284,5 +297,10 @@ def _sorted_adagrad_merge_kernel(
         offset = run_id.to(tl.int64) * stride + column
         s = tl.load(state + offset) + g * g
         w = tl.load(weights + offset) - tl.load(learning_rate) * g / (tl.sqrt(s) + eps)
-        tl.store(state + offset, s)
-        tl.store(weights + offset, w)
+        writes = column < columns
+        if flags:
+            whole = s < float("inf")
+            tl.store(bad + offset * 0, offset * 0 + 1, whole == 0)
+            writes = whole
+        tl.store(state + offset, s, writes)
+        tl.store(weights + offset, w, writes)

@@ -40,7 +40,9 @@ class BatchEnd:
         """Starts telling all ranks whether this one has its next batch."""
         if self._group is not None:
             self._own.fill_(has_batch)
-            self._work = dist.all_gather_into_tensor(self._of_ranks, self._own, group=self._group, async_op=True)
+            # Into views, one a rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no other.
+            views = list(self._of_ranks.split(1))
+            self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
 
     def settle(self) -> bool:
         """Waits for what has been announced; returns False where this rank's batch is not to be trained on, as another

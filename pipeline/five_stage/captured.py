@@ -29,7 +29,7 @@ class FeaturesRead:
 
 
 class Room:
-    """Memory that graphs read their vectors from, each as many of its first rows as it has room for."""
+    """Memory that graphs read their vectors or ids from, each as many of its first rows as it has room for."""
 
     def __init__(self, like: Tensor, rows: int) -> None:
         self.memory = _zeros(like, rows)
@@ -61,7 +61,8 @@ class Captured:
         self._features = [stand_ins[id(kjt)] for kjt in features]
         self._batch = map_fields(batch, _empty_like, stand_ins)
         self._values = [room.memory[:count].requires_grad_() for room, count in zip(rooms, rows, strict=True)]
-        self._tokens = [_zeros(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
+        self._token_rooms = [Room(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
+        self._tokens = [room.memory for room in self._token_rooms]
         self._lengths = [torch.zeros_like(lengths) for lengths in outputs.lengths]
         self._memory = [values.detach() for values in self._values]
         self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)
@@ -91,6 +92,8 @@ class Captured:
             into, tokens = self._memory, self._tokens
             for room, count, rows in zip(self._rooms, counts, self.rows, strict=True):
                 room.fill(count, rows)
+            for room, of in zip(self._token_rooms, outputs.token_of, strict=True):
+                room.fill(counts[of], self.rows[of])
             if counts != self.rows:
                 into = [values[:count] for values, count in zip(self._memory, counts, strict=True)]
                 tokens = [ids[: counts[of]] for ids, of in zip(tokens, outputs.token_of, strict=True)]

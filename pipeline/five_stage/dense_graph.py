@@ -21,9 +21,10 @@ from .batch_fields import kjts_of, leaf_names, leaves, snapshot
 from .batch_signature import Form, difference, form_of
 from .capture_errors import told
 from .embedding_outputs import EmbeddingOutputs, Lookups
+from .frozen import FrozenModel, TrainedParameters
 from .gradients import FlatGradients
 from .graph_memory import GraphMemory, input_bytes
-from .graph_pool import GraphPool
+from .graph_pool import WARM_UP, GraphPool, Plan
 from .groups import group_timeout
 from .padding import why_padding_matters
 
@@ -41,7 +42,9 @@ class DenseGraph:
     Gradients come from torch.autograd.grad, which runs no AccumulateGrad: neither DDP's hooks nor those that a user
     registers there see them. They lie in flat buffers for good, and `all_reduce` makes them the parameters' `.grad`,
     for the user's optimizer, whose learning rate is its own business. A graph freezes what Python decides: control
-    flow and Python numbers of the model stay as they were at the capture.
+    flow and Python numbers of the model stay as they were at the capture. Parameters and buffers that move, and modules
+    that change their mode, are noticed: batches run eagerly then until WARM_UP ones have found nothing changed, and
+    graphs are captured again. A parameter that is frozen or unfrozen after the first batch is an error, as with DDP.
 
     What torch.autograd.grad cannot run, such as checkpoints with use_reentrant=True, is seen in the first batch: it and
     all others run with Tensor.backward then, on every rank. However a rank makes its gradients, the one collective of
@@ -60,7 +63,12 @@ class DenseGraph:
         whose gradients `keep_of_processors` is given. On the CPU nothing is captured."""
         self._model, self._sharded, self._device = model, list(sharded), device
         tables = {id(parameter) for module in sharded for parameter in module.parameters()}
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in tables}
+        dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
+        named = {n: p for n, p in dense.items() if p.requires_grad}
+        self._trained, self._frozen = TrainedParameters(dense.items(), processors), FrozenModel(model, sharded)
+        self._settling = 0
+        """The number of batches that are still to run eagerly after a change."""
+        self._change: str | None = None
         self._names, self._parameters = list(named), list(named.values())
         self._group = dist.new_group(ranks, timeout=group_timeout(), use_local_synchronization=True)
         self.gradients = FlatGradients([*self._parameters, *processors], device, self._group)
@@ -115,6 +123,8 @@ class DenseGraph:
         features = [*features, *kjts_of(batch)]
         fields = list(leaves(batch, set(map(id, features))))
         self._batches += 1
+        self._trained.check()
+        self._look_for_changes()
         graph = None
         if self.failure is None:
             graph = self._graph_of(fields, batch, features, lookups, outputs)
@@ -141,6 +151,16 @@ class DenseGraph:
 
     # Which graph
 
+    def _look_for_changes(self) -> None:
+        self._settling = max(self._settling - 1, 0)
+        change = self._frozen.change()
+        if change is None or self._batches == 1:
+            return
+        self._settling, self._change = WARM_UP, change
+        if self.captured:
+            logger.info("%s: the CUDA graphs of the dense part are captured again", change)
+            self._drop_graphs()
+
     def _graph_of(
         self, fields: list[Any], batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
     ) -> Any:
@@ -152,6 +172,8 @@ class DenseGraph:
         graph, plan = self._pool.find(form, counts, outputs.jagged, pads)
         if graph is not None:
             return graph
+        if plan.rows is not None and self._settling > 0:
+            plan = Plan(None, f"within {WARM_UP} batches something had changed: {self._change}")
         if plan.rows is None or not captures(self._device):
             if plan.eager is not None or form != self._form:
                 self._say_eager(plan.eager, form, batch, features, outputs)
@@ -168,6 +190,8 @@ class DenseGraph:
             self.failure = self._memory.missing()
         except Exception as error:
             self.failure = told(error)
+        if (replaced := self._frozen.put_back()) is not None and self.failure is None:
+            self.failure = f"its forward puts another tensor in the place of {replaced}, which no replay does"
         if self.failure is not None:
             graph = None
             self._drop_graphs()
@@ -278,13 +302,13 @@ class DenseGraph:
 
         losses, output = lookups.call(call, batch, features, outputs)
         values = outputs.values
-        inputs = [*values, *weights, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
+        trained = [weight for weight in weights if weight.requires_grad]
+        inputs = [*values, *trained, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
         of_values_and_rest = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
         of_values: list[Tensor | None] = list(of_values_and_rest[: len(values)])
-        rest = of_values_and_rest[len(values) :]
-        of_weights: list[Tensor | None] = list(rest[: len(weights)])
-        of_parameters = iter(rest[len(weights) :])
-        past = [next(of_parameters) if ask else None for ask in asked]
+        rest = iter(of_values_and_rest[len(values) :])
+        of_weights = [next(rest) if weight.requires_grad else None for weight in weights]
+        past = [next(rest) if ask else None for ask in asked]
         if not keep:
             return (losses.detach(), output, of_weights), of_values
         self._keep(of_weights, past)
@@ -310,7 +334,7 @@ class DenseGraph:
     def _stand_ins(self) -> list[Tensor]:
         """Leaves of now over the parameters' memory. Autograd waits for the stream on which a leaf was first used, and
         that of the parameters is not the capturing one."""
-        return [parameter.detach().requires_grad_() for parameter in self._parameters]
+        return [parameter.detach().requires_grad_(parameter.requires_grad) for parameter in self._parameters]
 
     def _keep(self, grads: list[Tensor | None], past: list[Tensor | None]) -> None:
         """past: the gradients of the parameters themselves, which a module that holds them in a list of its own reads

@@ -27,8 +27,8 @@ def why_padding_matters(
 ) -> str | None:
     """Returns why the dense part gives something else when rows are added after the last token; None if it does not.
 
-    Runs it three times: as it is, with zeros after the last token and with noise. put_back: what a run changes. Reads
-    the device.
+    Runs it as it is, with zeros after the last token, with noise in the place of the vectors, and with noise and, where
+    the model is given ids, some of the batch. put_back: what a run changes. Reads the device.
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm exchanges between ranks, which may not all try"
@@ -41,22 +41,37 @@ def why_padding_matters(
     zeros = run(_padded(outputs, [torch.zeros_like(of) for of in noise]))
     put_back()
     noisy = run(_padded(outputs, noise))
+    put_back()
+    named = run(_padded(outputs, noise, [_ids_of(ids) for ids in outputs.tokens])) if outputs.tokens else noisy
     counts = [len(values) for values in outputs.values]
     shapes = [_shapes(of) for of in (plain, zeros)]
     if shapes[0] != shapes[1]:
         return f"its output or loss has a row for each token: put out rows of sequences, or {_INSTEAD}"
-    for one, other, what in ((plain, zeros, "the number of rows"), (zeros, noisy, "rows")):
+    for one, other, what in ((plain, zeros, "the number of rows"), (zeros, noisy, "rows"), (noisy, named, "ids")):
         if not _alike(_flat(one, counts), _flat(other, counts)):
             return f"its loss, or a gradient, depends on {what} after the last token: {_INSTEAD}"
     return None
 
 
-def _padded(outputs: EmbeddingOutputs, more: Sequence[Tensor]) -> EmbeddingOutputs:
+def _ids_of(ids: Tensor) -> Tensor:
+    """Returns ids to stand after the last one, as another batch may name them: of `ids`, as different as may be."""
+    found = ids.unique(dim=0)
+    if not len(found):
+        found = torch.ones(1, *ids.shape[1:], dtype=ids.dtype, device=ids.device)
+    return found[torch.linspace(0, len(found) - 1, _MORE, device=ids.device).round().long()]
+
+
+def _padded(
+    outputs: EmbeddingOutputs, more: Sequence[Tensor], ids_after: Sequence[Tensor] | None = None
+) -> EmbeddingOutputs:
+    """more: rows after the last vectors. ids_after: after the last ids; zeros where none are given."""
     values = [
         torch.cat([values, rows]) if jagged else values
         for values, rows, jagged in zip(outputs.values, more, outputs.jagged, strict=True)
     ]
-    tokens = [torch.cat([ids, ids.new_zeros(_MORE, *ids.shape[1:])]) for ids in outputs.tokens]
+    if ids_after is None:
+        ids_after = [ids.new_zeros(_MORE, *ids.shape[1:]) for ids in outputs.tokens]
+    tokens = [torch.cat(pair) for pair in zip(outputs.tokens, ids_after, strict=True)]
     return outputs.rebuilt(values, tokens).leaves()
 
 

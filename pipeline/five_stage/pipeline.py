@@ -369,10 +369,10 @@ class FiveStagePipeline(Generic[In, Out]):
     def _say_what_is_off(self) -> None:
         options, on_cpu = self._options, self._device.type != "cuda"
         if options.avoid_record_streams and on_cpu:
-            self._switch_off("avoid_record_streams", f"there are no streams on {self._device}")
+            self._off["avoid_record_streams"] = f"there are no streams on {self._device}"
         if options.pinned_d2h and on_cpu:
-            self._switch_off(
-                "pinned_d2h", f"{self._device} is the host: splits are exchanged in the same way, but nothing is pinned"
+            self._off["pinned_d2h"] = (
+                f"{self._device} is the host: splits are exchanged in the same way, but nothing is pinned"
             )
         not_graphed = why_not_graphed(self._model, self._modules, self._device)
         if options.cuda_graph == "dense" and not_graphed is not None:

@@ -21,7 +21,7 @@ from ..cuda_graph import destroy, record
 WARM_UP = 3
 """Eager steps with the same hyperparameters and memory before one is captured."""
 CHANGED = (
-    "the optimizer's hyperparameters, or the tensors that hold its parameters, gradients and state, had changed within "
+    "the optimizer's hyperparameters, or the memory that holds its parameters, gradients and state, had changed within "
     f"{WARM_UP} steps"
 )
 
@@ -47,6 +47,10 @@ class StepGraph:
         self._frozen: list[Any] = []
         self._rates: list[Any] = []
         self._memory: list[Any] = []
+        self._tensors: list[Tensor] = []
+        """Those of `_memory`."""
+        self._layouts: list[Any] = []
+        """Where they lie, and how: a parameter that is the same may be given other memory (`parameter.data = ...`)."""
         self._steps = self._unchanged = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._counts: list[Tensor] = []
@@ -91,22 +95,27 @@ class StepGraph:
         frozen: list[Any] = []
         rates: list[Any] = []
         memory: list[Any] = []
+        parameters: list[Tensor] = []
         for group in self._optimizer.param_groups:
             for name, value in group.items():
                 if name == "lr":
                     rates.append(_number(value))
                 elif name == "params":
+                    parameters += value
                     for parameter in value:
                         memory += (parameter, parameter.grad)
                         memory += state[parameter].values() if parameter in state else ()
                 elif name != "initial_lr":  # a scheduler's own
                     frozen.append(value)
         same = len(memory) == len(self._memory) and all(map(is_, memory, self._memory))
-        if not same or not _equal(frozen, self._frozen):
+        if not same:
+            self._tensors = [value for value in memory if isinstance(value, Tensor)]
+        layouts = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters)]
+        if not same or layouts != self._layouts or not _equal(frozen, self._frozen):
             self.forget()
             # Most optimizers make their state in the very first step.
             self._unchanged = 1 if self._steps == 2 and _equal(frozen, self._frozen) else 0
-            self._frozen, self._memory, self._rates = frozen, memory, rates
+            self._frozen, self._memory, self._layouts, self._rates = frozen, memory, layouts, rates
             return
         self._unchanged += 1
         if not _equal(rates, self._rates):

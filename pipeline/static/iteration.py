@@ -7,7 +7,8 @@
 4 embedding backward       the other weight gradients beside it
 5 dense update             beside 3 and 4
 
-A loss that is not finite stops every update of its iteration and of all later ones, on all ranks: see LossGuard.
+A loss that is not finite stops every update of its iteration and of all later ones, on all ranks, a gradient that is
+not finite those of all later ones: see LossGuard.
 
 Large batches go through stages 2 to 4 in two halves: what one half moves over the links or through memory hides under
 the other half's GEMMs. Table update and weight gradients take the whole batch. BatchSchedule has the decisions.
@@ -92,6 +93,9 @@ class Iteration:
         with self._streams.iteration():
             with self._streams.beside("input_dist", priority=Priority.FILL) as incoming:
                 self._exchange_ids(ahead)
+            if self._ebc.splits_rows:
+                with self._streams.beside("agreement", incoming, priority=Priority.FILL):  # no sort waits for it
+                    self._agree(ahead)
             with record_function("embedding_forward"):
                 forward = self._embedding_forward(now)
             with record_function("dense_forward_backward"), torch.no_grad():
@@ -100,7 +104,7 @@ class Iteration:
                 last = forward.parts[-1]
                 bottom, bottom_update = self._update_bottom(guarded, last)
                 with self._streams.beside("replicated", last, guarded):
-                    self._ebc.update_replicated(now.ids, self._interaction_gradient(), self._guard.stopped)
+                    self._ebc.update_replicated(now.ids, self._interaction_gradient(), self._guard.watch)
             with record_function("embedding_backward"):
                 self._embedding_backward(now, forward, guarded, [*gradients, *bottom], bottom_update)
             # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, and its blocks are small.
@@ -186,7 +190,7 @@ class Iteration:
         if self._schedule.tables_after_bottom_update:
             first.append(bottom_update)
         with self._streams.beside("tables", *first, priority=Priority.FILL):
-            self._ebc.update(now.ids, forward.pooled, self._guard.stopped)
+            self._ebc.update(now.ids, forward.pooled, self._guard.watch)
 
     def _update_top(self, guarded: Branch, *after: Branch) -> None:
         with self._streams.beside("top gradients", *after, priority=Priority.WEIGHT_GRADIENTS):
@@ -220,7 +224,7 @@ class Iteration:
 
     def _update(self, name: str, bucket: Bucket, *after: Branch) -> Branch:
         with self._streams.beside(name, *after) as update, record_function("dense_update"):
-            bucket.update(self._rate, self._config.optimizer.eps, self._guard.stopped)
+            bucket.update(self._rate, self._config.optimizer.eps, self._guard.watch)
         self._updates.append(update)
         return update
 
@@ -232,12 +236,17 @@ class Iteration:
     def input_dist(self, slot: Slot) -> None:
         """Fetches the next batch into `slot`, distributes its ids and sorts them."""
         self._exchange_ids(slot)
+        self._agree(slot)
         self._sort_ids(slot)
 
     def _exchange_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):
             self._fetcher.fetch(slot.batch)
             self._ebc.input_dist(slot.batch.ids, slot.ids)
+
+    def _agree(self, slot: Slot) -> None:
+        with record_function("input_dist"):
+            self._ebc.agree(slot.ids)
 
     def _sort_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):

@@ -18,6 +18,7 @@ from dlrm_bench.dlrm.dcnv2.fp8_dense import Fp8Dense
 from dlrm_bench.dlrm.dcnv2.network import torchrec_names
 from dlrm_bench.dlrm.dense.buckets import DenseState
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.gpu_costs import costs_of
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -100,7 +101,7 @@ class StaticPipeline:
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
         # Its flags are read at once, on all nodes.
-        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None)
+        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None, self.dense.tallies)
         parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
         self._iteration = Iteration(config, schedule, self._rate, *parts)
         make_graphs = None
@@ -149,14 +150,14 @@ class StaticPipeline:
         if self._options.check_ids:
             check_ids(now.batch, self._config.model.tables, self._ranks.rank, self._step + 1)
         self._name(next(batches, None))
-        whole = self.ebc.whole_ids(now.ids)
+        eager = self.ebc.eager_ids(now.ids)
         self.ebc.expect(ahead.ids)
         graphs = self._graphs if self._launched >= _EAGER_ITERATIONS else None
         if graphs is not None:
-            graphs.capture()  # with all ranks, whichever of them have more ids than their lists take
-        if whole is not None:
-            self._overflows += 1
-            self._iteration.train(replace(now, ids=whole), ahead)
+            graphs.capture()  # before the first replay, which a batch that runs eagerly may put off
+        if eager is not None:
+            self._overflows += eager is not now.ids
+            self._iteration.train(replace(now, ids=eager), ahead)
         elif graphs is not None:
             graphs.run(self._step % 2)
         else:
@@ -171,6 +172,10 @@ class StaticPipeline:
         for bucket in (*self.dense.cross.values(), *self.dense.top.values()):
             bucket.all_gather()
         yield from self._eval.run(batches)
+
+    def tallies(self) -> Tallies:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        return self.dense.tallies
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of all weights from the next step on, the same on all ranks. ValueError names a bad
@@ -208,6 +213,7 @@ class StaticPipeline:
                 [_describe_shard(s, names) for s in self._plan.of_rank(rank)] for rank in range(self._ranks.world_size)
             ],
             **self._describe_overflows(),
+            **self._describe_eight_bits(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
             "memory_gb": memory,
@@ -221,6 +227,16 @@ class StaticPipeline:
         overflows = [0] * self._ranks.world_size
         dist.all_gather_object(overflows, self._overflows)
         return {"batches_over_capacity": overflows}
+
+    def _describe_eight_bits(self) -> dict[str, Any]:
+        """How many numbers, evaluations' among them, were too large for eight bits and became the largest, by tensor;
+        of all ranks. Collective."""
+        if not self.dense.in_eight_bits:
+            return {}
+        counts = self.dense.tallies.counts.clone()
+        dist.all_reduce(counts)
+        large = zip(self.dense.tallies.names[1:], counts[1:, 0].tolist(), strict=True)
+        return {"too_large_for_eight_bits": {name: count for name, count in large if count}}
 
     def close(self) -> None:
         """Destroys the graphs."""

@@ -34,11 +34,11 @@ def unchanged(
 ) -> Iterator[None]:
     """Whatever is trained inside, on warm-up batches, weights and optimizer state are bit for bit as before after it.
 
-    So are the guard's flags, which a loss may have raised. Collective.
+    So are the guard's flags, which a loss may have raised, and tallies. Collective.
     """
     kept = [tensor[:ROWS] for table in tables for tensor in (table.weights, table.state)]
     kept += [tensor for bucket in buckets for tensor in (bucket.working, bucket.master, bucket.state)]
-    kept.append(guard.stopped)
+    kept += [guard.watch.stopped, guard.tallies.counts]
     copies = [tensor.detach().clone() for tensor in kept]
     yield
     _wait_for_all(ranks)  # in peer memory other ranks write this one's weights and flags

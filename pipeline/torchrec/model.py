@@ -39,6 +39,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.dcnv2.config import DcnTraining, ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork, torchrec_names
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
@@ -76,8 +77,8 @@ class TorchRecPipeline(ABC):
         """
         self._config, self._ranks, self._device = config, ranks, ranks.device
         self._layout = BatchLayout(config.model, config.local_batch_size, pin=ranks.device.type == "cuda")
-        self._model, self._plan, guard = _build_model(config, options, ranks, sharder, left_out, data_parallel)
-        self._optimizer = _build_optimizer(self._model, config.optimizer, guard)
+        self._model, self._plan, self._guard = _build_model(config, options, ranks, sharder, left_out, data_parallel)
+        self._optimizer = _build_optimizer(self._model, config.optimizer, self._guard)
         self._codecs: Codecs | None = sharder.qcomm_codecs_registry
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
 
@@ -119,6 +120,10 @@ class TorchRecPipeline(ABC):
                 except StopIteration:
                     return
                 yield logits, labels
+
+    def tallies(self) -> Tallies:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        return self._guard.tallies
 
     def state_dict(self) -> ModelState:
         """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""

@@ -1,8 +1,8 @@
 """Checkpoints that are written while training goes on, killed, out of room, and read by other layouts."""
 
-import json
 import os
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.bench import checkpoints
-from dlrm_bench.bench.checkpoints import STATE_JSON, Checkpoints, RunState, find_checkpoint
+from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import CheckpointConfig, RunConfig, as_json
 from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
+from dlrm_bench.bench.saved_state import STATE_SCHEMA, RunState, find_checkpoint
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock
 from tests.launched import Ended, fork, wait
@@ -33,7 +34,7 @@ class Held:
         width = COLUMNS // ranks.world_size
         self.columns = slice(ranks.rank * width, (ranks.rank + 1) * width)
         self.shares = [TABLE[:, self.columns].clone() + value for _ in range(2)]
-        self.dense = torch.full((3,), value)
+        self.dense = torch.full((3,), float(value))
         self._ranks, self._width = ranks, width
 
     def state_blocks(self) -> StateBlocks:
@@ -68,14 +69,19 @@ def config(folder: Path, resume: Path | None = None, world_size: int = 2, **chan
 def state(of: RunConfig, iteration: int) -> RunState:
     losses = [1 / (i + 3) for i in range(iteration)]
     return RunState(
-        iteration=iteration,
+        schema=STATE_SCHEMA,
         samples=iteration * GBS,
-        losses=losses,
+        losses=[{"global_batch_size": GBS, "losses": losses}],
         auc=0.5,
         mlperf_log="",
         run_id="first",
         config=as_json(of),
+        data_files={},
     )
+
+
+def name(iteration: int) -> str:
+    return f"samples-{iteration * GBS:013d}"
 
 
 def kill(*_: Any) -> None:
@@ -88,7 +94,7 @@ def save_twice(folder: Path, trouble: str | None) -> int:
     ranks.init_process_group()
     held = Held(ranks, 1)
     saving = Checkpoints(config(folder), ranks, held, None)  # type: ignore[arg-type]
-    saving.save(state(config(folder), 1))
+    saving.save(1, state(config(folder), 1))
     held.train()  # in the meantime
     saving.wait()
     if trouble == "killed while writing":
@@ -100,8 +106,8 @@ def save_twice(folder: Path, trouble: str | None) -> int:
     elif trouble == "disk full":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if ranks.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
-    saving.save(state(config(folder), 2))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+    saving.save(2, state(config(folder), 2))
     held.train()
     try:
         saving.wait()
@@ -120,7 +126,7 @@ def load(folder: Path) -> int:
     assert resumed is not None
     held = Held(ranks, -1)
     Checkpoints(wanted, ranks, held, resumed)  # type: ignore[arg-type]
-    assert resumed.state.losses == state(wanted, resumed.first).losses
+    assert resumed.state["losses"] == state(wanted, resumed.first)["losses"]
     assert not list(folder.glob("*.partial"))
     return resumed.first if held.is_of([1, 1001][resumed.first - 1]) else 100
 
@@ -145,52 +151,138 @@ def test_the_last_complete_checkpoint_survives(tmp_path, trouble, kept):
     ended = run(2, tmp_path / "save", save_twice, saved, trouble)
     if trouble is None:
         assert ended.statuses == [0, 0], ended
-        assert [folder.name for folder in saved.glob("iteration-*")] == ["iteration-00000002"]
+        assert [folder.name for folder in saved.glob("samples-*")] == [name(2)]
     elif trouble == "disk full":
         assert ended.statuses == [2, 2], ended
         for output in ended.outputs:
             assert "the checkpoint of iteration 2 could not be written: rank 1: [Errno 27] File too large" in output
-            assert f"the last complete one is {saved / 'iteration-00000001'}" in output
+            assert f": '{saved / name(2)}.partial/rank-1-0.bin'; the last" in output
+            assert f"the last complete one is {saved / name(1)}" in output
+        assert [folder.name for folder in saved.glob("samples-*")] == [name(1)]  # nor half of another
     else:
         assert ended.statuses[0] == -9
     world_size = 1 if trouble == "disk full" else 2  # another number of ranks can read it too
     assert run(world_size, tmp_path / "load", load, saved).statuses == [kept] * world_size
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path):
-    given = config(tmp_path)
-    schedule = plan_schedule(given, None, 2)
+def out_of_memory(*_: Any) -> StateBlocks:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def saved(**changes: Any) -> Path:
-        folder = tmp_path / "iteration-00000007"
-        folder.mkdir(exist_ok=True)
-        content = {name: getattr(state(given, 7), name) for name in RunState.__slots__}  # type: ignore[attr-defined]
-        (folder / STATE_JSON).write_text(json.dumps(content | changes))
-        return folder
 
-    def found(**changes: Any) -> Any:
-        return find_checkpoint(config(tmp_path, tmp_path, **changes), schedule)
+def save_without_room(folder: Path) -> int:
+    """Rank 1 finds out that there is no room for a copy when it makes it."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    held = Held(ranks, 1)
+    saving = Checkpoints(config(folder), ranks, held, None)  # type: ignore[arg-type]
+    if ranks.rank == 1:
+        checkpoints.snapshot = out_of_memory
+    saving.save(1, state(config(folder), 1))
+    held.train()
+    saving.wait()
+    return 0
 
-    with pytest.raises(ValueError, match="there is no complete checkpoint"):
-        found()
-    folder = saved()
-    assert found().first == 7
-    assert found().folder == folder
-    with pytest.raises(ValueError, match="it was trained with --seed 0, and this run has 5"):
-        found(seed=5)
-    with pytest.raises(
-        ValueError, match=r"it was trained with --optimizer\.learning-rate 0\.004, and this run has 0\.1"
-    ):
-        found(optimizer=replace(given.optimizer, learning_rate=0.1))
-    saved(samples=7 * GBS + 1)
-    with pytest.raises(ValueError, match="no whole number of global batches of 16: choose another --local-batch-size"):
-        found()
-    saved(samples=100 * GBS)
-    with pytest.raises(ValueError, match="it has trained all of the 100 iterations asked for"):
-        found()
-    saved(more=1)
-    with pytest.raises(ValueError, match="is not of this version"):
-        found()
-    (folder / STATE_JSON).write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="is corrupt at byte 0"):
-        found()
+
+def test_no_memory_for_the_copy_of_one_rank_makes_all_wait_for_the_disk(tmp_path):
+    saved = tmp_path / "saved"
+    assert run(2, tmp_path / "save", save_without_room, saved).statuses == [0, 0]
+    assert run(2, tmp_path / "load", load, saved).statuses == [1, 1]
+
+
+def load_of_another(folder: Path) -> int:
+    me = os.geteuid()
+    os.geteuid = lambda: me + 1
+    return load(folder)
+
+
+def test_a_checkpoint_of_another_user_is_warned_of(tmp_path):
+    saved = tmp_path / "saved"
+    assert run(1, tmp_path / "save", save_and_say, saved, None, 1).statuses == [0]
+    ended = run(2, tmp_path / "load", load_of_another, saved)
+    assert ended.statuses == [1, 1]  # the iteration
+    said = f"--resume {saved / name(1)} belongs to another user: its checksums show damage, not who wrote it"
+    assert [said in output for output in ended.outputs] == [True, False]
+
+
+@pytest.mark.gpu
+def test_what_a_graph_leaves_idle_is_not_free():
+    size, before = 2**28, checkpoints._free_bytes()
+    del_later = torch.empty(size, dtype=torch.uint8, device="cuda")
+    del del_later
+    assert checkpoints._free_bytes() > before - size // 4  # idle in PyTorch's own pool
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(size, dtype=torch.uint8, device="cuda")
+    assert checkpoints._free_bytes() <= before - size
+
+
+def segment(total: int, active: int, **other: Any) -> dict[str, Any]:
+    return {"device": 0, "segment_pool_id": (0, 0), "stream": 7, "total_size": total, "active_size": active} | other
+
+
+def test_free_memory_leaves_out_what_lies_idle_in_pools_of_graphs(monkeypatch):
+    class Stream:
+        cuda_stream = 7
+
+    segments = [
+        segment(100, 40),
+        segment(1000, 0, segment_pool_id=(0, 3)),
+        segment(3000, 10, segment_pool_id=(0, 3)),
+        segment(500, 0, stream=8),
+        segment(5000, 1, stream=8),
+        segment(7000, 0, device=1),
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20000, 80000))
+    assert checkpoints._free_bytes() == 20000 + 60 + 500
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [(0, "0 bytes"), (999, "999 bytes"), (41_600, "41.6 KB"), (2.09e11, "209.0 GB")]
+)
+def test_sizes_have_a_digit_before_the_point(size, said):
+    assert checkpoints._in_units(size) == said
+
+
+def save_and_say(folder: Path, resume: Path | None, *iterations: int) -> int:
+    """Saves at these iterations, on one rank; ends with 2, and prints why, if the folder is refused."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    given = config(folder, resume, world_size=1)
+    try:
+        found = find_checkpoint(given, plan_schedule(given, None, 1))
+        saving = Checkpoints(given, ranks, Held(ranks, 1), found)  # type: ignore[arg-type]
+    except ValueError as error:
+        print(error)
+        return 2
+    for iteration in iterations:
+        saving.save(iteration, state(given, iteration))
+        saving.wait()
+    return 0
+
+
+def test_a_folder_that_exists_is_replaced_and_the_newest_is_by_samples(tmp_path):
+    saved = tmp_path / "saved"
+    assert run(1, tmp_path / "1", save_and_say, saved, None, 3, 3).statuses == [0]
+    assert [folder.name for folder in saved.glob("samples-*")] == [name(3)]
+    assert run(1, tmp_path / "2", save_and_say, saved, saved, 4).statuses == [0]
+    assert [folder.name for folder in saved.glob("samples-*")] == [name(4)]
+    (saved / name(4)).rename(saved / f"{name(3)}.replaced")  # as a kill between two renames leaves it
+    assert run(1, tmp_path / "3", save_and_say, saved, saved, 5).statuses == [0]
+    assert [folder.name for folder in saved.glob("samples-*")] == [name(5)]
+
+
+def test_training_on_from_an_older_checkpoint_does_not_take_the_place_of_a_newer(tmp_path):
+    saved, kept = tmp_path / "saved", tmp_path / "kept"
+    assert run(1, tmp_path / "1", save_and_say, saved, None, 3).statuses == [0]
+    shutil.copytree(saved, kept)
+    assert run(1, tmp_path / "2", save_and_say, saved, saved, 7).statuses == [0]
+    shutil.copytree(kept / name(3), saved / name(3))
+    for resume in (saved / name(3), None):
+        ended = run(1, tmp_path / "3", save_and_say, saved, resume)
+        assert ended.statuses == [2]
+        assert f"has checkpoints of an earlier run, the newest {name(7)}: choose another folder" in ended.outputs[0]
+        assert f"--resume {saved}" in ended.outputs[0]
+    assert sorted(folder.name for folder in saved.glob("samples-*")) == [name(3), name(7)]

@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 from dlrm_bench.bench import ROOT, started_runs
-from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.cli import _console, main
 from dlrm_bench.bench.ladder import run_ladder
+from dlrm_bench.bench.ladder.analysis import ladder_table, read_judged_ladder
+from dlrm_bench.bench.machine.source import source_hash, version
 from dlrm_bench.bench.records import record
 from dlrm_bench.bench.records.json_file import read_json
 from dlrm_bench.dlrm.runtime.command_line import FailedError
@@ -40,6 +43,27 @@ def test_compare_prints_a_verdict(two: tuple[str, str], capsys: pytest.CaptureFi
     assert "95 % interval" in out
     assert main(["compare", two[0], two[1], str(LOGS)]) == 0
     assert capsys.readouterr().out.count("Latency of an iteration") == 2
+
+
+def test_names_of_folders_are_printed_without_escape_sequences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i, name in enumerate(("a\x1b[2J", "b\x9b31m")):
+        write(tmp_path / name / "run", RUNS[i], minute=i)
+    assert main(["compare", *(str(path) for path in sorted(tmp_path.iterdir()))]) == 0
+    assert main(["compare", str(tmp_path / "\x1b[31mnowhere"), str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "\\x1b[2J" in said.out
+    assert "\\x1b[31mnowhere" in said.err
+    assert not {"\x1b", "\x9b"} & set(said.out + said.err)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out == f"{version(ROOT)}\n"
+    assert version(ROOT).startswith(f"dlrm-bench {number}, ")
+    assert version(ROOT).endswith(f", source {source_hash(ROOT)[:12]}")
 
 
 @pytest.mark.parametrize(("limit", "status", "same"), [("2%", 1, 5), ("2", 1, 5), ("90%", 1, 0), ("300%", 0, 0)])
@@ -295,3 +319,18 @@ def test_what_reads_records_imports_little(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
         (imported,) = (line.split() for line in done.stdout.splitlines() if line.startswith("imported "))
         assert unneeded & set(imported) == set()
+
+
+def test_no_table_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Record 38's, whose rungs have longer names here."""
+    monkeypatch.setenv("COLUMNS", "100")
+    ladder, _ = read_judged_ladder(ROOT / "results" / "38-2xh200-512-a-gpu-fair-baselines")
+    for factor in (1, 3):
+        for rung in ladder["rungs"]:
+            rung["name"] *= factor
+        _console().print(ladder_table(ladder))
+        said = capsys.readouterr().out
+        assert "\N{HORIZONTAL ELLIPSIS}" not in said
+        assert "previous" in said
+        assert all(rung["name"] in said for rung in ladder["rungs"])
+        assert "10.155 .. 42.572" in said

@@ -1,6 +1,8 @@
 """What a rerun refuses and says; that it runs, a committed record and its rerun show."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,14 @@ import pytest
 
 from dlrm_bench.bench import ROOT, rerun
 from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.compare.repeat import repeating_flags
 from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
+from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.rerun import Rerun
 from tests.bench.ladder.made_ladders import make, pretend_runs
-from tests.bench.made_records import configured, recorded_runs, write
+from tests.bench.made_records import configured, edit, recorded_runs, write
+from tests.launched import wait_until
 
 RUNS = recorded_runs()
 IN_A_CHECKOUT = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
@@ -23,7 +29,16 @@ def made(folder: Path, **git_state: Any) -> Path:
 
 @IN_A_CHECKOUT
 @pytest.mark.parametrize(
-    ("state", "says"), [({}, "names no commit"), ({"commit": "0123abc" * 5, "dirty": False}, "is not in .*: fetch it")]
+    ("state", "says"),
+    [
+        (
+            {},
+            "without its commit, and .* has other source code than made it: install or check out the version that did",
+        ),
+        ({"source": "789abc"}, "without its commit"),
+        ({"commit": "0123abc" * 5, "dirty": False}, "is not in .*: fetch it"),
+        ({"commit": "--batch", "dirty": False}, "git.commit is '--batch', which names no commit"),
+    ],
 )
 def test_what_cannot_be_had_again(tmp_path: Path, state: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -44,7 +59,7 @@ def test_the_commits_own_code_runs_its_own_flags(tmp_path: Path, monkeypatch: py
         assert git(tree, "rev-parse", "HEAD") == commit
         assert os.environ["PYTHONPATH"] == f"{tree}{os.pathsep}/theirs"
         assert "SOURCE_COMMIT" not in os.environ
-        assert flags[flags.index("--seed") + 1] == "7"
+        assert "--seed=7" in flags or flags[flags.index("--seed") + 1] == "7"  # HEAD's way, whichever it is
         assert processes == 2
         seen.append(tree)
 
@@ -65,10 +80,10 @@ def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypat
     (tmp_path / "copy" / "dlrm_bench").symlink_to(".")
     monkeypatch.setattr(rerun, "ROOT", tmp_path / "copy")
     monkeypatch.setenv("SOURCE_COMMIT", "456def")
-    started: list[tuple[Path, str]] = []
+    started: list[tuple[Path, str | None]] = []
 
     def torchrun(flags: list[str], processes: int, output: Path, launcher: Path) -> None:
-        started.append((launcher, os.environ["SOURCE_COMMIT"]))
+        started.append((launcher, os.environ.get("SOURCE_COMMIT")))
 
     monkeypatch.setattr(rerun, "torchrun", torchrun)
     own = made(tmp_path / "own", commit="0123abc", source=source_hash(tmp_path / "copy"))
@@ -77,8 +92,24 @@ def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypat
     assert os.environ["SOURCE_COMMIT"] == "456def"
     for i, source in enumerate((None, "789abc")):
         other = made(tmp_path / f"other-{i}", commit="0123abc", source=source)
-        with pytest.raises(ValueError, match="other source code"):
+        with pytest.raises(
+            ValueError, match=r"is of commit 0123abc, and .* has other source code than made it: run it"
+        ):
             rerun.rerun(other, 1, None, tmp_path / "again")
+    started.clear()
+    unnamed = made(tmp_path / "installed", source=source_hash(tmp_path / "copy"))  # as an installed package makes them
+    assert rerun.rerun(unnamed, 1, None, tmp_path / "again-2").notes == []
+    assert started == [(tmp_path / "copy" / "launch" / "dlrm.py", None)]
+
+
+@IN_A_CHECKOUT
+def test_a_checkout_reruns_what_an_installed_package_of_the_same_files_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(rerun, "torchrun", lambda flags, processes, output, launcher: started.append(launcher))
+    assert rerun.rerun(made(tmp_path / "installed", source=source_hash(ROOT)), 1, None, tmp_path / "again").notes == []
+    assert started == [ROOT / "launch" / "dlrm.py"]
 
 
 @IN_A_CHECKOUT
@@ -93,8 +124,80 @@ def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypat
 )
 def test_doubts_about_the_source(tmp_path: Path, state: dict[str, Any], says: str | None) -> None:
     record = rerun.read_record(made(tmp_path / "record", commit=git(ROOT, "rev-parse", "HEAD"), **state))
-    notes = rerun._commit_of(record)[1]
+    notes = rerun._program_of(record).notes
     assert [says in note for note in notes] == [True] if says else notes == []
+
+
+@IN_A_CHECKOUT
+def test_a_killed_rerun_leaves_no_worktree(tmp_path: Path) -> None:
+    """Nor its torchrun: both are waited for, while the rerun itself gets SIGKILL."""
+    commit = git(ROOT, "rev-parse", "HEAD")
+    assert commit is not None
+    record = made(tmp_path / "record", commit=commit, dirty=False, source=source_of_commit(ROOT, commit))
+    told, temporary = tmp_path / "told", tmp_path / "temporary"
+    temporary.mkdir()
+    # A launcher that only sleeps takes torchrun's place, in a process of its own.
+    program = f"""
+import sys
+from pathlib import Path
+from dlrm_bench.bench import rerun
+from dlrm_bench.bench.ladder.launching import run_by
+sleeps = [sys.executable, "-c", "import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); "
+          "time.sleep(600)"]
+rerun.torchrun = lambda flags, processes, output, launcher: run_by(sleeps, [], output)
+rerun.rerun(Path({str(record)!r}), 1, None, Path({str(tmp_path / "again")!r}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)})
+    try:
+        wait_until(lambda: told.exists() and told.read_text() != "", "the run is started")
+        (folder,) = temporary.glob("dlrm-bench-rerun-*")
+        assert str(folder) in (git(ROOT, "worktree", "list") or "")
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not folder.exists(), "the worktree is removed", 30)
+    assert str(folder) not in (git(ROOT, "worktree", "list") or "")
+    wait_until(lambda: not Path(f"/proc/{told.read_text()}").exists(), "what it started has ended", 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model/bottom_mlp": ["32", "16", "--resume", "/planted"]}, r"config.model.bottom_mlp is .*a whole number"),
+        ({"model/bottom_mlp": "512 256 128"}, r"config.model.bottom_mlp is .*a list"),
+        ({"checkpoint.path": "/etc"}, r"config.'checkpoint.path' is no field"),
+        ({"mlperf/org": "--resume=/planted"}, r"config.mlperf.org is '--resume=/planted', expected a text"),
+        ({"mlperf": {"org": "x", "--resume": "y"}}, r"config.mlperf.'--resume' is no field"),
+        ({"pipeline/cuda_graph": "--x"}, r"config.pipeline.'cuda_graph' is no field"),
+        ({"pipeline/row_wise": 1}, r"config.pipeline.row_wise is 1, expected true or false"),
+        ({"seed": True}, r"config.seed is True, expected a whole number"),
+        ({"precision": "fp4"}, r"config.precision is 'fp4', expected one of"),
+        ({"optimizer/learning_rate": "1"}, r"config.optimizer.learning_rate is '1', expected a finite number"),
+        ({"world_size": 2.0}, r"config.world_size is 2.0, expected a whole number"),
+        ({"global_batch_size": 0}, r"config.global_batch_size is 0, expected a positive one"),
+        ({"preset": None}, r"config.preset is None, expected a text"),
+        ({"pipeline": None}, r"config.pipeline is None, expected an object with a name"),
+        ({"pipeline": {}}, r"config.pipeline is \{\}, expected an object with a name"),
+        ({"data": []}, r"config.data is \[\], expected an object"),
+    ],
+)
+def test_a_record_does_not_steer_the_program_that_reruns_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+) -> None:
+    """No process is started, neither with today's code nor with that of the record's commit."""
+    record = made(tmp_path / "record", commit=git(ROOT, "rev-parse", "HEAD"))
+    config = read_json(record / "run.json")["config"]
+    for name, value in changes.items():
+        block, slash, field = name.rpartition("/")
+        if slash:
+            config[block][field] = value
+        else:
+            config[name] = value
+    edit(record, config=config)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
+    for use in (lambda: rerun.rerun(record, 1, None, tmp_path), lambda: repeating_flags(read_record(record))):
+        with pytest.raises(ValueError, match=f"run.json.*{says}"):
+            use()
 
 
 def test_the_command_compares(

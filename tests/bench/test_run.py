@@ -242,6 +242,25 @@ def test_what_needs_a_gpu_is_refused_before_anything_is_made(data, tmp_path, arg
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_all_that_a_preset_lacks_here_is_named_together(data, tmp_path):
+    too_much = ["--model.embedding-dim", "65536", "--model.bottom-mlp", "65536", "--local-batch-size", "1000000000000"]
+    static = ["--pipeline", "static", "--cuda-graph", "iteration", *too_much]
+    ended = launch(data, tmp_path, "--preset", "launch-bound", *static)
+    assert ended.statuses == [2, 2], ended
+    for rank, output in enumerate(ended.outputs):
+        (line,) = [line for line in output.splitlines() if line.startswith(f"rank {rank}: error: ")]
+        obstacles = [
+            "error: --precision tf32 needs a GPU",
+            "--cuda-graph iteration needs a GPU",
+            "32 batches of --local-batch-size 1000000000000 on 2 rank(s) take",
+            "tables and optimizer state need 107051.5 GB",
+            "--preset smoke trains on any machine",
+        ]
+        assert [line.count(obstacle) for obstacle in obstacles] == [1] * 5, line
+    assert not (tmp_path / "results").exists()
+
+
 def test_expansion_tables_that_cannot_be_kept(data, tmp_path):
     shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns(FOLDER))
     (tmp_path / "data" / FOLDER).touch()
@@ -259,6 +278,7 @@ def test_tables_that_do_not_fit(data, tmp_path):
     for output in ended.outputs:
         assert "tables and optimizer state need 107051.5 GB and the 2 rank(s) have" in output
         assert "--model.table-scale" in output
+    assert not (tmp_path / "results").exists()
 
 
 def test_an_existing_record_is_left_alone(data, tmp_path):
@@ -319,7 +339,7 @@ def test_a_data_directory_that_one_rank_lacks(data, tmp_path):
     ended = forked_launch(2, tmp_path, ["--results-dir", str(tmp_path)], before=FileOnOneRank(data))
     assert 0 not in ended.statuses
     assert -9 not in ended.statuses
-    assert "is not a directory" in ended.outputs[1]
+    assert "nowhere does not exist: generate" in ended.outputs[1]
 
 
 class FileOnOneRank:

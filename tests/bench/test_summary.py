@@ -14,7 +14,7 @@ from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.mlperf.log import ComplianceVerdict
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, build_record
-from dlrm_bench.bench.records.schema import Git
+from dlrm_bench.bench.records.schema import Checkpointing, Git, ResumedFrom
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.bench.summary import EXIT_NOT_COMPLIANT, EXIT_TARGET_MISSED, print_summary
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -68,6 +68,19 @@ def test_target_reached(capsys):
     assert "compliance   SUCCESS" in text
     assert "finished" not in text
     assert f"record       {Path('results/20261121T004512Z-8xh200-mlperf-dcnv2')}" in text
+
+
+def test_a_resumed_run_says_from_where(capsys):
+    what = outcome(REACHED)
+    resumed = ResumedFrom(run_id="[bold]first", iteration=1000, samples=55_296_000, read_s=12.5)
+    what.record["checkpoints"] = Checkpointing(saved=[], resumed=resumed)
+    _, text = printed(capsys, what)
+    assert "resumed from [bold]first, after iteration 1,000 (55,296,000 samples)" in text
+    del resumed["samples"]  # of an older record
+    _, text = printed(capsys, what)
+    assert "resumed from [bold]first, after iteration 1,000\n" in text
+    what.record["checkpoints"] = None
+    assert "resumed" not in printed(capsys, what)[1]
 
 
 def test_target_missed(capsys):

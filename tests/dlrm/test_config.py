@@ -61,10 +61,13 @@ def test_bad_data(flag, changes):
         DataConfig(**changes)
 
 
-@pytest.mark.parametrize("rate", [1e39, 1e-46])
-def test_a_learning_rate_that_float32_does_not_hold(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"--optimizer\.learning-rate is 1e.*float32"):
-        OptimizerConfig(learning_rate=rate)
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("learning_rate", 1e39), ("learning_rate", 1e-46), ("eps", 1e39), ("eps", 1e-46), ("eps", 1e-38)],
+)
+def test_a_number_of_the_optimizer_that_float32_does_not_hold(flag: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"--optimizer\.{flag.replace('_', '-')} is 1e.*float32"):
+        OptimizerConfig(**{flag: value})
 
 
 @pytest.mark.parametrize("flag", ["learning_rate", "eps"])

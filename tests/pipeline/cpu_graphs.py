@@ -42,17 +42,34 @@ def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
 
 
 class Rerun(TorchDispatchMode):
-    """Stands for a graph: replays the operators that `work` calls, on the memory that it has called them with."""
+    """Stands for a graph: replays the operators that `work` calls, on the memory that it has called them with.
+
+    A capture runs nothing: what `work` changes in place, on inputs that nobody has filled yet, is as before after it.
+    """
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         random = torch.get_rng_state()
         with self:
             work()
         torch.set_rng_state(random)
+        for changed, before in self._before.values():
+            changed.data.copy_(before)
+        self._before.clear()
+
+    def _keep(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Keeps what the operator is going to change."""
+        for i, argument in enumerate(operator._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                for tensor in pytree.tree_leaves(value):
+                    if isinstance(tensor, Tensor) and id(tensor) not in self._before:
+                        self._before[id(tensor)] = tensor, tensor.detach().clone()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._keep(operator, args, kwargs or {})
         result = operator(*args, **(kwargs or {}))
         self._calls.append((operator, args, kwargs or {}, result))
         return result
@@ -72,7 +89,7 @@ class Rerun(TorchDispatchMode):
 
 
 def dense_graph_on_cpu() -> None:
-    """In this process: the dense part is captured. What it does in place, such as to buffers, the capture does too."""
+    """In this process: the dense part is captured."""
 
     def record(work: Callable[[], None], **_: Any) -> Replayed | Rerun:
         return Replayed(work) if work.__name__ == "mean" else Rerun(work)  # a collective has no memory to be frozen

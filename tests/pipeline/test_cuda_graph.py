@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dlrm_bench.pipeline.cuda_graph
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.cuda_graph import GraphedFunction
+from tests.cases import GPU_PLACES
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -28,21 +31,26 @@ class ReplayedOnCPU:
         """There is nothing to free."""
 
 
+def graphs_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    class NoStream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    def record(work: Callable[[], None]) -> ReplayedOnCPU:
+        with patch.context() as capturing:  # which runs no collective
+            capturing.setattr(dist, "all_reduce", lambda *_, **__: None)
+            work()
+        (results,) = (cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, list))  # type: ignore[attr-defined]
+        return ReplayedOnCPU(work, results)
+
+    patch.setattr(dlrm_bench.pipeline.cuda_graph, "record", record)
+    patch.setattr(dlrm_bench.pipeline.cuda_graph, "captures", lambda device: True)
+    patch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "cpu":
-
-        class NoStream:
-            def wait_stream(self, other: Any) -> None: ...
-
-        def record(work: Callable[[], None]) -> ReplayedOnCPU:
-            work()
-            (results,) = (cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, list))  # type: ignore[attr-defined]
-            return ReplayedOnCPU(work, results)
-
-        monkeypatch.setattr(dlrm_bench.pipeline.cuda_graph, "record", record)
-        monkeypatch.setattr(dlrm_bench.pipeline.cuda_graph, "captures", lambda device: True)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
+        graphs_on_cpu(monkeypatch)
     return torch.device(request.param)
 
 
@@ -58,7 +66,7 @@ def test_replays_give_what_plain_calls_give(device: torch.device) -> None:
         calls += 1
         return halves(x)
 
-    graphed, given, expected = GraphedFunction(counted, "halves"), [], []
+    graphed, given, expected = GraphedFunction(counted, "halves", None), [], []
     for step in range(5):
         x = torch.randn(6, 4, device=device, generator=torch.Generator(device).manual_seed(step))
         if step == 3:
@@ -73,7 +81,7 @@ def test_replays_give_what_plain_calls_give(device: torch.device) -> None:
 
 
 def test_other_shapes_and_dtypes_run_plainly(device: torch.device) -> None:
-    graphed = GraphedFunction(halves, "halves")
+    graphed = GraphedFunction(halves, "halves", None)
     shapes = [(4, 2), (4, 2), (4, 2), (6, 2), (4, 2)]
     for shape in shapes:
         for dtype in (torch.float32, torch.float64) if shape == (6, 2) else (torch.float32,):
@@ -83,7 +91,7 @@ def test_other_shapes_and_dtypes_run_plainly(device: torch.device) -> None:
 
 
 def test_a_closed_one_runs_plainly(device: torch.device) -> None:
-    graphed, x = GraphedFunction(halves, "halves"), torch.ones(4, 2, device=device)
+    graphed, x = GraphedFunction(halves, "halves", None), torch.ones(4, 2, device=device)
     for _ in range(3):
         graphed(x)
     graphed.close()
@@ -104,7 +112,7 @@ def test_what_cannot_be_captured_runs_plainly(device: torch.device, caplog: pyte
             raise RuntimeError("operation not permitted when stream is capturing")
         return (x * x.sum().item(),)
 
-    graphed = GraphedFunction(reads, "what reads the device")
+    graphed = GraphedFunction(reads, "what reads the device", None)
     for step in range(4):
         x = torch.full((3,), float(step), device=device)
         torch.testing.assert_close(graphed(x), (x * 3 * step,))
@@ -113,9 +121,49 @@ def test_what_cannot_be_captured_runs_plainly(device: torch.device, caplog: pyte
     assert "what reads the device cannot be captured" in said
 
 
+def one_rank_cannot(ranks: Ranks) -> list[dict[str, Any]]:
+    """What is said of a sum over the ranks, which the last rank cannot capture, and of one that all can."""
+    group, said = dist.new_group(), []
+    for alone in (True, False):
+        calls = 0
+
+        def summed(x: Tensor, alone: bool = alone) -> tuple[Tensor, ...]:
+            nonlocal calls
+            calls += 1
+            x = x.clone()
+            if alone and ranks.rank == ranks.world_size - 1:
+                if ranks.device.type == "cpu" and calls == 2:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                x *= 1 + 0 * x.sum().item()
+            dist.all_reduce(x, group=group)
+            return (x,)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.device.type == "cpu":
+                graphs_on_cpu(patch)
+            graphed = GraphedFunction(summed, "the sum", group)
+            for step in range(5):
+                (result,) = graphed(torch.full((3,), float(step + ranks.rank), device=ranks.device))
+                expected = ranks.world_size * step + sum(range(ranks.world_size))
+                assert result.tolist() == [float(expected)] * 3
+        said.append(graphed.describe())
+        graphed.close()
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES[1:]])
+def test_all_ranks_replay_or_none(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
+    *others, last = run_ranks(world_size, one_rank_cannot, gpu=gpu)
+    assert "captur" in last[0]["failure"]
+    for alone, _ in others:
+        assert alone == {"name": "the sum", "replayed": False, "failure": "another rank could not capture it"}
+    for _, together in (*others, last):
+        assert together == {"name": "the sum", "replayed": True, "failure": None}
+
+
 @pytest.mark.gpu
 def test_calls_from_another_stream_wait_for_those_before() -> None:
-    graphed, n = GraphedFunction(lambda x: (x.cumsum(0),), "cumsum"), 1 << 24
+    graphed, n = GraphedFunction(lambda x: (x.cumsum(0),), "cumsum", None), 1 << 24
     side, results = torch.cuda.Stream(), []
     given = [torch.full((n,), step % 3, device="cuda", dtype=torch.int64) for step in range(8)]
     graphed(given[0])

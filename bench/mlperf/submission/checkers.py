@@ -4,6 +4,7 @@ Their exit codes mean nothing (the package and the repository checker end with 0
 into what they check (scaling.json, logs beside it). So they get a copy, and only their words count.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
+from dlrm_bench.bench.mlperf.submission.log_sense import senseless
 from dlrm_bench.bench.mlperf.submission.package import (
     BENCHMARK,
     BYPASSES,
@@ -79,6 +81,7 @@ def check_package(package: Package, ruleset: Ruleset = RULESET) -> list[Verdict]
     compliance, (packaged, rcp, system, repository) = texts[: len(logs)], texts[len(logs) :]
     return [
         own,
+        _sense(logs),
         _compliance(logs, compliance),
         _packaged(packaged, len(logs)),
         _rcp(rcp) if closed else Verdict("RCP", text="", asked=False),
@@ -177,6 +180,15 @@ def _findings(text: str, fatal: Callable[[str], bool]) -> list[Finding]:
 
 def _short(line: str) -> str:
     return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
+def _sense(logs: Sequence[Path]) -> Verdict:
+    """Whether each log can be true; one that cannot be read is for `arrangement` to name."""
+    verdict = Verdict("sense of the logs")
+    for log in logs:
+        with contextlib.suppress(ValueError):
+            verdict.findings += senseless(log)
+    return verdict
 
 
 def _compliance(logs: Sequence[Path], texts: Sequence[str]) -> Verdict:

@@ -78,8 +78,8 @@ class Build:
 class Check:
     """Runs MLPerf's compliance, package, RCP, system and repository checkers over a submission and reads what they say.
 
-    Beside them, what they do not see: aborted runs, seeds given twice, runs of other configurations, empty fields. The
-    exit status is 1 if the submission would not be accepted.
+    Beside them, what they do not see: aborted runs, seeds given twice, runs of other configurations, empty fields, and
+    logs that cannot be true, as one whose times go back. The exit status is 1 if the submission would not be accepted.
     """
 
     package: Annotated[Path, tyro.conf.Positional]

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
 from dlrm_bench.bench.mlperf.submission.checkers import convergence
+from dlrm_bench.bench.mlperf.submission.log_sense import senseless
 from dlrm_bench.bench.mlperf.submission.package import RULESET, RUNS, Package, Ruleset, read_run
 
 
@@ -60,6 +61,7 @@ def score_package(package: Package, ruleset: Ruleset = RULESET) -> Score:
     invalid, notes = [], list[str]()
     if len(runs) != RUNS:
         invalid.append(f"{len(runs)} result logs: exactly {RUNS} are needed")
+    invalid += [finding.text for log in package.logs() for finding in senseless(log) if finding.fatal]
     failed = [run.path.name for run in runs if math.isinf(minutes_of(run))]
     if len(failed) > 1:
         invalid.append(f"{len(failed)} runs did not converge ({', '.join(failed)}): one may")

@@ -18,6 +18,7 @@ import tyro
 
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
+from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.data.steps import Advance, step
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
@@ -80,7 +81,7 @@ def check(config: CheckConfig) -> Checked:
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory: name that of the day files")
+        raise ValueError(f"{directory} {why_not(directory)}: name the directory of the day files")
     findings: list[str] = []
     if (directory / MARKER).exists():
         findings.append(f"{directory / MARKER}: the data set is unfinished: start the program that makes it again")

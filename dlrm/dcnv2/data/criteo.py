@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN, ArrayFile, RowFiles, member_span, open_array, write_header
+from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER, ExpansionTables
 
@@ -122,10 +123,12 @@ class MultiHotDay(Day):
             outside = (block < 0) | (block >= rows)
             if outside.any():
                 row, column = np.argwhere(outside)[0]
+                where = f"{member.name}: id {block[row, column]} of sample {start + row} (feature cat_{feature}) is"
+                if block[row, column] < 0:
+                    raise ValueError(f"{where} negative: {COPY_AGAIN}")
                 raise ValueError(
-                    f"{member.name}: id {block[row, column]} of sample {start + row} (feature cat_{feature}) is "
-                    f"outside its table of {rows} rows: choose --model.num-embeddings and --model.table-scale as the "
-                    "files were made for"
+                    f"{where} outside its table of {rows} rows: choose --model.num-embeddings and --model.table-scale "
+                    "as the files were made for"
                 )
 
 
@@ -181,7 +184,7 @@ class OneHotDay(Day):
 def _open_file(path: Path, dtype: DTypeLike, columns: int, fix: str = COPY_AGAIN) -> ArrayFile:
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist: check --data.path, --data.source and --data.train-days (the day after the last "
+            f"{path} {why_not(path)}: check --data.path, --data.source and --data.train-days (the day after the last "
             "training day evaluates)"
         )
     return open_array(path, dtype, columns, fix=fix)
@@ -191,7 +194,7 @@ def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
     """Open the ids of a multi-hot file: one int32 [N, multi_hot_sizes[f]] for each feature."""
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist: check --data.path and --data.train-days, or choose --data.source one_hot"
+            f"{path} {why_not(path)}: check --data.path and --data.train-days, or choose --data.source one_hot"
         )
     try:
         with zipfile.ZipFile(path) as archive:  # Reads only the directory at the file's end; knows zip64.
@@ -248,5 +251,6 @@ def write_multi_hot_columns(
                     ids = column(feature, start, min(start + WRITE_CHUNK, samples))
                     block = np.empty((len(ids), hot), dtype=np.int32)
                     tables.expand(feature, ids, block)
+                    assert (block[:, 0] == ids).all(), "an id beyond the rows of its table that are kept"
                     member.write(block.data)
                     advance(len(ids))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.criteo import Day, MultiHotDay, OneHotDay
@@ -53,7 +54,7 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     """The best AUC that the directory's manifest knows for this evaluation day, if there is one."""
     if not path.is_dir():
         raise ValueError(
-            f"--data.path {path} is not a directory: generate a small data set with "
+            f"--data.path {path} {why_not(path)}: generate a small data set with "
             f"'dlrm-bench data generate --preset smoke --path {path}', or name the directory of "
             "MLPerf's day files"
         )
@@ -66,15 +67,15 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     if manifest is None:
         return None
     manifest.check_model(path, model, data.source == "one_hot")
-    findings = list(changed_files(path, manifest.files, _file_names(data, path)))
+    findings = list(changed_files(path, manifest.files, file_names(data, path)))
     if findings:
         more = f" (one of {len(findings)} such files)" if len(findings) > 1 else ""
         raise ValueError(f"{findings[0]}{more}; 'dlrm-bench data check {path}' checks every byte")
     return manifest.best_auc if data.train_days == len(manifest.samples_per_day) - 1 else None
 
 
-def _file_names(data: DataConfig, path: Path) -> list[str]:
-    """The files that a run reads."""
+def file_names(data: DataConfig, path: Path) -> list[str]:
+    """Returns the names of the files that a run reads, none of them random batches."""
     ids_file = criteo.multi_hot_file if data.source == "multi_hot" else criteo.one_hot_file
     kinds = (criteo.dense_file, criteo.labels_file, ids_file)
     return [kind(path, day).name for day in range(data.train_days + 1) for kind in kinds]

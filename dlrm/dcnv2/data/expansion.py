@@ -24,6 +24,7 @@ from dlrm_bench.dlrm.data.steps import Advance, step
 
 REFERENCE_SEED = 0
 CHUNK_IDS = 1 << 22
+SKIPPED_WORDS = 1 << 18
 FOLDER = "expansion_tables"
 SHOWN_IDS = 100_000_000
 """Number of ids from which on drawing shows its progress: they take two seconds or more."""
@@ -31,12 +32,13 @@ SHOWN_IDS = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ExpansionTables:
-    """The tables of one model: `rows[f]` is int32 [rows of table f, multi_hot_sizes[f]], None where the size is 1."""
+    """The tables of one model: `rows[f]` is int32 [rows kept of table f, multi_hot_sizes[f]], None where the size is
+    1."""
 
     rows: tuple[NDArray[np.int32] | None, ...]
 
     def expand(self, feature: int, ids: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-        """Write the multi-hot ids of `ids` [n], each in [0, rows), to `out` [n, multi_hot_size], C-ordered."""
+        """Write the multi-hot ids of `ids` [n], each in [0, rows kept), to `out` [n, multi_hot_size], C-ordered."""
         table = self.rows[feature]
         if table is None:
             out[:, 0] = ids
@@ -44,22 +46,26 @@ class ExpansionTables:
             np.take(table, ids, axis=0, out=out, mode="clip")
 
 
-def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> ExpansionTables:
+def open_expansion_tables(
+    directory: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int] | None = None
+) -> ExpansionTables:
     """Map the tables of a model from `directory`/expansion_tables, drawing them first where they are missing.
 
     They depend on all rows and sizes together (one random sequence runs through them), so each model has its own
     folder. It appears by a rename when complete. One process draws while others that ask for the same wait.
-    ValueError where they are missing and the directory cannot be written.
+    kept: the first rows of each table alone, for ids known to be below; None for all rows. ValueError where tables are
+    missing and the directory cannot be written.
     """
-    key = hashlib.sha256(json.dumps(["whole rows", list(rows), list(multi_hot_sizes)]).encode()).hexdigest()[:16]
-    folder = directory / FOLDER / key
+    what = ["whole rows", list(rows), list(multi_hot_sizes), *([] if kept is None else [list(kept)])]
+    folder = directory / FOLDER / hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    kept = rows if kept is None else kept
     if not folder.exists():
         try:
-            _create(folder, rows, multi_hot_sizes)
+            _create(folder, rows, multi_hot_sizes, kept)
         except OSError as error:
             raise ValueError(
                 f"the tables that expand 1-hot ids cannot be written to {folder.parent} ({error.strerror or error}): "
-                f"make it writable, with {_gb(rows, multi_hot_sizes):.1f} GB free, or choose another --data.path"
+                f"make it writable, with {_gb(kept, multi_hot_sizes):.1f} GB free, or choose another --data.path"
             ) from error
     return ExpansionTables(
         tuple(
@@ -69,41 +75,63 @@ def open_expansion_tables(directory: Path, rows: Sequence[int], multi_hot_sizes:
     )
 
 
-def draw_tables(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> Iterator[Iterator[NDArray[np.int32]]]:
-    """The reference's tables in order, each as consecutive pieces [n, hot] of its rows.
+def draw_tables(
+    rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int], advance: Advance = lambda _: None
+) -> Iterator[Iterator[NDArray[np.int32]]]:
+    """The reference's tables in order, each as consecutive pieces [n, hot] of the first of its rows, as many as `kept`.
 
-    A table's pieces must be used up before the next table is asked for. Drawing int32 in pieces gives the numbers of
-    the reference's single int64 draw: RandomState spends one 32-bit word on each try for any range below 2^32.
+    A table's pieces must be used up before the next table is asked for, which skips the rows that are not kept.
+    advance: called with the number of ids skipped. Drawing int32 in pieces gives the numbers of the reference's single
+    int64 draw: RandomState spends one 32-bit word on each try for any range below 2^32.
     """
     rng = np.random.RandomState(REFERENCE_SEED)
 
-    def pieces(table_rows: int, hot: int) -> Iterator[NDArray[np.int32]]:
+    def pieces(table_rows: int, hot: int, kept_rows: int) -> Iterator[NDArray[np.int32]]:
         most = max(1, CHUNK_IDS // hot)
-        for start in range(0, table_rows, most):
-            count = min(most, table_rows - start)
+        for start in range(0, kept_rows, most):
+            count = min(most, kept_rows - start)
             piece = np.empty((count, hot), dtype=np.int32)
             piece[:, 0] = np.arange(start, start + count)
             piece[:, 1:] = rng.randint(0, table_rows, size=(count, hot - 1), dtype=np.int32)
             yield piece
 
-    for table_rows, hot in zip(rows, multi_hot_sizes, strict=True):
-        yield pieces(table_rows, hot)
+    for table_rows, hot, kept_rows in zip(rows, multi_hot_sizes, kept, strict=True):
+        yield pieces(table_rows, hot, kept_rows)
+        _skip(rng, table_rows, (table_rows - kept_rows) * (hot - 1), advance)
 
 
-def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> None:
+def _skip(rng: np.random.RandomState, high: int, count: int, advance: Advance) -> None:
+    """Leaves `rng` as randint(0, high, size=count) would, in a third of its time.
+
+    randint masks a 32-bit word to the bits of high - 1, and takes another one where the result is not below high; where
+    high is 1 it takes none. A word gives one number at most, so as many words as numbers are left are never too many.
+    """
+    mask = (1 << (high - 1).bit_length()) - 1
+    while count and mask:
+        words = rng.randint(0, 1 << 32, size=min(count, SKIPPED_WORDS), dtype=np.uint32)
+        taken = int(np.count_nonzero((words & np.uint32(mask)) < high))
+        count -= taken
+        advance(taken)
+
+
+def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int]) -> None:
     folder.parent.mkdir(exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # Another process finished it while this one waited.
             return
-        title = f"draw the tables that expand 1-hot ids, {_gb(rows, multi_hot_sizes):.1f} GB, once for {folder.parent}"
+        title = f"draw the tables that expand 1-hot ids, {_gb(kept, multi_hot_sizes):.1f} GB, once for {folder.parent}"
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # What a killed process left; nobody else works here now.
         partial.mkdir()
-        with _shown(title, sum(kept_ids(rows, multi_hot_sizes))) as advance:
-            for feature, pieces in enumerate(draw_tables(rows, multi_hot_sizes)):
+        drawn = [feature for feature, hot in enumerate(multi_hot_sizes) if hot > 1]
+        last = max(drawn, default=-1)
+        skipped = sum((rows[feature] - kept[feature]) * (multi_hot_sizes[feature] - 1) for feature in drawn[:-1])
+        with _shown(title, sum(kept_ids(kept, multi_hot_sizes)) + skipped) as advance:
+            tables = draw_tables(rows, multi_hot_sizes, kept, advance)
+            for feature, pieces in zip(range(last + 1), tables, strict=False):
                 if multi_hot_sizes[feature] > 1:
                     with (partial / f"{feature}.npy").open("wb") as file:
-                        write_header(file, np.int32, (rows[feature], multi_hot_sizes[feature]))
+                        write_header(file, np.int32, (kept[feature], multi_hot_sizes[feature]))
                         for piece in pieces:
                             file.write(piece.data)
                             advance(piece.size)

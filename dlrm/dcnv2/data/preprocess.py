@@ -16,8 +16,9 @@ finding the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A fr
 the numbering, with up to 7 GB more. Besides, writing multi-hot ids maps one feature's expansion table at a time, up to
 16.0 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at
 a time, and their memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and
-gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days; that there is
-room is seen to before it begins.
+gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days, and the rows of
+the expansion tables that ids reach, 24 GB for Criteo's, which small inputs do not keep. Disk and time are estimated and
+said before it begins, and that there is room is seen to.
 """
 
 import shutil
@@ -31,6 +32,7 @@ import tyro
 
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.disk_space import require_space
+from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.dcnv2.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
@@ -81,7 +83,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
             f"features: choose one with the {DENSE_FIELDS} and {HASH_FIELDS} of Criteo's files"
         )
     if not config.raw.is_dir():
-        raise ValueError(f"{config.raw} is not a directory: name that of the raw days day_0, day_1, ...")
+        raise ValueError(f"{config.raw} {why_not(config.raw)}: name the directory of the raw days day_0, day_1, ...")
     raw = raw_days(config.raw)
     if len(raw) < 2:
         raise ValueError(f"{config.raw} has one day only: at least two are needed, as the last one evaluates")
@@ -93,7 +95,8 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
             return manifest, False
         if config.out.is_dir() and (odd := sorted(path.name for path in config.out.glob("day_*"))):
             raise ValueError(f"{config.out} holds {odd[0]}, which this program did not make: choose another OUT")
-    require_space(config.out, raw, model, config.formats, config.workers)
+    estimate = require_space(config.out, raw, model, config.formats, config.workers)
+    print(estimate, file=sys.stderr, flush=True)
     config.out.mkdir(parents=True, exist_ok=True)
     with sole_writer(config.out):
         if manifest := read_manifest(config.out):  # Of a process that ended just before it removed its marker.

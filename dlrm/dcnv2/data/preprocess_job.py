@@ -90,9 +90,7 @@ class PreprocessJob:
         with step("4/5 scatter rows", self._train_rows, "M rows") as advance:
             run_all(self._scatter, self._days[:-1], advance, self._workers)
         if self._formats != "one_hot":
-            with step("5/5 draw the expansion tables", 1, "tables", 1) as advance:
-                self._open_tables()
-                advance(1)
+            self._open_tables()  # now: they are drawn once, whatever number of workers
         with step("5/5 write days", sum(self._rows), "M rows") as advance:
             run_all(self._write, self._days, advance, self._workers)
         return self._finish()
@@ -141,7 +139,7 @@ class PreprocessJob:
         if largest - smallest + 2 >= 2**31:
             raise ValueError(
                 f"{self._raw[day]}: its integers range from {smallest} to {largest}: log(x - smallest + 2) needs their "
-                "difference to fit 32 bits; copy the file again"
+                "difference to fit 32 bits; correct the line that holds one of them"
             )
         _replace(partial, self._scratch / "parsed" / str(day))
         _write_json(facts, {"rows": rows, "smallest": smallest})
@@ -152,7 +150,7 @@ class PreprocessJob:
             advance(sum(self._rows))
         else:
             partial = _fresh(folder.with_suffix(".partial"))
-            numbering, threshold = Numbering(), self._threshold
+            numbering, threshold, largest = Numbering(), self._threshold, 0
             counts = np.zeros(2, dtype=np.int64)
             for day in self._days:
                 with (partial / str(day)).open("wb") as file:
@@ -170,11 +168,15 @@ class PreprocessJob:
                         advance(len(hashes))
             if threshold > 1:
                 ids = ids_of_numbers(counts[: numbering.distinct + 1], threshold)
+                largest = int(ids.max())
                 for day in self._days:
                     with (partial / "mapped").open("wb") as file:
                         for numbers in _pieces(partial / str(day), np.uint32):
                             file.write(ids[numbers].data)
                     (partial / "mapped").replace(partial / str(day))
+            else:
+                largest = numbering.distinct + FIRST_ID - 1
+            _write_json(partial / "largest.json", largest)
             _replace(partial, folder)
         for day in self._days:
             self._parsed(day, f"cat_{feature}").unlink(missing_ok=True)
@@ -278,7 +280,21 @@ class PreprocessJob:
         return paths
 
     def _open_tables(self) -> ExpansionTables:
-        return open_expansion_tables(self._out, self._model.rows, self._model.multi_hot_sizes)
+        """Maps the tables, whole or, where ids do not reach their last rows, the rows that they reach."""
+        rows, sizes = self._model.rows, self._model.multi_hot_sizes
+        kept = [self._rows_reached(feature) if size > 1 else rows[feature] for feature, size in enumerate(sizes)]
+        if kept == list(rows):
+            return open_expansion_tables(self._out, rows, sizes)
+        return open_expansion_tables(self._scratch, rows, sizes, kept)
+
+    def _rows_reached(self, feature: int) -> int:
+        """Returns how many of a table's first rows hold all rows that ids of the feature name."""
+        path = self._scratch / "ids" / f"cat_{feature}" / "largest.json"
+        if not path.exists():  # begun by an earlier version
+            return self._model.rows[feature]
+        largest = int(_read_json(path))
+        rounded = int(np.float32(largest))  # training ids are: see _parsed_rows
+        return min(self._model.rows[feature], max(largest, rounded) + 1)
 
     def _parsed(self, day: int, name: str) -> Path:
         return self._scratch / "parsed" / str(day) / name

@@ -59,6 +59,8 @@ def raw_days(raw: Path) -> list[Path]:
             day = int(match[1])
             if day in found:
                 raise ValueError(f"{raw} has {found[day].name} and {path.name}: remove one of them")
+            if not path.is_file():  # to open a pipe would wait for somebody who writes to it
+                raise ValueError(f"{path} is no regular file: give the raw day as a file, plain or gzip")
             found[day] = path
     if not found:
         raise ValueError(f"{raw} has no files day_0, day_1, ... (or day_0.gz, ...): name the folder of the raw days")

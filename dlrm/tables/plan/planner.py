@@ -281,7 +281,9 @@ def _by_columns(work: _Work, replicated: tuple[int, ...], widths: Sequence[int])
     for split, width in product(range(len(costliest) + 1), widths):
         narrow = [_Grid(Shard(0, table, 0, width)) for table in costliest[:split]]
         wide = [_Grid(Shard(0, table, 0, work.dim)) for table in costliest[split:]]
-        for narrow_ranks in range(work.world_size + 1):
+        narrow_shards, wide_shards = (sum(grid.count(work.dim) for grid in grids) for grids in (narrow, wide))
+        # No rank is left empty; with many more ranks than shards, looking at each number would take a minute.
+        for narrow_ranks in range(max(0, work.world_size - wide_shards), min(work.world_size, narrow_shards) + 1):
             yield _Candidate(narrow, wide, narrow_ranks)
 
 

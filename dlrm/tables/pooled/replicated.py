@@ -21,6 +21,7 @@ from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.embedding.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.non_finite import Watch
 
 
 @dataclass(slots=True)
@@ -92,12 +93,12 @@ class ReplicatedTables:
         with torch.no_grad():
             regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
 
-    def update(self, ids: ReplicatedIds, grad: Tensor, stopped: Tensor | None = None) -> None:
-        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. stopped: flags of a LossGuard;
-        where one is raised, nothing changes. Collective."""
+    def update(self, ids: ReplicatedIds, grad: Tensor, watch: Watch | None = None) -> None:
+        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. watch: a LossGuard's; where a
+        flag is raised, nothing changes. Collective."""
         mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
         regroup_backward(grad, self._regroup, mine)
         row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
         dist.all_reduce(self._grad, group=self._group)
         tables = (self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1))
-        flat_adagrad(*tables, self._rate, self._eps, stopped=stopped)
+        flat_adagrad(*tables, self._rate, self._eps, watch=watch)

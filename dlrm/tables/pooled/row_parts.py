@@ -4,7 +4,11 @@ A rank that holds a part of a table's rows gets all ids of the table, in the exc
 out: how many these are is known on the device alone. They go into a list of fixed capacity, one table's after the
 other's, and bags are of any length. A batch that names more of the rank's rows than the list takes overflows: the host,
 which `count` tells, picks again into a list as long as all ids, and does that batch's lookup and update from there.
-Both give the same numbers; no other rank takes notice.
+Both give the same numbers.
+
+Such a batch is launched eagerly, where others are the replay of a graph. All ranks must then do so: NCCL forbids that
+some replay a collective that others launch. So the ranks exchange on the device, with the ids, whether the batch
+overflows on any of them, and their hosts read it when the batch's turn comes, an iteration later: see Overflows.
 """
 
 import math
@@ -12,9 +16,11 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
@@ -23,7 +29,7 @@ from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTabl
 _SLACK = 1.25
 # The largest batches have so many ids of a part more than expected; of small ones, where chance counts, a share.
 _LEAST_SLACK = 256
-_NOT_YET = -1
+_NOT_YET = torch.iinfo(torch.int32).min
 _POLL_S = 20e-6
 
 
@@ -39,8 +45,10 @@ class PickedIds:
     """int32 [capacity]: the bag of each id, as FixedTBE numbers them."""
     offsets: Tensor
     """int32 [parts * T * G + 1]: where each bag's ids start."""
+    counted: Tensor
+    """int32 [1] on the device: how many ids there are, capacity or not."""
     count: Tensor
-    """int32 [1] on the host, pinned beside a GPU: how many ids there are, capacity or not; -1 until it is known."""
+    """The same, int32 [1] on the host, pinned beside a GPU; _NOT_YET until it is known."""
 
     @property
     def capacity(self) -> int:
@@ -52,11 +60,9 @@ class PickedIds:
         self.count.fill_(_NOT_YET)
 
     def overflows(self) -> bool:
-        """Whether the batch has more ids than the list takes; waits until the device has counted."""
-        count = self.count.numpy()
-        while count[0] == _NOT_YET:
-            time.sleep(_POLL_S)
-        return bool(count[0] > self.capacity)
+        """Whether the batch has more ids than the list takes; waits until the device has counted. RuntimeError where
+        the device has failed."""
+        return arrived(self.count) > self.capacity
 
 
 class RowParts:
@@ -82,13 +88,57 @@ class RowParts:
         rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)
         count = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
-        return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, count)
+        counted = torch.zeros(1, dtype=torch.int32, device=self._device)
+        return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, counted, count)
 
     def pick(self, ids: Tensor, out: PickedIds) -> None:
         """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them.
 
         Where the ids overflow, `out` has the first of them.
         """
-        count = ids.new_empty(1)
-        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, count))
-        out.count.copy_(count, non_blocking=True)
+        pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, out.counted))
+        out.count.copy_(out.counted, non_blocking=True)
+
+
+class Overflows:
+    """The agreement of all ranks on batches that overflow on any of them: a maximum over the ranks, on the device."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Makes a process group: the exchange runs beside other collectives. Collective over all ranks."""
+        self._device = ranks.device
+        self._group = ranks.new_group() if ranks.world_size > 1 else None
+
+    def empty(self) -> Tensor:
+        """Returns memory for one batch's agreement: int32 [1] on the host, pinned beside a GPU."""
+        return torch.full((1,), _NOT_YET, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def reset(self, out: Tensor) -> None:
+        """Forgets the agreement, before the next batch's is on its way."""
+        out.fill_(_NOT_YET)
+
+    def exchange(self, picked: PickedIds | None, out: Tensor) -> None:
+        """Launches the exchange of one batch, after the picking. Collective. picked: None on a rank that picks
+        nothing."""
+        if picked is None:
+            excess = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        else:
+            excess = picked.counted - picked.capacity
+        if self._group is not None:
+            dist.all_reduce(excess, dist.ReduceOp.MAX, group=self._group)
+        out.copy_(excess, non_blocking=True)
+
+    def any(self, out: Tensor) -> bool:
+        """Returns whether the batch overflows on any rank, the same on all; waits until the device has exchanged it.
+        RuntimeError where the device has failed."""
+        return arrived(out) > 0
+
+
+def arrived(number: Tensor) -> int:
+    """Returns a number that the device writes to the host, int32 [1], once it is there. RuntimeError where the device
+    has failed: it writes nothing then, and only a question to it says so."""
+    value = number.numpy()
+    while value[0] == _NOT_YET:
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()
+        time.sleep(_POLL_S)
+    return int(value[0])

@@ -12,7 +12,7 @@ samples, G = W * B, and the rank's T shards of C columns each:
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
 A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
-are summands of the output.
+are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
 
 In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
 itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
@@ -43,13 +43,13 @@ from dlrm_bench.dlrm.tables.pooled.ids_exchange import (
 )
 from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
 from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedIds, ReplicatedTables
-from dlrm_bench.dlrm.tables.pooled.row_parts import PickedIds, RowParts
+from dlrm_bench.dlrm.tables.pooled.row_parts import Overflows, PickedIds, RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
-from dlrm_bench.kernels.non_finite import clear_if_stopped
+from dlrm_bench.kernels.non_finite import Watch, clear_gradients
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
@@ -70,6 +70,8 @@ class DistributedIds:
     picked: PickedIds | None = None
     """Those of the ids whose rows this rank has, where it has a part of any table's rows; these are then what is looked
     up and sorted."""
+    overflow: Tensor | None = None
+    """Where the plan splits rows, and ids are for an update: what the ranks agree on of this batch, see Overflows."""
 
     @property
     def ids(self) -> Tensor:
@@ -131,6 +133,7 @@ class StaticEBC:
         self._row_parts: RowParts | None = None
         if any(shard.row_parts > 1 for shard in self.shards):
             self._row_parts = RowParts(tables, self.shards, ranks.world_size, shape, ranks.device)
+        self._overflows = Overflows(ranks) if in_parts else None
         tbe_shape = TBEShape(
             rows=tuple(shard.rows(tables) for shard in self.shards),
             hot=tuple(tables.hot[shard.table] for shard in self.shards),
@@ -164,6 +167,11 @@ class StaticEBC:
 
     # Stage 1
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether any rank has a part of any table's rows."""
+        return self._overflows is not None
+
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
         """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
         Collective.
@@ -176,6 +184,12 @@ class StaticEBC:
             self._row_parts.pick(out.ids, out.picked)
         if self._replicated is not None and out.replicated is not None:
             self._replicated.input_dist(ids, out.replicated)
+
+    def agree(self, ids: DistributedIds) -> None:
+        """Tells all ranks, after the input dist, whether picked ids are more than `ids` takes, for `eager_ids`.
+        Launches nothing where not `splits_rows`. Collective."""
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.exchange(ids.picked, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`, for the update; where ranks share it,
@@ -200,6 +214,8 @@ class StaticEBC:
         ids = DistributedIds(received, replicated=replicated)
         if self._row_parts is not None:
             ids.picked = self._row_parts.empty(whole=not sorts)
+        if self._overflows is not None and sorts:
+            ids.overflow = self._overflows.empty()
         if self.presort and sorts:
             self._make_sorted(ids)
         return ids
@@ -213,15 +229,24 @@ class StaticEBC:
         ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
 
     def expect(self, ids: DistributedIds) -> None:
-        """Says that an input dist into `ids` comes next, before it is launched: `whole_ids` waits for it."""
+        """Says that an input dist into `ids`, and `agree`, come next, before they are launched: `eager_ids` waits for
+        them."""
         if ids.picked is not None:
             ids.picked.reset()
+        if self._overflows is not None and ids.overflow is not None:
+            self._overflows.reset(ids.overflow)
 
-    def whole_ids(self, ids: DistributedIds) -> DistributedIds | None:
-        """Returns the ids of a batch whose picked ones are more than `ids` takes, once its input dist has run; None
-        where they are not. The host waits for the device only where the rank has a part of some table's rows."""
-        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+    def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
+        """Returns, once the input dist of a batch has run, the ids that this rank runs it with eagerly, as all ranks
+        do; None, on all ranks, where the picked ids of no rank are more than its list takes.
+
+        Of a rank whose picked ids are no more than `ids` takes these are `ids` themselves. The host waits for the
+        device only where the plan splits rows.
+        """
+        if self._overflows is None or ids.overflow is None or not self._overflows.any(ids.overflow):
             return None
+        if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
+            return ids
         whole = replace(ids, picked=self._row_parts.empty(whole=True))
         self._make_sorted(whole)
         assert whole.picked is not None
@@ -259,10 +284,10 @@ class StaticEBC:
         """Brings the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
         self._exchange.backward(grad, part)
 
-    def update(self, ids: DistributedIds, pooled: Tensor | None, stopped: Tensor | None = None) -> None:
+    def update(self, ids: DistributedIds, pooled: Tensor | None, watch: Watch | None = None) -> None:
         """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part.
 
-        stopped: flags of a LossGuard; where one is raised, no weight or state changes.
+        watch: a LossGuard's; where a flag is raised, no weight or state changes.
         """
         if self.presort:
             assert ids.sorted_ids is not None
@@ -275,19 +300,19 @@ class StaticEBC:
                 ids.sorted_bags,
                 self._rate,
                 self._eps,
-                stopped,
+                watch,
             )
         else:
             assert pooled is not None
-            if stopped is not None:  # gradients of zero change nothing under any of the optimizers
-                clear_if_stopped(stopped, self.gradients)
+            if watch is not None:  # gradients of zero change nothing under any of the optimizers
+                clear_gradients(watch, self.gradients)
             pooled.backward(self.gradients.view_as(pooled))
 
-    def update_replicated(self, ids: DistributedIds, grad: Tensor, stopped: Tensor | None = None) -> None:
-        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. stopped: as in `update`.
+    def update_replicated(self, ids: DistributedIds, grad: Tensor, watch: Watch | None = None) -> None:
+        """Updates the replicated tables by exact Adagrad. grad: of all parts' `out`. watch: as in `update`.
         Collective."""
         if self._replicated is not None and ids.replicated is not None:
-            self._replicated.update(ids.replicated, grad, stopped)
+            self._replicated.update(ids.replicated, grad, watch)
 
     # State
 

@@ -93,9 +93,10 @@ class _Exchange:
 
     def replay(self) -> None:
         """Both ways are replayed as CUDA graphs from now on."""
+        forward, name = lambda local_embs: (self._start_forward(local_embs)(),), "the pooled vectors' all-to-all"
         self.graphed = [
-            GraphedFunction(lambda local_embs: (self._start_forward(local_embs)(),), "the pooled vectors' all-to-all"),
-            GraphedFunction(lambda grad: (self._backward(grad),), "the all-to-all of their gradient"),
+            GraphedFunction(forward, name, self._group),
+            GraphedFunction(lambda grad: (self._backward(grad),), "the all-to-all of their gradient", self._group),
         ]
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:

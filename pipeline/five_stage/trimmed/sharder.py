@@ -19,7 +19,7 @@ So one undeclared feature makes its whole sharding type dynamic: to split the ty
 save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and 7,
 5 and 12 for a mixed plan; later versions read more often.
 
-Where TW is the only type with an exchange, the pooled vectors' way back is trimmed too: see trimmed_output_dist.
+Where TW is the only type with an exchange, the pooled vectors' way back is trimmed too: see output_dist.
 """
 
 import logging

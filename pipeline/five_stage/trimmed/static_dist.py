@@ -267,7 +267,7 @@ class StaticDist:
         return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._rank_group)
 
     def _replay(self, layout: _Layout) -> None:
-        layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist")
+        layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist", self._rank_group.group)
 
     def _lay_out(self, stride: int, kind: int, dtype: torch.dtype) -> _Layout:
         world_size, device = self._rank_group.world_size, self._rank_group.device

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.verdict import latest_ladder, main, verdict
 from dlrm_bench.bench.ladder.analysis import rung_results
 from dlrm_bench.bench.machine.description import describe_machine
@@ -17,6 +18,7 @@ from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from tests.bench.made_records import H200, configured, recorded_runs, write
 from tests.pipelines import changed
 
+RESULTS = ROOT / "results"
 RUNS = recorded_runs()
 PIPELINES = ("torchrec", "five-stage", "static")
 CPU = {**describe_machine(), "gpus": 0, "gpu": None}
@@ -51,6 +53,14 @@ def a_ladder(folder: Path, factors: tuple[float, float, float] = (1, 1, 2), roun
 def said_of(rung: str, paragraphs: list[str]) -> str:
     """The paragraph with the rung's result; an earlier one says what the rung is."""
     return [text for text in paragraphs if text.startswith(rung)][-1]
+
+
+def test_stock_with_switches_is_not_called_the_reference():
+    """Of record 38."""
+    said = verdict(RESULTS / "38-2xh200-512-a-gpu-fair-baselines")
+    assert said[0] == "stock: stock TorchRec, as the MLPerf reference trains."
+    assert said[1].startswith("stock-tuned: stock TorchRec with --")
+    assert "--compile-dense" in said[2]
 
 
 def test_a_difference_is_proven_or_not(tmp_path):

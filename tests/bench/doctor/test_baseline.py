@@ -8,7 +8,7 @@ from dlrm_bench.bench.doctor.baseline import compare
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Overhead, RankSummary, read_diagnosis, write_diagnosis
 from dlrm_bench.bench.doctor.findings import Finding
 from dlrm_bench.bench.doctor.parts import Parts
-from dlrm_bench.bench.doctor.remedies import predict
+from dlrm_bench.bench.doctor.remedies import REMEDIES, predict
 from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines
 from tests.bench.doctor.made import frame
 
@@ -202,3 +202,8 @@ def test_a_findings_text_has_both_lines_and_what_to_do():
         "   in torchrec/a.py:5 in g",
         "   do: leave it out",
     ]
+
+
+def test_the_remedy_names_the_optimizers_whose_step_is_replayed():
+    (remedy,) = (remedy for remedy in REMEDIES if remedy.name.endswith(": cuda_graph='dense'"))
+    assert all(name in remedy.caution for name in ("Adam,", "AdamW", "SGD", "Adagrad", "`capturable`"))

@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def test_the_page_needs_nothing_beside_it(tmp_path):
     assert "<b>" not in page
     assert "data:image/png;base64," in page
     assert 'src="http' not in page
+    assert page.index("<img") < page.index("<table")  # the timeline, before what it shows by number
+    assert "overflow-wrap: anywhere" not in page  # which lets a table narrow a column to a letter
+    widths = [sum(int(span or 1) for span in re.findall(r'<td(?: class="\w+")?(?: colspan="(\d)")?>', row))
+              for row in re.findall("<tr.*?</tr>", page.split("<h2>Ranks")[0], re.DOTALL)]  # fmt: skip
+    assert widths == [0, *[6] * (len(widths) - 1)]
+    assert len(widths) == 1 + 2 * len(diagnosis["findings"])
 
 
 def test_a_script_that_ends_early_is_told_what_it_needs(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,55 @@ def test_gather_gives_every_rank_all_rows(run_ranks: Callable[..., list[Any]]) -
         assert gathered.dtype == np.float32
         assert local.tolist() == expected[rank]
         assert gathered.tolist() == expected
+
+
+def test_what_another_thread_can_have_without_waiting(fake_gpu: type[FakeMark]) -> None:
+    clock = IterationClock(CPU)
+    assert clock.so_far_ms().tolist() == []
+    clock.start()  # mark 1
+    for _ in range(5):
+        clock.lap()  # marks 2 to 6
+    fake_gpu.reached = 4
+    assert clock.so_far_ms().tolist() == [3, 5, 7]
+    fake_gpu.reached = 6
+    assert clock.so_far_ms().tolist() == [3, 5, 7, 9, 11]
+    assert fake_gpu.waited == 0
+    clock.pause()
+    assert clock.so_far_ms().tolist() == clock.local_ms().tolist() == [3, 5, 7, 9, 11]
+    for _ in range(3):  # some are read in laps, others are marks
+        run_stretches(clock, 20)
+    clock.start()
+    fake_gpu.reached = 10**6
+    for _ in range(12):
+        clock.lap()
+    assert len(clock.so_far_ms()) == clock.iterations == 77
+    known = clock.so_far_ms()
+    clock.pause()
+    assert known.tolist() == clock.local_ms().tolist()
+
+
+def test_another_thread_reads_beside_one_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a time that is none, nor one more or less than a mark that is being read."""
+    monkeypatch.setattr(clock_module, "MAX_LIVE_MARKS", 8)
+    clock = IterationClock(CPU)
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            run_stretches(clock, 50)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    seen = []
+    for _ in range(300):
+        before = clock.iterations
+        seen.append((before, clock.so_far_ms()))
+    over.set()
+    thread.join()
+    times = clock.local_ms()
+    for before, known in seen:
+        assert len(known) >= before - 8  # all but the marks, where the other thread went on in each try
+        assert known.tolist() == times[: len(known)].tolist()
 
 
 def test_frozen_gc_restores_the_collector() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dlrm_bench.bench.instruments.losses import LossHistory
+from dlrm_bench.bench.instruments.losses import LossHistory, NonFiniteError
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 ITERATIONS = 23
@@ -44,6 +45,23 @@ def stopped(ranks: Ranks, interval: int, bad: int, value: float) -> tuple[int | 
     return None, "no error"
 
 
+def tallied(ranks: Ranks, large: int, not_finite: str, loss: float) -> tuple[str, int | None, dict[str, int]]:
+    """The error, the whole iterations before it and the large numbers, of a rank that tallies so at iteration 7."""
+    tallies = Tallies(("x", "y"), ranks.device)
+    losses = LossHistory(ranks.device, 5, before=100, tallies=lambda: tallies)
+    try:
+        for iteration in range(1, ITERATIONS + 1):
+            if iteration == 7 and ranks.rank == 0:
+                tallies.of("y")[0] += large
+                if not_finite:
+                    tallies.of(not_finite)[1] += 3
+            losses.add(torch.tensor(loss if iteration == 8 else 0.5, device=ranks.device))
+        losses.finish()
+    except NonFiniteError as error:
+        return str(error), error.whole, losses.too_large
+    return "", -1, losses.too_large
+
+
 INTERVALS = [1, 2, 7, ITERATIONS - 1, ITERATIONS, ITERATIONS + 1, 100]
 
 
@@ -54,6 +72,10 @@ def everything(ranks: Ranks) -> dict[str, object]:
         "nan": stopped(ranks, 5, bad=7, value=math.nan),
         "inf at the edge": stopped(ranks, 5, bad=10, value=-math.inf),
         "in the remainder": stopped(ranks, 5, bad=22, value=math.nan),
+        "large": tallied(ranks, 5, "", 0.5),
+        "x": tallied(ranks, 5, "x", 0.5),
+        "x and loss": tallied(ranks, 5, "x", math.nan),
+        "gradients and loss": tallied(ranks, 0, "gradients", math.nan),
         "nothing": LossHistory(ranks.device, 5).finish(),
     }
 
@@ -76,3 +98,13 @@ def test_every_rank_sees_the_same_means_and_stops_alike(run_ranks: Callable[...,
     at, error = first["in the remainder"]
     assert at is None
     assert error.startswith("the loss of iteration 22 is nan")
+    assert first["large"] == ("", -1, {"y": 5})
+    error, whole, large = first["x"]
+    assert error.startswith("not finite in iteration 106 to 110, with finite losses: x. The run stops")
+    assert (whole, large) == (None, {"y": 5})
+    error, whole, _ = first["x and loss"]
+    assert error == "the loss of iteration 108 is nan: the run stops, with the weights as iteration 107 left them"
+    assert whole == 107
+    error, whole, _ = first["gradients and loss"]
+    assert error == "the loss of iteration 108 is nan: the run stops, with a part of an update"
+    assert whole is None

@@ -111,6 +111,17 @@ def test_a_run_by_time_ends_with_its_data() -> None:
     assert this.epoch_num(50) == 1
 
 
+def test_a_resumed_run_by_time_takes_its_time_again_within_the_data() -> None:
+    timed = replace(config(target_auc=None, min_time=1e6, local_batch_size=10), warmup_iterations=4)
+    this = plan_schedule(timed, 1000, world_size=2)
+    resumed = this.resumed(30)
+    assert (resumed.iterations, resumed.last) == (30 + 2, 50)
+    assert resumed.lacking(np.ones(2), warmup=4) == 18
+    assert this.resumed(49).iterations == 50
+    whole = plan_schedule(config(iterations=10), 1_000_000, world_size=2)
+    assert (whole.last, whole.resumed(4).iterations) == (10, 10)
+
+
 @pytest.mark.parametrize("changes", [{"target_auc": 0.8}, {"target_auc": None, "iterations": 10}])
 def test_a_target_and_a_number_of_iterations_come_before_time(changes: dict[str, float | None]) -> None:
     this = plan_schedule(config(min_time=5.0, **changes), 1_000_000, world_size=2)

@@ -35,7 +35,7 @@ def training(folder: Path, trouble: str) -> int:
         stall = StallWatch(ranks, TIMEOUT_S, lambda: (done, done), abort.stop)
         dist.barrier()
         with stall:
-            for _ in range(5):
+            for _ in range(5):  # all within the time to the first look
                 dist.all_reduce(torch.ones(1))
                 done += 1
             if ranks.rank == ranks.world_size - 1:
@@ -50,7 +50,7 @@ def training(folder: Path, trouble: str) -> int:
 @pytest.mark.parametrize(
     ("world_size", "trouble", "found"),
     [
-        (2, "stopped", "rank 1's process does not run; at last it trains, after iteration"),
+        (2, "stopped", "rank 1's process does not run; at last it trains, after iteration 5"),
         (2, "reader", "rank 1 waits for its reader, after iteration 5"),
         (1, "reader", "rank 0 waits for its reader, after iteration 5"),
     ],

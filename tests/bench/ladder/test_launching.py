@@ -197,7 +197,8 @@ def test_what_a_rank_knows_comes_before_another_ones_traceback(tmp_path: Path) -
         "rank 1: error: day_0.npy: dense feature 3 is nan",
         ["rank 0 failed:", *["  gloo"] * 60, "RuntimeError"],
     )
-    output.write_text("\n".join(["warning", known, *trace, "E1121 00:00:00 elastic", "rank 2: error: x"]))
+    twice = ["rank 3: error: x", "  rank 2: error: x"]
+    output.write_text("\n".join(["warning", known, *trace, "E1121 00:00:00 elastic", *twice]))
     first, *lines = _failed(LAUNCHER, ["--seed", "1"], "rank 0 ended with status 1", output).splitlines()
     assert first == "`dlrm.py --seed 1` failed: rank 0 ended with status 1:"
     assert lines[:2] == [known, "rank 2: error: x"]

@@ -62,6 +62,13 @@ def test_what_holds_no_times(tmp_path: Path) -> None:
     for name in ("words", "ragged", "empty"):
         with pytest.raises(ValueError, match=f"{name} holds no times"):
             read_times(tmp_path / name)
+    np.save(tmp_path / "objects.npy", np.array([{"a": 1}]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"objects.npy holds no times: it holds Python objects, not numbers$"):
+        read_times(tmp_path / "objects.npy")
+    (tmp_path / "text.npy").write_text("1\n2\n")
+    with pytest.raises(ValueError, match=r"text.npy holds no times: ") as raised:
+        read_times(tmp_path / "text.npy")
+    assert "allow_pickle" not in str(raised.value)
     with pytest.raises(ValueError, match=r"absent cannot be read"):
         read_times(tmp_path / "absent")
     with pytest.raises(ValueError, match="--unit 'h' is unknown"):

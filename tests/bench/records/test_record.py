@@ -180,6 +180,14 @@ def test_truncated_json_names_file_and_position(tmp_path_factory: pytest.TempPat
         read_record(folder)
 
 
+def test_an_npz_of_python_objects_is_refused_without_advice_to_unpickle_it(tmp_path: Path) -> None:
+    ms = latencies()
+    write_record(tmp_path, record_of(ms, [0.5] * 80), ms, [0.5] * 80)
+    np.savez(tmp_path / ITERATIONS_NPZ, latency_ms=np.array([{"a": 1}]), loss=ms)
+    with pytest.raises(ValueError, match=r"is corrupt \(it holds Python objects, not numbers\): restore it"):
+        read_record(tmp_path)
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_damaged_npz_is_an_error_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -1,3 +1,4 @@
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -7,9 +8,11 @@ import pytest
 
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.data import disk_space as module
-from dlrm_bench.dlrm.data.disk_space import disk_bytes, require_space
+from dlrm_bench.dlrm.data.disk_space import disk_bytes, require_space, seconds
 from dlrm_bench.dlrm.dcnv2.data.check import MLPERF_DAY_SAMPLES
+from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER
 from dlrm_bench.dlrm.dcnv2.data.preprocess import PreprocessConfig, preprocess
+from dlrm_bench.dlrm.dcnv2.data.preprocess_job import PreprocessJob
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import rows_per_byte
 from tests.dlrm.dcnv2.data.raw_days import write_raw_days
 
@@ -25,6 +28,41 @@ def test_mlperfs_set() -> None:
     assert disk_bytes(rows, model, "multi_hot") == pytest.approx(sum(rows) * 912 + tables, rel=0.02)
     assert disk_bytes(rows, model, "both") == pytest.approx(sum(rows) * (912 + 104) + tables, rel=0.02)
     assert disk_bytes(rows, model, "one_hot") == pytest.approx(sum(rows) * 185, rel=0.02)
+
+
+def test_a_small_input_takes_small_tables_and_little_time() -> None:
+    model = preset("mlperf-dcnv2").model
+    assert disk_bytes((3000, 2000, 1000), model, "both") < 20e6
+    few, many = seconds((3000, 2000, 1000), model, "both"), seconds(MLPERF_DAY_SAMPLES, model, "both")
+    assert 20 < few < 60  # 28 s, of which 27 skip the rows that no id reaches
+    assert seconds((3000, 2000, 1000), model, "one_hot") < 1
+    assert many == pytest.approx(12e-6 * sum(MLPERF_DAY_SAMPLES) + 30e-9 * 23.9e9 / 4, rel=0.01)
+    assert seconds(MLPERF_DAY_SAMPLES, model, "both", workers=4) < many / 3.5
+
+
+def test_disk_and_time_are_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_raw_days(tmp_path / "raw", (300, 300))
+    config = PreprocessConfig(raw=tmp_path / "raw", out=tmp_path / "out", preset="smoke", table_scale=0.01)
+    preprocess(config)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(r"about 600 samples take up to 0\.00\d+ GB of disk and some 1 s in all", first)
+    preprocess(config)
+    assert capsys.readouterr().err == ""
+
+
+def test_small_inputs_leave_no_tables_and_the_same_files(tmp_path: Path) -> None:
+    write_raw_days(tmp_path / "raw", (300, 300))
+    model = preset("smoke").model
+    for name in ("small", "whole"):
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "whole":
+                patch.setattr(PreprocessJob, "_rows_reached", lambda job, feature: model.rows[feature])
+            preprocess(PreprocessConfig(raw=tmp_path / "raw", out=tmp_path / name, preset="smoke"))
+    days = sorted(path.name for path in (tmp_path / "small").glob("day_*"))
+    assert len(days) == 8
+    assert all((tmp_path / "small" / day).read_bytes() == (tmp_path / "whole" / day).read_bytes() for day in days)
+    assert not (tmp_path / "small" / FOLDER).exists()
+    assert (tmp_path / "whole" / FOLDER).exists()
 
 
 @pytest.mark.parametrize("zipped", [(), (0,)])

@@ -142,7 +142,11 @@ def test_a_read_that_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    for content in (b"", b"no array at all"):
+    long_header = b"\x93NUMPY\x02\x00" + (20_000).to_bytes(4, "little") + b" " * 20_000
+    for content in (b"", b"no array at all", long_header):
         (tmp_path / "a.npy").write_bytes(content)
-        with pytest.raises(ValueError, match=r"not a .npy array"):
+        with pytest.raises(ValueError, match=r"not a .npy array") as raised:
             map_array(tmp_path / "a.npy", np.int32, 2)
+        assert "allow_pickle" not in str(raised.value)
+        assert "\n" not in str(raised.value)
+    assert "its header is too long" in str(raised.value)

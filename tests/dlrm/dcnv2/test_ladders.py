@@ -1,9 +1,12 @@
 """The built-in ladders: what they add on each rung, and that launch/dlrm.py takes their flags."""
 
+import inspect
+import re
 from itertools import pairwise
 
 import pytest
 
+from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.dlrm.benchmark import Rung
 from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.launch.dlrm import parse
@@ -18,6 +21,12 @@ def pairs(rung: Rung) -> set[tuple[str, ...]]:
         else:
             found[-1] += (word,)
     return set(found)
+
+
+def test_the_help_names_every_ladder() -> None:
+    source = inspect.getsource(LadderCommand)
+    (text,) = re.findall(r'rungs: str = "stock"\n    """(.*?)"""', source, re.DOTALL)
+    assert set(re.findall(r"(?:: |; )([\w-]+) \(", " ".join(text.split()))) == set(LADDERS)
 
 
 AFTER_ALL = ("one-launch-thread", "graph-dists")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dlrm_bench.dlrm.runtime.command_line import FailedError, exit_status
+from dlrm_bench.dlrm.runtime.command_line import FailedError, exit_status, printable
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -34,6 +34,13 @@ def test_what_users_bring_about(
     error.add_note("two runs are kept")
     assert exit_status(raising(error)) == status
     assert capsys.readouterr().err == f"{said}two runs are kept\n"
+
+
+def test_names_do_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b[31m\x9b2J\u202e\tb\ncé"
+    assert printable(name) == "a\\x1b[31m\\x9b2J\\u202e\tb\ncé"
+    assert exit_status(raising(ValueError(name))) == 2
+    assert capsys.readouterr().err == f"error: {printable(name)}\n"
 
 
 def test_all_else_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,3 +197,84 @@ def test_fused_cross_kernels_equal_plain_ones(shape: tuple[int, int, int]) -> No
     for got, expected in zip(*rounded, strict=True):
         assert (got - expected).norm() <= 2e-2 * expected.norm()
         assert ((got - expected).abs() <= expected.abs() / 4 + expected.abs().max() / 100).all()
+
+
+def tally_on(device: str | torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+def spoil(x: Tensor, beyond: float) -> Tensor:
+    """Makes five numbers too large for a format whose largest is `beyond`, one just not, and two not finite."""
+    places = {(0, 0): 2, (1, 5): -2, (9, 7): 1e3, (15, 15): -4, (-1, -1): 1.25, (2, 2): -1}
+    for place, factor in places.items():
+        x[place] = factor * beyond
+    x[3, 3], x[12, 1] = torch.inf, torch.nan
+    return x
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448), (E5M2, 57344)])
+def test_counts_what_eight_bits_do_not_hold(dtype: torch.dtype, largest: float) -> None:
+    tally, x = tally_on(CPU), torch.randn(32, 16)
+    pair = empty_pair(32, 16, dtype, 4.0, CPU, tally)
+    pair.take(x)
+    assert tally.tolist() == [0, 0]
+    pair.rows(slice(16, 32)).take(spoil(x, largest / 4)[:16])
+    pair.take(x)
+    assert tally.tolist() == [4 + 5, 4]
+    assert pair.plain.tallied() == (tally.data_ptr(), (torch.tensor(largest / 4).view(torch.int32) >> 16).item())
+    assert pair.transposed.tallied() == (None, 0xFFFF)
+    y = fused_cross.empty_y(32, 16, 4.0, CPU, tally.zero_())
+    fused_cross.take_y(y, spoil(x, 112))
+    assert tally.tolist() == [5, 2]
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(16, 16, 16), (48, 272, 80), (528, 3472, 512)])
+def test_cuda_products_count_as_plain_ones(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Factors of small whole numbers, whose sums are exact in any order; scales that some sums exceed."""
+    batch, width, depth = shape
+    largest = torch.finfo(dtype).max
+
+    def whole(rows: int) -> Tensor:
+        return torch.randint(-2, 3, (rows, depth), device="cuda").to(BF16)
+
+    scale = 2.0 ** round(torch.tensor(largest / (2.5 * depth**0.5)).log2().item())
+    a, b = in_eight_bits(whole(batch), E4M3, 1.0), in_eight_bits(whole(width), E4M3, 1.0)
+    tallies = [tally_on("cuda") for _ in range(2)]
+    for product, tally in zip((cuda_fp8_product, plain_fp8_product), tallies, strict=True):
+        product(a, b, empty_pair(batch, width, dtype, scale, tally.device, tally))
+    assert tallies[0].tolist() == tallies[1].tolist()
+    assert batch == 16 or 0 < tallies[1][0] < batch * width / 2
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", [(16, 16, 16), (48, 272, 80), (528, 3472, 512)])
+def test_fused_cross_kernels_count_as_plain_ones(shape: tuple[int, int, int]) -> None:
+    """As above; x0 of one, and of Infinity and NaN in places."""
+    batch, width, depth = shape
+    a, b = (
+        in_eight_bits(torch.randint(-2, 3, (rows, depth), device="cuda").to(BF16), E4M3, 1.0) for rows in (batch, width)
+    )
+    x0, x, bias = (torch.ones(*size, device="cuda").to(BF16) for size in ((batch, width), (batch, width), (width,)))
+    x0[0, 0], x0[batch - 1, width - 1], x0[batch // 2, 3] = torch.inf, torch.nan, -torch.inf
+    bias[5] = torch.inf
+    scale = 2.0 ** round(torch.tensor(448 / (2.5 * depth**0.5)).log2().item())
+    partials = torch.empty(fused_cross.partial_rows(batch, width, x.device), width, device="cuda")
+    counts = []
+    for forward, backward in (
+        (fused_cross.cuda_fused_cross_forward, fused_cross.cuda_fused_cross_backward),
+        (fused_cross.plain_fused_cross_forward, fused_cross.plain_fused_cross_backward),
+    ):
+        tallies = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
+        y = fused_cross.empty_y(batch, width, scale, x.device, tallies[0])
+        out8 = empty_pair(batch, width, E4M3, scale, x.device, tallies[1])
+        dy8, last8 = (empty_pair(batch, width, E5M2, 128 * scale, x.device, tally) for tally in tallies[2:])
+        forward(x0, x, a, b, bias, y, torch.empty_like(x), out8)
+        backward(x, a, b, x0, torch.empty_like(x), dy8, partials)
+        backward(None, a, b, x0, torch.empty_like(x), last8, partials)
+        counts.append(tallies.tolist())
+    assert counts[0] == counts[1]
+    assert counts[1][0][1] == batch
+    assert all(not_finite > 0 for _, not_finite in counts[1])
+    assert batch == 16 or all(large > 0 for large, _ in counts[1])

@@ -50,7 +50,7 @@ def test_tiles_cover_each_weight_once() -> None:
         seen = torch.zeros(weight.shape)
         while not seen.all():
             *addresses, sizes, start = next(tiles)
-            assert addresses == [weight.data_ptr(), plain.values.data_ptr(), transposed.values.data_ptr()]
+            assert addresses == [weight.data_ptr(), plain.values.data_ptr(), transposed.values.data_ptr(), 0]
             assert (sizes % 2**32, sizes >> 32) == weight.shape
             seen[start % 2**32 :, start >> 32 :][:64, :64] += 1
         assert (seen == 1).all()
@@ -67,3 +67,16 @@ def test_refuses_what_the_kernel_does_not_take() -> None:
         WeightCopies([copy_of(weight)._replace(plain=empty(16, 16, E5M2, SCALE, weight.device))])
     with pytest.raises(AssertionError, match="contiguous"):
         WeightCopies([copy_of(torch.zeros(32, 16).t())])
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_counts_of_each_weight_what_eight_bits_do_not_hold(place: str) -> None:
+    weights = [torch.randn(*shape, device=place).to(torch.bfloat16).clamp(-6, 6) for shape in SHAPES[:4]]
+    tallies = torch.zeros(len(weights), 2, dtype=torch.int64, device=place)
+    weights[1][3, 5], weights[1][63, 63], weights[3][271, 143], weights[3][0, 0] = 7.5, -100, torch.inf, torch.nan
+    copies = [copy_of(weight) for weight in weights]
+    of_tally = zip(copies, tallies.unbind(), strict=True)
+    counting = WeightCopies([copy._replace(plain=copy.plain._replace(tally=tally)) for copy, tally in of_tally])
+    for times in (1, 2):
+        fp8_weights(counting)
+        assert tallies.tolist() == [[0, 0], [2 * times, 0], [0, 0], [0, 2 * times]]

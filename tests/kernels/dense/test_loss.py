@@ -166,3 +166,22 @@ def test_extreme_logits(logit: float, dtype: torch.dtype) -> None:
         if logit == 18:  # below zero torch's own loss has no digits left
             assert expected.loss > 0
             torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "backward", [plain_logit_loss_backward, pytest.param(triton_logit_loss_backward, marks=needs_triton)]
+)
+def test_nan_of_one_sample_is_in_its_loss_and_gradients(backward: Any) -> None:
+    h, weight, bias = (
+        torch.rand(20, 24, device=DEVICE),
+        torch.randn(1, 24, device=DEVICE),
+        torch.randn(1, device=DEVICE),
+    )
+    h[17, 3] = torch.nan
+    labels, dlogits, dz = torch.ones(20, device=DEVICE), h.new_empty(20), torch.empty_like(h)
+    partials = torch.empty(partial_rows(20), partial_columns(24, relu=True), device=DEVICE)
+    backward(h, weight, bias, labels, dlogits, dz, partials, 20, relu=True)
+    assert partials.sum(0).isnan().all()
+    assert dlogits.isnan().nonzero().tolist() == [[17]]
+    assert dz[17].isnan().all()
+    assert dz[:17].isfinite().all()

@@ -1,5 +1,7 @@
 """Bias and ReLU: plain twins against autograd, Triton against the plain twins."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -45,3 +47,18 @@ def test_triton_equals_plain(shape: tuple[int, int], dtype: torch.dtype, columns
     triton_bias_relu_backward(g, out, dz, got)
     assert torch.equal(dz, expected_dz)
     torch.testing.assert_close(got.sum(0), expected.sum(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "backward", [plain_bias_relu_backward, pytest.param(triton_bias_relu_backward, marks=needs_triton)]
+)
+def test_nan_is_open_and_what_is_closed_gives_zero_as_in_autograd(backward: Callable[..., None]) -> None:
+    z, g = torch.randn(2, 20, 24, device=DEVICE).unbind()
+    z[3, 5], z[4, 6], g[4, 6], z[7, 7], g[7, 7] = torch.nan, -1, torch.inf, 1, torch.nan
+    leaf = z.clone().requires_grad_()
+    leaf.relu().backward(g)
+    dz, partials = torch.empty_like(g), torch.empty(partial_rows(20), 24, device=DEVICE)
+    backward(g, z.relu(), dz, partials)
+    torch.testing.assert_close(dz, leaf.grad, equal_nan=True, rtol=0, atol=0)
+    assert dz[3, 5] == g[3, 5]
+    assert partials.sum(0).isnan().nonzero().tolist() == [[7]]

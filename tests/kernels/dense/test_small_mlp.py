@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_bench.kernels.dense.small_mlp import applies, plain_small_mlp, triton_small_mlp
-from tests.kernels.devices import DEVICE
+from tests.kernels.devices import DEVICE, needs_triton
 
 BF16 = torch.bfloat16
 
@@ -49,6 +49,25 @@ def test_triton_equals_plain(batch: int, widths: tuple[int, ...]) -> None:
         torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=2e-2)
         # Nearly all are rounded alike, whatever order products are added up in.
         assert (mine != wanted).float().mean() < 0.05
+
+
+@needs_triton
+@pytest.mark.parametrize("widths", [(64, 64, 64), pytest.param((512, 256, 128), marks=pytest.mark.gpu)])
+def test_nan_stays_nan(widths: tuple[int, ...]) -> None:
+    """In fp32 where kernels are interpreted: see above."""
+    dtype = BF16 if DEVICE.type == "cuda" else torch.float32
+    features, weights, biases = make_case(21, 13, widths)
+    features[4, 2] = torch.nan
+    weights, biases = ([tensor.to(dtype) for tensor in tensors] for tensors in (weights, biases))
+    for mlp in (plain_small_mlp, triton_small_mlp):
+        inputs, hidden, out = (
+            [t.to(dtype) for t in part] if isinstance(part, list) else part.to(dtype) for part in outputs(21, widths)
+        )
+        mlp(features, weights, biases, inputs, hidden, out)
+        for tensor in (*hidden, out):
+            assert tensor[4].isnan().all(), mlp.__name__
+            assert tensor[:4].isfinite().all(), mlp.__name__
+            assert tensor[5:].isfinite().all(), mlp.__name__
 
 
 def test_takes_what_it_can_only() -> None:

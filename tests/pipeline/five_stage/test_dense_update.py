@@ -226,6 +226,23 @@ def test_other_tensors_are_noticed():
 
 
 @pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("moves", ["a parameter", "its state", "a transposed parameter"])
+def test_tensors_that_move_are_noticed(moves):
+    """The graph would go on with the memory that they had."""
+    twins = Twins()
+    twins.run(10)
+
+    def move(adagrad: Adagrad) -> None:
+        parameter = adagrad.param_groups[0]["params"][0]
+        of = adagrad.state[parameter]["sum"] if moves == "its state" else parameter
+        of.data = of.data.view(4, 3).t() if moves == "a transposed parameter" else of.data * 0.5
+
+    twins.both(move)
+    assert twins.run(10) == ANEW
+    assert twins.update.why_not == f"{WARM_UP} of 20 steps ran eagerly: {CHANGED}"
+
+
+@pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize(("kind", "rtol", "arguments"), KINDS)
 def test_the_learning_rate_is_read_from_the_device_once_it_has_changed(kind, rtol, arguments):
     twins = Twins(kind, max(rtol, 1e-6), **arguments)

@@ -12,6 +12,8 @@ from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.pooled import row_parts
 from dlrm_bench.pipeline.state import table_key
 from dlrm_bench.pipeline.static import pipeline as static
+from dlrm_bench.pipeline.static.graphs import Graphs
+from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
 from tests.pipelines import changed, static_pipeline
 
@@ -20,11 +22,12 @@ CONFIG = small("sharded", STEPS, presort_ids=True)
 
 
 def plan_of(world_size: int) -> Plan:
-    """Tables of 306, 257, 356 and 456 rows: one in three parts, one in two parts of two column shards, two whole."""
-    last = world_size - 1
+    """Tables of 306, 257, 356 and 456 rows: one in three parts, one in two parts of two column shards, two whole. Of
+    three ranks the second has no part of any rows."""
+    last, second = world_size - 1, min(1, world_size - 1)
     shards = [Shard(rank, 2, 0, 32, part, 3) for part, rank in enumerate((0, last, last))]
     shards += [Shard(rank, 3, 0, 32, part, 2) for part, rank in enumerate((last, 0))]
-    plan = Plan(world_size=world_size, shards=tuple(sorted([*shards, Shard(0, 0, 0, 32), Shard(last, 1, 0, 32)])))
+    plan = Plan(world_size=world_size, shards=tuple(sorted([*shards, Shard(0, 0, 0, 32), Shard(second, 1, 0, 32)])))
     plan.check(CONFIG.model.tables)
     return plan
 
@@ -84,3 +87,56 @@ def test_losses_equal_plain_dlrm_with_and_without_overflow(
     assert sorted(s["row_part"] for s in described if s.get("row_parts") == 3) == [0, 1, 2]
     assert sum("row_parts" not in shard for shard in described) == 2
     torch.testing.assert_close(per_rank[0][2.0]["logits"], per_rank[0][1.0]["logits"], rtol=1e-5, atol=1e-6)
+
+
+SLACK = {0: 1.0, 1: 1.02, 2: 1.02}
+"""Of tight lists, by rank: some batches overflow, and most do not."""
+PLACES = [
+    *((3, False, tight) for tight in ((), (0,), (2,), (0, 1, 2))),
+    *(pytest.param(2, True, tight, marks=pytest.mark.multi_gpu) for tight in ((0,), (0, 1))),
+]
+"""Ranks, whether on GPUs, and the ranks whose lists are tight, whether they pick ids or not."""
+
+
+def launches(ranks: Ranks, config: RunConfig, tight: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float]]:
+    """Of each step: whether a graph was replayed, whether this rank's own lists took the batch; and the losses."""
+    torch.set_float32_matmul_precision("highest")
+    static.plan_for = lambda *_, **__: plan_of(ranks.world_size)
+    row_parts._SLACK, row_parts._LEAST_SLACK = (SLACK[ranks.rank] if ranks.rank in tight else 2.0), 1
+    cuda = ranks.device.type == "cuda"
+    if not cuda:
+        capture_on_cpu()
+    replayed, fitted, losses = [], [], []
+    run = Graphs.run
+
+    def noted(graphs: Graphs, i: int) -> None:
+        replayed[-1] = True
+        run(graphs, i)
+
+    Graphs.run = noted  # type: ignore[method-assign]
+    trained = static_pipeline(config, ranks)
+    batches = map(trained.prepare, batches_of(config, ranks.rank, ranks.world_size, pin=cuda)[:STEPS])
+    for step in range(STEPS):
+        replayed.append(False)
+        losses.append(trained.train_step(batches).item())
+        picked = trained._slots[step % 2].ids.picked
+        fitted.append(picked is None or int(picked.count) <= picked.capacity)
+    trained.close()
+    return replayed, fitted, losses
+
+
+@pytest.mark.parametrize(("world_size", "gpu", "tight"), PLACES)
+def test_a_batch_that_overflows_on_any_rank_is_launched_eagerly_by_all(
+    run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool, tight: tuple[int, ...]
+) -> None:
+    config = changed(CONFIG, cuda_graph="iteration", overlap=gpu)
+    replayed, fitted, losses = zip(*run_ranks(world_size, launches, config, tight, gpu=gpu), strict=True)
+    fits_all = [all(of_step) for of_step in zip(*fitted, strict=True)]
+    eager_first = static._EAGER_ITERATIONS
+    for of_rank in replayed:
+        assert of_rank == [step >= eager_first and fits for step, fits in enumerate(fits_all)]
+    overflowing = {rank for rank, of_rank in enumerate(fitted) if not all(of_rank[eager_first:])}
+    assert overflowing == set(tight) & {0, world_size - 1}, "the ranks that have parts of rows"
+    assert any(fits_all[eager_first:]), "some batches are replayed"
+    expected = torch.tensor(plain(small("sharded", STEPS), world_size).losses, dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64).mean(0), expected, rtol=1e-5, atol=0)

@@ -181,7 +181,7 @@ def test_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dlrm_bench.dlrm.dcnv2.data.check", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path}/nowhere is not a directory: name that of the day files\n"
+    assert done.stderr == f"error: {tmp_path}/nowhere does not exist: name the directory of the day files\n"
 
 
 def mlperf_findings(directory: Path) -> list[str]:

@@ -81,6 +81,18 @@ def test_a_missing_file(tmp_path: Path, model: ModelConfig, arrays: dict[str, np
         MultiHotDay(tmp_path, 0, model)
 
 
+def test_a_loop_of_links_is_not_missing(tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray]) -> None:
+    for name in ("day_0_dense.npy", "day_0_sparse_multi_hot.npz"):
+        path = tmp_path / name
+        kept = path.read_bytes()
+        path.unlink()
+        path.symlink_to(name)
+        with pytest.raises(ValueError, match=rf"{name} cannot be reached \(Too many levels of symbolic links\)"):
+            MultiHotDay(tmp_path, 0, model)
+        path.unlink()
+        path.write_bytes(kept)
+
+
 def test_a_missing_one_hot_file(tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray]) -> None:
     (tmp_path / "day_0_sparse.npy").unlink()
     with pytest.raises(ValueError, match=r"day_0_sparse.npy does not exist.*--data.source"):
@@ -144,14 +156,24 @@ def test_arrays_unlike_the_model(
         OneHotDay(tmp_path, 0, model)
 
 
-@pytest.mark.parametrize("value", [50, -1, 2**31 - 1, -(2**31)])
-def test_an_id_outside_its_table(tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray], value: int) -> None:
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (50, "outside its table of 50 rows: choose --model"),
+        (2**31 - 1, "outside its table of 50 rows: choose --model"),
+        (-1, "negative: copy or generate it again$"),  # no table is large enough for it
+        (-(2**31), "negative: copy or generate it again$"),
+    ],
+)
+def test_an_id_outside_its_table(
+    tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray], value: int, message: str
+) -> None:
     arrays["0"][17, 2] = value
     save_members(tmp_path, arrays)
     day = MultiHotDay(tmp_path, 0, model)
     read(day, model, 0, 17)
     read(day, model, 18, SAMPLES)
-    with pytest.raises(ValueError, match=rf"\[0.npy\]: id {value} of sample 17 \(feature cat_0\).*50 rows.*--model"):
+    with pytest.raises(ValueError, match=rf"\[0.npy\]: id {value} of sample 17 \(feature cat_0\) is {message}"):
         read(day, model, 10, SAMPLES)
 
 

@@ -31,10 +31,40 @@ def test_pieces_do_not_change_the_sequence(shapes: list[tuple[int, int]], chunk:
     rng = np.random.RandomState(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expansion, "CHUNK_IDS", chunk)
-        for (rows, hot), pieces in zip(shapes, draw_tables(*zip(*shapes, strict=True)), strict=True):
+        drawn = draw_tables(*zip(*shapes, strict=True), [rows for rows, _ in shapes])
+        for (rows, hot), pieces in zip(shapes, drawn, strict=True):
             got = np.concatenate([*pieces])
             np.testing.assert_array_equal(got[:, 0], np.arange(rows))
             np.testing.assert_array_equal(got[:, 1:], rng.randint(0, rows, size=(rows, hot - 1)))
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 400), st.integers(1, 5), st.floats(0, 1)), min_size=1, max_size=5),
+    chunk=st.integers(1, 50),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_first_rows_are_those_of_whole_tables(shapes: list[tuple[int, int, float]], chunk: int) -> None:
+    rows, hots, shares = zip(*shapes, strict=True)
+    kept = [max(1, round(share * count)) for share, count in zip(shares, rows, strict=True)]
+    skipped: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expansion, "CHUNK_IDS", chunk)
+        patch.setattr(expansion, "SKIPPED_WORDS", chunk)
+        whole = [np.concatenate([*pieces]) for pieces in draw_tables(rows, hots, rows)]
+        first = [np.concatenate([*pieces]) for pieces in draw_tables(rows, hots, kept, skipped.append)]
+    for of_whole, of_first, count in zip(whole, first, kept, strict=True):
+        np.testing.assert_array_equal(of_first, of_whole[:count])
+    left_out = zip(rows, kept, hots, strict=True)
+    assert sum(skipped) == sum((count - of_kept) * (hot - 1) for count, of_kept, hot in left_out if count > 1)
+
+
+def test_the_rows_kept_alone_are_on_disk(tmp_path: Path, draw_reference: Reference) -> None:
+    kept = (10, 1, 3, 7, 7, 1)
+    tables = open_expansion_tables(tmp_path, ROWS, HOTS, kept)
+    for table, reference, count in zip(tables.rows, draw_reference(ROWS, HOTS), kept, strict=True):
+        np.testing.assert_array_equal(reference[:count], reference[:count, :1] if table is None else table)
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.npy"))
+    assert size == 4 * sum(count * hot for count, hot in zip(kept, HOTS, strict=True) if hot > 1) + 5 * 128
 
 
 def test_models_do_not_share_tables(tmp_path: Path, draw_reference: Reference) -> None:

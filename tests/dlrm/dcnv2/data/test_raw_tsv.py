@@ -1,4 +1,5 @@
 import gzip
+import os
 from pathlib import Path
 
 import numpy as np
@@ -98,4 +99,11 @@ def test_days_are_found_in_order(tmp_path: Path) -> None:
     (tmp_path / "day_3.gz").touch()
     (tmp_path / "day_3").touch()
     with pytest.raises(ValueError, match=r"has day_3 and day_3\.gz: remove one"):
+        raw_days(tmp_path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    os.mkfifo(tmp_path / "day_1")
+    with pytest.raises(ValueError, match=r"day_1 is no regular file: give the raw day as a file"):
         raw_days(tmp_path)

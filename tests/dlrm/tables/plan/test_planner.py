@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT
 from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS, make_plan
+from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS, _by_columns, _Candidate, _Grid, _Work, make_plan
 from tests.dlrm.tables.plan.test_plan import model_of
 
 
@@ -52,6 +54,31 @@ def test_every_column_is_held_once_and_ranks_have_one_width(model, world_size, g
     assert [s for rank in range(world_size) for s in plan.of_rank(rank)] == list(plan.shards)
     plan.check(model)
     assert plan == plan_of(model, world_size, global_batch_size, pooled_bytes), "ranks plan alone and must agree"
+
+
+def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
+    model = model_of([10**6] * 3, [1, 2, 3], 64)
+    for ranks in (1, 2, 5, 12, 13):
+        work = _Work(model, Topology.one_node(ranks), 512, 2, DEFAULT, UNIFORM)
+        costliest = [2, 1, 0]
+        every = [
+            _Candidate(
+                [_Grid(Shard(0, table, 0, width)) for table in costliest[:split]],
+                [_Grid(Shard(0, table, 0, 64)) for table in costliest[split:]],
+                narrow_ranks,
+            )
+            for split in range(4)
+            for width in (64, 32, 16)
+            for narrow_ranks in range(ranks + 1)
+        ]
+        tried = [candidate for candidate in _by_columns(work, (), [64, 32, 16]) if candidate.leaves_no_rank_empty(work)]
+        assert tried == [candidate for candidate in every if candidate.leaves_no_rank_empty(work)]
+        assert bool(tried) == (ranks <= 12)
+
+
+def test_many_more_ranks_than_shards_are_refused_at_once():
+    work = _Work(MLPERF_MODEL, Topology.one_node(100_000), 512, 2, DEFAULT, UNIFORM)
+    assert next(_by_columns(work, (), [128, 64, 32, 16]), None) is None
 
 
 def test_small_tables_are_replicated_where_there_are_others_to_shard():

@@ -1,0 +1,122 @@
+"""Ends a rank that gets nowhere before its training: from its first line until bench/instruments/stall.py takes over.
+
+A rank that was stopped while it imports, a file system that does not answer, a torchrun that was killed: the other
+ranks would wait for it in init_process_group, which knows none of --stall-timeout, and nobody would end them. A thread
+looks once a second. It needs nothing but Python's own modules, so that it runs before the imports that take seconds.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_PERIOD_S = 1.0
+_DEFAULT_S = 600.0
+"""Before the flags are read."""
+FACTOR = 10
+"""A step of the beginning may take so many times --stall-timeout: kernels are compiled, graphs captured, batches
+drawn."""
+_LEAST_BYTES = 1 << 20
+"""Read or written between two looks, in a step that lasts as long as its files are large."""
+
+
+def _exit(reason: str) -> None:
+    print(f"rank {os.environ.get('RANK')}: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _is_init(parent: int) -> bool:
+    """Whether the kernel has handed this process on, its torchrun having ended before the first line ran: that is a
+    Python program of the same user, also where it is a container's first process."""
+    try:
+        return parent == 1 and "python" not in Path("/proc/1/exe").readlink().name
+    except PermissionError:  # another user's
+        return True
+    except OSError:
+        return False
+
+
+class Beginning:
+    """What this rank does before its training, and how long it may."""
+
+    def __init__(self) -> None:
+        self._started = False
+        self._over = threading.Event()
+        self._doing, self._by_bytes = "imports modules", False
+        self._since = time.monotonic()
+        self._timeout_s: float | None = _DEFAULT_S / FACTOR
+        self._end: Callable[[str], None] = _exit
+
+    def watch(self) -> None:
+        """Starts to watch, on a rank that a launcher has started; elsewhere does nothing."""
+        if "RANK" in os.environ and not self._started:
+            self._started, self._since = True, time.monotonic()
+            parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+            threading.Thread(target=self._watch, args=(parent,), name="beginning-watch", daemon=True).start()
+
+    def allow(self, stall_timeout_s: float | None) -> None:
+        """Takes over what --stall-timeout says; None: a step may take any time."""
+        self._timeout_s = stall_timeout_s
+
+    def now(self, doing: str, by_bytes: bool = False) -> None:
+        """Begins the next step; `doing` completes 'rank 0 ...'. by_bytes: it goes on as long as files are read or
+        written."""
+        self._doing, self._by_bytes, self._since = doing, by_bytes, time.monotonic()
+
+    def ends_by(self, end: Callable[[str], None]) -> None:
+        """Has `end` end the process, which takes the reason, instead of an exit at once."""
+        self._end = end
+
+    def over(self) -> None:
+        """Ends the watch."""
+        self._over.set()
+
+    def _watch(self, parent: int | None) -> None:
+        looked, moved = time.monotonic(), _bytes_moved()
+        if parent is not None and _is_init(parent):
+            self._end("its torchrun was killed")
+        while not self._over.wait(_PERIOD_S):
+            now, bytes_now = time.monotonic(), _bytes_moved()
+            if parent is not None and os.getppid() != parent:
+                self._end("its torchrun was killed")
+            # This process was stopped itself, or an import held the interpreter's lock; or a file goes on.
+            if now - looked > 3 * _PERIOD_S or (self._by_bytes and bytes_now - moved >= _LEAST_BYTES):
+                self._since = now
+            looked, moved = now, bytes_now
+            timeout_s = self._timeout_s
+            if timeout_s is not None and now - self._since >= FACTOR * timeout_s and not self._over.is_set():
+                self._end(
+                    f"the beginning has stalled for {FACTOR * timeout_s:g} s ({FACTOR} times --stall-timeout): this "
+                    f"rank {self._doing}{_stopped()}"
+                )
+
+
+BEGINNING = Beginning()
+"""That of this process."""
+
+
+def _stopped() -> str:
+    """Says which ranks of the same launcher, on this node, do not run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # State and parent: proc_pid_stat(5).
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getppid() and state in "Tt":
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                rank = next((each[5:].decode() for each in variables if each.startswith(b"RANK=")), None)
+                found += [f"rank {rank}'s process {folder.name} is stopped"] if rank is not None else []
+        except (OSError, ValueError):  # it has ended
+            continue
+    return "".join(f", {text}" for text in sorted(found))
+
+
+def _bytes_moved() -> int:
+    """What this process has read and written so far."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:  # a container may not show it
+        return 0
+    return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes")))

@@ -1,0 +1,111 @@
+"""What a result log contradicts itself in: MLPerf's checkers look at which events there are, and hardly at their times.
+
+A run takes the time from run_start to run_stop, so a log whose times go back, or that ends before it begins or before
+its last evaluation, says nothing of how long it trained.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrm_bench.bench.mlperf.published_logs import Event, is_number, read_events
+from dlrm_bench.bench.mlperf.submission.package import Finding
+from dlrm_bench.dlrm.dcnv2.presets import MLPERF_TARGET_AUC
+
+_CHANCE = 0.5
+"""AUC of a model that knows nothing: below any target, in any division."""
+_OF_EVALUATIONS = ("eval_start", "eval_accuracy", "eval_stop")
+
+
+def senseless(log: Path) -> Iterator[Finding]:
+    """Yields what cannot be true of the one run of a log, as far as its well-formed events tell, in their order.
+
+    ValueError if the file cannot be read.
+    """
+    course = _Course(log.name)
+    for event in read_events(log):
+        yield from course.follow(event)
+    yield from course.end()
+
+
+@dataclass(slots=True)
+class _Course:
+    """What the events so far say of a run."""
+
+    name: str
+    division: str | None = None
+    last: Event | None = None
+    start_ms: float | None = None
+    stop_ms: float | None = None
+    status: str | None = None
+    evaluating: bool = False
+    epoch_num: float | None = None
+    """Of the last evaluation that began."""
+    aucs: list[float] = field(default_factory=list)
+    went_back: bool = False
+
+    def follow(self, event: Event) -> Iterator[Finding]:
+        key, time, value, metadata = event
+        if self.last is not None and time < self.last.time_ms and not self.went_back:
+            self.went_back = True  # once is enough
+            yield self._wrong(f"its times go back: {key} is {self.last.time_ms - time:g} ms before {self.last.key}")
+        self.last = event
+        if key == "submission_division":
+            self.division = value if isinstance(value, str) else None
+        elif key == "run_start":
+            self.start_ms = time
+        elif key == "run_stop":
+            yield from self._stop(time, metadata)
+        elif key in _OF_EVALUATIONS:
+            yield from self._evaluate(event)
+
+    def _stop(self, time: float, metadata: dict[str, Any]) -> Iterator[Finding]:
+        if self.start_ms is None:
+            yield self._wrong("run_stop stands before run_start")
+        elif self.stop_ms is not None:
+            yield self._wrong("it has two run_stop")
+        elif time <= self.start_ms:
+            yield self._wrong(f"run_stop is {self.start_ms - time:g} ms before run_start: a run takes time")
+        if self.evaluating:
+            yield self._wrong("run_stop stands within an evaluation")
+        self.stop_ms, self.status = time, metadata.get("status")
+
+    def _evaluate(self, event: Event) -> Iterator[Finding]:
+        key, _, value, metadata = event
+        if self.start_ms is None:
+            yield self._wrong(f"{key} stands before run_start")
+        elif self.stop_ms is not None:
+            yield self._wrong(f"{key} stands after run_stop: a run ends with its last evaluation or later")
+        if key == "eval_start":
+            if self.evaluating:
+                yield self._wrong("eval_start stands within an evaluation")
+            epoch = metadata.get("epoch_num")
+            if is_number(epoch):
+                if self.epoch_num is not None and epoch <= self.epoch_num:
+                    yield self._wrong(f"an evaluation at epoch_num {epoch:g} follows one at {self.epoch_num:g}")
+                self.epoch_num = epoch
+        elif key == "eval_stop" and not self.evaluating:
+            yield self._wrong("eval_stop stands outside of an evaluation")
+        elif key == "eval_accuracy":
+            if not is_number(value) or not 0 <= value <= 1:
+                yield self._wrong(f"eval_accuracy is {value!r}: an AUC lies between 0 and 1")
+            else:
+                self.aucs.append(value)
+        if key != "eval_accuracy":
+            self.evaluating = key == "eval_start"
+
+    def end(self) -> Iterator[Finding]:
+        if self.status != "success":
+            return
+        if not self.aucs:
+            yield self._wrong("run_stop says success, and there is no AUC")
+        elif self.division == "open" and _CHANCE < self.aucs[-1] < MLPERF_TARGET_AUC:
+            text = f"its last AUC is {self.aucs[-1]:.5f}, below the {MLPERF_TARGET_AUC} of the closed division"
+            yield Finding(f"{self.name}: {text}", fatal=False)
+        elif self.aucs[-1] < MLPERF_TARGET_AUC:
+            target = _CHANCE if self.division == "open" else MLPERF_TARGET_AUC
+            yield self._wrong(f"run_stop says success, and the last AUC is {self.aucs[-1]:.5f}, not above {target}")
+
+    def _wrong(self, text: str) -> Finding:
+        return Finding(f"{self.name}: {text}: submit the log as the run wrote it, or another run")

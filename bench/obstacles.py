@@ -1,0 +1,48 @@
+"""What keeps a machine from a run, all of it in one error, before anything is made."""
+
+import os
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
+from dlrm_bench.pipeline.interface import check_device
+
+
+def check_machine(config: RunConfig, ranks: Ranks) -> None:
+    """Raises ValueError that names everything that keeps these ranks from the run that `config` says. Collective."""
+    obstacles = []
+    for check in (_check_precision, _check_device, _check_batches_fit, _check_tables_fit):
+        try:
+            check(config, ranks)
+        except ValueError as error:
+            obstacles.append(str(error))
+    if len(obstacles) > 1 and ranks.device.type != "cuda" and config.preset != "smoke":
+        obstacles.append("--preset smoke trains on any machine")
+    if obstacles:
+        raise ValueError("; ".join(obstacles))
+
+
+def _check_precision(config: RunConfig, ranks: Ranks) -> None:
+    if config.precision == "tf32" and ranks.device.type != "cuda":
+        raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
+
+
+def _check_device(config: RunConfig, ranks: Ranks) -> None:
+    check_device(config.pipeline, ranks.device)
+
+
+def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
+    """ValueError where the batches that wait on a node exceed its memory."""
+    batches, flag = config.data.batches_in_memory
+    needed = named(config.benchmark).parts().batch_bytes(config) * ranks.local_world_size * batches
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(
+            f"{batches} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) "
+            f"take {needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
+        )
+
+
+def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
+    check_tables_fit(config.model.tables, config.optimizer.tables, device_memory_bytes(ranks), ranks.device)

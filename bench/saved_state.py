@@ -1,0 +1,213 @@
+"""What a checkpoint knows beside weights and optimizer state, and whether a run may go on from it.
+
+state.json is checked field by field: it may be damaged, edited, of another training or of data with other content.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.instruments.schedule import Schedule
+from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.data.dataset import FileContent
+
+STATE_JSON = "state.json"
+STATE_SCHEMA = 2
+PARTIAL = ".partial"
+_COMPLETE = re.compile(r"samples-(\d{1,18})(\.replaced)?")
+_SAME = ("model", "optimizer", "data", "seed")
+"""Fields of the configuration in which a run and the checkpoint that it resumes must agree; of `data` its
+`sample_fields`."""
+
+
+class LossStretch(TypedDict):
+    """Losses of consecutive iterations of one size."""
+
+    global_batch_size: int
+    losses: list[float]
+
+
+class RunState(TypedDict):
+    """Everything of a run but weights and optimizer state."""
+
+    schema: int
+    samples: int
+    """Samples trained on: where the data go on."""
+    losses: list[LossStretch]
+    """Of all iterations, which make up these samples."""
+    auc: float | None
+    """That of the last evaluation."""
+    mlperf_log: str
+    """The lines of the MLPerf log so far."""
+    run_id: str
+    config: dict[str, Any]
+    data_files: dict[str, FileContent]
+    """The files that were trained on, by name; none of random batches."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Resumed:
+    """A checkpoint to go on from."""
+
+    folder: Path
+    state: RunState
+    first: int
+    """Iterations of the new run's global batch size that were trained."""
+
+
+def checkpoint_name(samples: int) -> str:
+    """Returns the name of a checkpoint's folder."""
+    return f"samples-{samples:013d}"
+
+
+def complete_checkpoints(path: Path) -> list[Path]:
+    """Returns the complete checkpoints in a folder, the one with the fewest samples first."""
+    found = ((_COMPLETE.fullmatch(folder.name), folder) for folder in path.glob("samples-*"))
+    whole = ((match, folder) for match, folder in found if match and (folder / STATE_JSON).is_file())
+    # One that was being replaced is the older one of its number.
+    return [folder for _, folder in sorted(whole, key=lambda of: (int(of[0][1]), of[0][2] is None))]
+
+
+def checkpoint_in(path: Path) -> Path:
+    """Returns a checkpoint, or the newest complete one of a folder of them. ValueError where there is none."""
+    if (path / STATE_JSON).is_file():
+        return path
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    complete = complete_checkpoints(path)
+    if complete:
+        return complete[-1]
+    if any((folder / STATE_JSON).is_file() for folder in path.glob("iteration-*")):
+        raise ValueError(
+            f"{path} has checkpoints of an earlier version, which this one does not read: resume with the version that "
+            "wrote them, or train anew"
+        )
+    raise ValueError(f"{path} has no complete checkpoint")
+
+
+def read_run_state(folder: Path) -> RunState:
+    """Reads and checks state.json of a checkpoint. ValueError names the first field that cannot be."""
+    path = folder / STATE_JSON
+    state: RunState = read_json(path)
+    check_form(path, state, RunState, (STATE_SCHEMA,))
+    wrong = _wrong(state)
+    if wrong is not None:
+        raise ValueError(f"{path} is damaged: {wrong}")
+    return state
+
+
+def _wrong(state: RunState) -> str | None:
+    """Says what cannot be of a state whose fields have their types."""
+    trained = sum(stretch["global_batch_size"] * len(stretch["losses"]) for stretch in state["losses"])
+    if any(stretch["global_batch_size"] <= 0 for stretch in state["losses"]):
+        return "a global_batch_size is not positive"
+    if state["samples"] <= 0:
+        return f"samples is {state['samples']}, and a checkpoint is of a model that was trained"
+    if trained != state["samples"]:
+        return f"samples is {state['samples']}, and the losses are those of {trained}"
+    if state["auc"] is not None and not 0 <= state["auc"] <= 1:
+        return f"auc is {state['auc']}"
+    if not state["run_id"].isprintable() or "/" in state["run_id"]:
+        return f"run_id is {state['run_id']!a:.80}, which is no name of a folder"
+    for number, line in enumerate(state["mlperf_log"].splitlines(), 1):
+        if not (line.startswith("# ") and line.isprintable()) and not _is_event(line):
+            return f"line {number} of mlperf_log is no line of an MLPerf log"
+    return None
+
+
+def _is_event(line: str) -> bool:
+    try:
+        return line.startswith(":::MLLOG ") and isinstance(json.loads(line.removeprefix(":::MLLOG ")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
+    """Returns what --resume names, the newest complete checkpoint of a folder of them; None without the flag.
+
+    ValueError where there is none, or it is damaged, or of another training.
+    """
+    if config.resume is None:
+        return None
+    try:
+        folder = checkpoint_in(config.resume)
+        state = read_run_state(folder)
+    except ValueError as error:
+        raise ValueError(f"--resume: {error}") from error
+    _check_same(folder, state["config"], as_json(config), config.data.sample_fields)
+    _check_data(folder, state["data_files"], config)
+    first, rest = divmod(state["samples"], schedule.global_batch_size)
+    if rest:
+        raise ValueError(
+            f"--resume {folder}: it has trained on {state['samples']} samples, which are no whole number of global "
+            f"batches of {schedule.global_batch_size}: choose another --local-batch-size"
+        )
+    if first >= schedule.last:
+        raise ValueError(
+            f"--resume {folder}: it has trained all of the {schedule.last} iterations asked for: raise --iterations, "
+            "or there is nothing left to train"
+        )
+    return Resumed(folder=folder, state=state, first=first)
+
+
+def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any], of_data: Sequence[str]) -> None:
+    """of_data: names of the fields of `data` that say which samples are trained on."""
+    for name in _SAME:
+        old, new = saved.get(name), given.get(name)
+        if name == "data" and isinstance(old, dict) and isinstance(new, dict):
+            old, new = ({key: of.get(key) for key in of_data} for of in (old, new))
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            key = next(key for key in {**new, **old} if old.get(key) != new.get(key))
+            name, old, new = f"{name}.{key}", old.get(key), new.get(key)
+        flag = name.replace("_", "-")
+        raise ValueError(f"--resume {folder}: it was trained with --{flag} {old!r}, and this run has {new!r}")
+
+
+def _check_data(folder: Path, saved: dict[str, FileContent], config: RunConfig) -> None:
+    """ValueError where a data file has another content than the one that was trained on."""
+    for name, content in named(config.benchmark).parts().data_content(config).items():
+        before = saved.get(name)
+        known = before is not None and None not in (before["blake2b"], content["blake2b"])
+        if before is None or before["sample"] != content["sample"] or (known and before != content):
+            raise ValueError(
+                f"--resume {folder}: {config.data.path}/{name} has another content than the file it was trained on: "
+                "name the directory of that data with --data.path"
+            )
+
+
+def extended(before: Sequence[LossStretch], global_batch_size: int, losses: Sequence[float]) -> list[LossStretch]:
+    """Returns a history with the losses of a run that went on from it."""
+    history = [LossStretch(global_batch_size=of["global_batch_size"], losses=[*of["losses"]]) for of in before]
+    if history and history[-1]["global_batch_size"] == global_batch_size:
+        history[-1]["losses"] += losses
+    elif losses:
+        history.append({"global_batch_size": global_batch_size, "losses": [*losses]})
+    return history
+
+
+def history_arrays(history: Sequence[LossStretch]) -> dict[str, np.ndarray]:
+    """Returns what iterations.npz says of a history: `loss_before`, and `samples_before`, the samples trained on after
+    each of these losses' iterations."""
+    if not history:
+        return {}
+    losses = chain.from_iterable(stretch["losses"] for stretch in history)
+    sizes = [np.full(len(stretch["losses"]), stretch["global_batch_size"], np.int64) for stretch in history]
+    return {"loss_before": np.fromiter(losses, np.float32), "samples_before": np.cumsum(np.concatenate(sizes))}
+
+
+def of_another_user(folder: Path) -> bool:
+    """Whether a checkpoint belongs to another user than the one who runs this."""
+    return (folder / STATE_JSON).stat().st_uid != os.geteuid()

@@ -1,0 +1,37 @@
+"""dlrm-bench checkpoint verify: whether all bytes of a checkpoint are those that were written."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_bench.bench.saved_state import checkpoint_in, read_run_state
+from dlrm_bench.dlrm.data.steps import step
+from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT
+from dlrm_bench.pipeline.checkpoint_index import damage, read_index
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def verify_checkpoint(console: "Console", path: Path) -> int:
+    """Prints a line for each thing that is wrong, or what the checkpoint holds; returns the exit status, 2 or 0.
+
+    path: a checkpoint, or a folder of them, of which the newest complete one counts. ValueError where there is none.
+    """
+    folder = checkpoint_in(path)
+    findings: list[str] = []
+    held = ""
+    try:
+        state = read_run_state(folder)
+        held = f"{state['samples']:,} samples trained by {state['run_id']}, "
+    except ValueError as error:
+        findings.append(str(error))
+    try:
+        index = read_index(folder)
+        held += f"{len(index.tensors)} tensors, {index.nbytes / 1e9:.3g} GB"
+        with step("verify", index.nbytes, "MB") as advance:
+            findings += [f"{folder / line}" for line in damage(folder, index, advance)]
+    except ValueError as error:
+        findings.append(str(error))
+    for line in findings or [f"{folder}: {held}, all well"]:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    return EXIT_BAD_INPUT if findings else 0

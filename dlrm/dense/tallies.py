@@ -1,0 +1,28 @@
+"""Counts, on the device, of numbers that went wrong: read with the losses, so that nothing waits for them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GRADIENTS = "gradients"
+"""What the first row counts: whether an update of weights met a gradient that is not finite; 0 or 1 on each rank."""
+
+
+class Tallies:
+    """Two counts for each of some tensors: numbers that were too large for the tensor's format, and numbers that were
+    not finite before they were rounded to it."""
+
+    def __init__(self, tensors: Sequence[str], device: torch.device) -> None:
+        self.names = (GRADIENTS, *tensors)
+        """What the rows count."""
+        self.counts = torch.zeros(len(self.names), 2, dtype=torch.int64, device=device)
+
+    def of(self, name: str) -> Tensor:
+        """Returns the counts of one tensor, a view int64 [2]."""
+        return self.counts[self.names.index(name)]
+
+    @property
+    def not_finite(self) -> Tensor:
+        """The second counts, a view int64 [rows]."""
+        return self.counts[:, 1]

@@ -1,0 +1,277 @@
+"""The index of a checkpoint: which bytes of which file are which elements of which tensor, and their checksum.
+
+index.json stands beside files of plain fp32 numbers, so that reading a checkpoint runs nothing of what is in it. It is
+checked like any input: names of files stay in the folder, and the pieces of a tensor cover it once. Needs no torch.
+"""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+INDEX_JSON = "index.json"
+_FORMAT = 2
+"""Format 1 was the pickled index of torch.distributed.checkpoint."""
+_FILE = re.compile(r"rank-\d{1,9}-\d{1,9}\.bin")
+_OTHER_FILE = re.compile(r"[a-z]{1,32}\.json")
+_LARGEST = 1 << 60
+"""Above all that an index counts."""
+THREADS = 8
+"""Pieces that a rank writes or reads at a time: a file system serializes writes to one file, and a checksum takes 0.4 s
+a GB of a thread (zlib 1.2.13)."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some rows of a tensor, and of these some columns."""
+
+    tensor: str
+    start: tuple[int, ...]
+    """Index of the first element in the full tensor."""
+    shape: tuple[int, ...]
+    row_step: int
+    """How far apart the rows are in the full tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements in fp32."""
+        return 4 * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A place's elements in a file, in C order."""
+
+    place: Place
+    file: str
+    offset: int
+    """First byte in the file."""
+    crc32: int
+    """That of zlib, of all its bytes."""
+
+    @property
+    def name(self) -> str:
+        """Says in a message which bytes they are."""
+        return f"{self.file}, bytes {self.offset} to {self.offset + self.place.nbytes - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a checkpoint holds."""
+
+    tensors: dict[str, tuple[int, ...]]
+    """Shapes of the full tensors."""
+    pieces: tuple[Piece, ...]
+    others: dict[str, int]
+    """Checksums of the other files in the folder, by name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(4 * prod(shape) for shape in self.tensors.values())
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Writes index.json; it is on disk when this returns. OSError where it cannot be."""
+    pieces = [{**asdict(piece.place), **asdict(piece)} for piece in index.pieces]
+    for piece in pieces:
+        del piece["place"]
+    content = {"format": _FORMAT, "tensors": index.tensors, "pieces": pieces, "others": index.others}
+    with (folder / INDEX_JSON).open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(folder: Path) -> Index:
+    """Reads and checks index.json. CheckpointError, which names what is wrong, where it is none of this version."""
+    path = folder / INDEX_JSON
+    if not path.exists() and (folder / ".metadata").exists():
+        raise CheckpointError(
+            f"{folder} is a checkpoint of an earlier version, whose index is a pickle, which may run code: it is not "
+            "read; resume with the version that wrote it, or train anew"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        index = _parsed(content)
+        _check_cover(index)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        why = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError | UnicodeDecodeError) else error
+        raise CheckpointError(f"{path} is damaged: {why}") from error
+    return index
+
+
+def _parsed(content: Any) -> Index:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"it is not of format {_FORMAT}, which this version reads")
+    tensors, pieces, others = content.get("tensors"), content.get("pieces"), content.get("others")
+    if not isinstance(tensors, dict) or not isinstance(pieces, list) or not isinstance(others, dict):
+        raise ValueError("it lacks tensors, pieces or others")
+    for name, crc32 in others.items():
+        if not _OTHER_FILE.fullmatch(name) or not _counts([crc32]):
+            raise ValueError(f"{name!r:.80} is no other file with a checksum")
+    for key, shape in tensors.items():
+        if not _counts(shape, least=1) or not shape:
+            raise ValueError(f"the shape of {key!r} is {shape!r:.80}")
+    shapes = {key: tuple(shape) for key, shape in tensors.items()}
+    return Index(shapes, tuple(_piece(number, piece, shapes) for number, piece in enumerate(pieces)), others)
+
+
+def _piece(number: int, of: Any, tensors: dict[str, tuple[int, ...]]) -> Piece:
+    if not isinstance(of, dict) or not isinstance(of.get("tensor"), str) or of["tensor"] not in tensors:
+        raise ValueError(f"piece {number} is of no tensor")
+    full, file = tensors[of["tensor"]], of.get("file")
+    if not isinstance(file, str) or not _FILE.fullmatch(file):
+        raise ValueError(f"piece {number} names {file!r:.80}, which is no file of a rank")
+    start: Any = of.get("start")
+    shape: Any = of.get("shape")
+    row_step: Any = of.get("row_step")
+    if not (_counts(start) and _counts(shape, least=1) and _counts([row_step], least=1)):
+        raise ValueError(f"piece {number} has start {start!r:.80}, shape {shape!r:.80} and row_step {row_step!r:.80}")
+    if not _counts([of.get("offset"), of.get("crc32")]):
+        raise ValueError(f"piece {number} has offset {of.get('offset')!r:.80} and crc32 {of.get('crc32')!r:.80}")
+    steps = (row_step, *(1 for _ in full[1:]))
+    if len(start) != len(full) or len(shape) != len(full):
+        raise ValueError(f"piece {number} has not the dimensions of its tensor")
+    if any(a + (n - 1) * step >= end for a, n, step, end in zip(start, shape, steps, full, strict=True)):
+        raise ValueError(f"piece {number} goes beyond its tensor")
+    return Piece(Place(of["tensor"], tuple(start), tuple(shape), row_step), file, of["offset"], of["crc32"])
+
+
+def _counts(values: Any, least: int = 0) -> bool:
+    """Whether this is a list of numbers that can be sizes."""
+    return isinstance(values, list) and all(type(value) is int and least <= value < _LARGEST for value in values)
+
+
+def _check_cover(index: Index) -> None:
+    """ValueError unless each element of each tensor is in one piece."""
+    of_key: dict[str, list[Place]] = {key: [] for key in index.tensors}
+    for piece in index.pieces:
+        of_key[piece.place.tensor].append(piece.place)
+    for key, places in of_key.items():
+        if sum(prod(place.shape) for place in places) != prod(index.tensors[key]):
+            raise ValueError(f"the pieces of {key!r} are not as many elements as it has")
+        step = places[0].row_step
+        if any(place.row_step != step for place in places):
+            raise ValueError(f"the pieces of {key!r} have rows of several steps")
+        # With the rows of one remainder next to one another, all pieces are boxes.
+        first = np.array([(p.start[0] % step, p.start[0] // step, *p.start[1:]) for p in places])
+        end = first + np.array([(1, *place.shape) for place in places])
+        for i in range(len(places) - 1):
+            if ((first[i] < end[i + 1 :]) & (first[i + 1 :] < end[i])).all(axis=1).any():
+                raise ValueError(f"pieces of {key!r} overlap")
+
+
+Slices = tuple[slice, ...]
+
+
+def common(one: Place, other: Place) -> tuple[Slices, Slices] | None:
+    """Returns where two places of a tensor have the same elements, as slices of each one; None if they share none."""
+    rows = _common_rows(one, other)
+    if rows is None:
+        return None
+    first, second = [rows[0]], [rows[1]]
+    for a, n, b, m in zip(one.start[1:], one.shape[1:], other.start[1:], other.shape[1:], strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        first.append(slice(low - a, high - a))
+        second.append(slice(low - b, high - b))
+    return tuple(first), tuple(second)
+
+
+def _common_rows(one: Place, other: Place) -> tuple[slice, slice] | None:
+    """Rows a, a + s, ... and b, b + t, ... share every lcm(s, t)-th row from the first one on that is of both, by the
+    Chinese remainder theorem."""
+    a, s, b, t = one.start[0], one.row_step, other.start[0], other.row_step
+    divisor = gcd(s, t)
+    if (b - a) % divisor:
+        return None
+    step = s // divisor * t
+    first = a + s * ((b - a) // divisor * pow(s // divisor, -1, t // divisor) % (t // divisor))
+    first += max(0, -((first - b) // step)) * step
+    last = min(a + (one.shape[0] - 1) * s, b + (other.shape[0] - 1) * t)
+    if first > last:
+        return None
+    count = (last - first) // step + 1
+
+    def rows(start: int, each: int) -> slice:
+        at, by = (first - start) // each, step // each
+        return slice(at, at + (count - 1) * by + 1, by)
+
+    return rows(a, s), rows(b, t)
+
+
+def checksum(data: Any) -> int:
+    """Returns the checksum of a piece's bytes, any buffer."""
+    return zlib.crc32(data)
+
+
+def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
+    """Fills `data`, of the piece's size, with its bytes. CheckpointError, naming file and bytes, where these are not
+    those that were written; OSError where they cannot be read."""
+    with (folder / piece.file).open("rb", buffering=0) as file:
+        file.seek(piece.offset)
+        done = 0
+        while done < len(data):
+            count = file.readinto(data[done:])
+            if not count:
+                raise CheckpointError(f"{piece.name}, of {piece.place.tensor}: the file is truncated")
+            done += count
+    if checksum(data) != piece.crc32:
+        raise CheckpointError(f"{piece.name}, of {piece.place.tensor}, are damaged: their checksum is another")
+
+
+def other_files(folder: Path) -> dict[str, int]:
+    """Returns the checksums of the files of a checkpoint that no rank wrote."""
+    names = (path.name for path in folder.iterdir())
+    return {name: checksum((folder / name).read_bytes()) for name in names if _OTHER_FILE.fullmatch(name)}
+
+
+def damaged_others(folder: Path, index: Index) -> Iterator[str]:
+    """Yields a line for each file that no rank wrote and that is not as it was written."""
+    for name, crc32 in index.others.items():
+        try:
+            if checksum((folder / name).read_bytes()) != crc32:
+                yield f"{name} is damaged: its checksum is another"
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
+
+
+def damage(folder: Path, index: Index, advance: Callable[[int], None]) -> Iterator[str]:
+    """Reads all files; yields a line for each piece and each other file that is not as it was written.
+
+    advance: called with each number of bytes that were checked.
+    """
+
+    def check(piece: Piece) -> str | None:
+        try:
+            read_piece(folder, piece, memoryview(bytearray(piece.place.nbytes)))
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"{piece.name}: {error.strerror}"
+        return None
+
+    yield from damaged_others(folder, index)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for first in range(0, len(index.pieces), THREADS):
+            pieces = index.pieces[first : first + THREADS]
+            for piece, found in zip(pieces, pool.map(check, pieces), strict=True):
+                advance(piece.place.nbytes)
+                if found is not None:
+                    yield found

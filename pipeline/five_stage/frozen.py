@@ -1,0 +1,112 @@
+"""What graphs of the dense part take for granted of the model: which tensors it has and where they lie, which of them
+are trained, and in which mode its modules are. Asked before every batch, as nothing tells when a user changes them.
+
+A graph reads and writes the addresses of its capture. `parameter.data = ...`, as by Module.to or where averages are
+swapped in, and another parameter or buffer in the place of one, leave it with memory that the model no longer has.
+"""
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class _Place(NamedTuple):
+    of: dict[str, Any]
+    """A module's parameters or buffers."""
+    key: str
+    name: str
+
+
+class FrozenModel:
+    """The model as it was at the last batch."""
+
+    def __init__(self, model: nn.Module, sharded: Iterable[nn.Module]) -> None:
+        """sharded: the modules whose tensors no graph holds."""
+        outside = {id(module) for one in sharded for module in one.modules()}
+        named = [(name, module) for name, module in model.named_modules() if id(module) not in outside]
+        self._modules = [module.__dict__ for _, module in named]
+        self._module_names = [f"module {name}" if name else "the model" for name, _ in named]
+        self._places = [
+            _Place(of, key, f"{name}.{key}" if name else key)
+            for name, module in named
+            for of in (module._parameters, module._buffers)
+            for key in of
+        ]
+        self._lookups = [(place.of, place.key) for place in self._places]
+        self._remember(*self._now())
+
+    def change(self) -> str | None:
+        """Returns what of a model is no longer as it was at the last call, for a message; None if nothing is."""
+        tensors, modes = self._now()
+        same = all(map(is_, tensors, self._tensors)) and modes == self._modes
+        if same and self._layouts == _layouts(self._held):
+            return None
+        what = self._what(tensors, modes)
+        self._remember(tensors, modes)
+        return what
+
+    def put_back(self) -> str | None:
+        """Undoes what a capture has put in the place of parameters and buffers. Returns the first one's name; None
+        where all are as they were."""
+        replaced = [
+            (place, was)
+            for place, was in zip(self._places, self._tensors, strict=True)
+            if place.of.get(place.key) is not was
+        ]
+        for place, was in replaced:
+            place.of[place.key] = was
+        return replaced[0][0].name if replaced else None
+
+    def _now(self) -> tuple[list[Any], list[bool]]:
+        return [of.get(key) for of, key in self._lookups], [of["training"] for of in self._modules]
+
+    def _remember(self, tensors: list[Any], modes: list[bool]) -> None:
+        self._tensors, self._modes = tensors, modes
+        self._held = [tensor for tensor in tensors if tensor is not None]
+        self._layouts = _layouts(self._held)
+
+    def _what(self, tensors: Sequence[Any], modes: Sequence[bool]) -> str:
+        for place, now, was in zip(self._places, tensors, self._tensors, strict=True):
+            if now is not was:
+                return f"another tensor is {place.name}"
+        for name, now, was in zip(self._module_names, modes, self._modes, strict=True):
+            if now != was:
+                return f"{name} is in {'training' if now else 'eval'} mode"
+        names = [place.name for place, tensor in zip(self._places, tensors, strict=True) if tensor is not None]
+        moved = zip(2 * names, _layouts(self._held), self._layouts, strict=True)
+        return f"{next(name for name, now, was in moved if now != was)} lies in other memory"
+
+
+def _layouts(tensors: Sequence[Tensor]) -> list[Any]:
+    """Returns the tensors' addresses, then their strides."""
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors)]
+
+
+class TrainedParameters:
+    """Which parameters are trained: what DistributedDataParallel, too, learns from its first batch for good."""
+
+    def __init__(self, dense: Iterable[tuple[str, nn.Parameter]], processors: Sequence[nn.Parameter]) -> None:
+        """dense: with their names, frozen ones too. processors: parameters of feature processors that are trained."""
+        named = dict(dense)
+        names = [*named, *(f"a feature processor's parameter of shape {tuple(p.shape)}" for p in processors)]
+        self._names, self._parameters = names, [*named.values(), *processors]
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._may_freeze = [True] * len(named) + [False] * len(processors)
+        self._begun = False
+
+    def check(self) -> None:
+        """ValueError names a parameter that is frozen, or trained, unlike at the first batch; before that one a
+        parameter of the dense part may still be frozen."""
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        if flags == self._flags and self._begun:
+            return
+        for name, now, was, may_freeze in zip(self._names, flags, self._flags, self._may_freeze, strict=True):
+            if now != was and not (may_freeze and was and not self._begun):
+                since = "the first batch" if self._begun else "this pipeline was made"
+                raise ValueError(
+                    f"{name} was {'unfrozen' if now else 'frozen'} (requires_grad) after {since}, which "
+                    "cuda_graph='dense' does not take: make a new pipeline after the change"
+                )
+        self._flags, self._begun = flags, True
