@@ -34,7 +34,7 @@ class Trained:
 
 
 def tensors_of(pipeline: StaticPipeline) -> list[Tensor]:
-    tables = (tensor for part in pipeline.ebc.tables() for tensor in (part.weights, part.state))
+    tables = (tensor for part in pipeline.ebc.table_shards() for tensor in (part.weights, part.state))
     return [tensor.clone() for tensor in (*tables, *(t for b in pipeline.dense.buckets for t in (b.master, b.state)))]
 
 
