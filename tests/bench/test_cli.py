@@ -13,7 +13,8 @@ import torch
 
 from dlrm_bench.bench import ROOT, started_runs
 from dlrm_bench.bench.analysis.ladder import ladder_table, read_judged_ladder
-from dlrm_bench.bench.cli import _console, main
+from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.console import console
 from dlrm_bench.bench.ladder import run_ladder
 from dlrm_bench.bench.measure.source import source_hash, version
 from dlrm_bench.bench.records import record
@@ -328,7 +329,7 @@ def test_no_table_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     for factor in (1, 3):
         for rung in ladder["rungs"]:
             rung["name"] *= factor
-        _console().print(ladder_table(ladder))
+        console().print(ladder_table(ladder))
         said = capsys.readouterr().out
         assert "\N{HORIZONTAL ELLIPSIS}" not in said
         assert "previous" in said
