@@ -6,20 +6,17 @@ bad input and for what --strict refuses; 5 if there are not enough runs for a ch
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.scale.arguments import Scale
-from dlrm_bench.dlrm.runtime.command_line import exit_status, printable
-
-_WIDEST = 1000
-"""Columns of a console that shows every table whole."""
+from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -377,7 +374,9 @@ def _run(arguments: Sequence[str]) -> int:
     command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
     if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
-    return command.run(_console(), forwarded)
+    from dlrm_bench.bench.console import console  # rich is imported once the flags are read
+
+    return command.run(console(), forwarded)
 
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
@@ -388,31 +387,6 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     for word in forwarded:
         if (flag := word.partition("=")[0].replace("_", "-")) in own:
             raise ValueError(f"{flag} is a flag of dlrm-bench and not of launch/dlrm.py: put it before --preset")
-
-
-def _console() -> "Console":
-    """Returns a console at least as wide as each table, which would be cut off otherwise; it prints no file's name as
-    what steers terminals."""
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
-    from rich.table import Table
-
-    class EndingConsole(Console):
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-            for text, style, control in super().render(renderable, options):
-                yield Segment(text if control else printable(text), style, control)
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # as print() ends: rich alone exits with status 1, which has a meaning here
-
-        def print(self, *objects: Any, **keywords: Any) -> None:
-            for table in objects:
-                if isinstance(table, Table):
-                    whole = self.measure(table, options=self.options.update(width=_WIDEST)).maximum
-                    self.width = max(self.width, whole)
-            super().print(*objects, **keywords)
-
-    return EndingConsole(width=max(130, Console().width))
 
 
 if __name__ == "__main__":

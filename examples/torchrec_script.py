@@ -26,7 +26,7 @@ from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
 # What TorchRec and torch say of themselves, of any script: it would hide what is said of this one.
 warnings.simplefilter("ignore", FutureWarning)
-for library in ("torchrec", "torch.fx"):
+for library in ("torchrec", "torch.fx", *([] if torch.cuda.is_available() else ["dlrm_bench"])):
     logging.getLogger(library).setLevel(logging.ERROR)
 
 stock = "--stock" in sys.argv

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dlrm_bench.bench import ROOT, started_runs
-from dlrm_bench.bench.cli import _console, main
+from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.console import console
 from dlrm_bench.bench.ladder import run_ladder
 from dlrm_bench.bench.ladder.analysis import ladder_table, read_judged_ladder
 from dlrm_bench.bench.machine.source import source_hash, version
@@ -328,7 +329,7 @@ def test_no_table_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     for factor in (1, 3):
         for rung in ladder["rungs"]:
             rung["name"] *= factor
-        _console().print(ladder_table(ladder))
+        console().print(ladder_table(ladder))
         said = capsys.readouterr().out
         assert "\N{HORIZONTAL ELLIPSIS}" not in said
         assert "previous" in said
