@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, silu_attention_cases
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import fetch_cases, gather_segments_cases, pick_rows_cases
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
@@ -21,7 +22,6 @@ from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.dense.peer_sums import peer_sums
 from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
-from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 from dlrm_bench.kernels.dense.small_mlp import small_mlp
 from dlrm_bench.kernels.embedding import regroup
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
@@ -348,17 +348,9 @@ def non_finite_cases() -> Iterator[Case]:
     yield Case("clear_together", "16 of 1 M elements, fp32, nothing to clear", 64_000_000, run)
 
 
-def silu_attention_cases() -> Iterator[Case]:
-    """Four samples of MLPerf DLRMv4's mean length, its heads: bound by products, 14.5 and 36 GFLOP, not by bytes."""
-    q, k, v, grad, dq, dk, dv = torch.randn(7, 4 * 2661, 4, 128, device="cuda").to(BF16).unbind()
-    of = Sequences(torch.arange(5, device="cuda") * 2661, torch.ones(4, dtype=torch.int64, device="cuda"), 4087)
-    yield Case("silu_attention_forward", "4 of 2661", 4 * q.nbytes, partial(silu_attention_forward, q, k, v, of, dq))
-    backward = partial(silu_attention_backward, grad, q, k, v, of, dq, dk, dv)
-    yield Case("silu_attention_backward", "4 of 2661", 7 * q.nbytes, backward)
-
-
 CASES = {
     "silu_attention": silu_attention_cases,
+    "last_query_attention": last_query_attention_cases,
     "column_sums": column_sums_cases,
     "row_sums": row_sums_cases,
     "small_mlp": small_mlp_cases,

@@ -6,21 +6,29 @@ from collections.abc import Callable
 import torch
 
 
-def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> float:
-    """Median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Returns a graph of one call of `run`, which has run twice."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    times = []
-    for _ in range(samples):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / replays)
-    return statistics.median(times)
+    return graph
+
+
+def replayed_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Returns microseconds of one replay of so many back to back."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / replays
+
+
+def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> float:
+    """Median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
+    graph = captured(run)
+    return statistics.median(replayed_us(graph, replays) for _ in range(samples))

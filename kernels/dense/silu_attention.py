@@ -1,9 +1,9 @@
 """Causal attention with pointwise SiLU over jagged sequences, as in HSTU (Zhai et al. 2024, arXiv 2402.17152, eq. 2).
 
 Weights are silu(q k^T / sqrt(D)) / max_length instead of a softmax's, so no row needs another key's weight, and forward
-and backward are tiles of GEMMs that keep nothing between them. A sequence ends with its targets (the candidates to
-rank): a target attends to the history and to itself, never to another target. The [length, length] weights exist in
-registers alone.
+and backward are tiles of GEMMs that keep nothing between them; on Hopper those of silu_attention.cu. A sequence ends
+with its targets (the candidates to rank): a target attends to the history and to itself, never to another target. The
+[length, length] weights exist in registers alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.dense._silu_attention_hopper import (
+    FORWARD,
+    KEY,
+    PIECE,
+    PIECE_BYTES,
+    QUERY,
+    WIDTH,
+    arguments_of,
+    launch,
+    list_items,
+    pieces_at_most,
+)
 
 _TILE = 64  # rows and keys of a program's tile
 _NUM_WARPS = 4
+
+_PASS_PIECES = 2**18  # of 8 KB: what a pass of the backward has memory for, and one sequence's and head's more
 
 
 class Sequences(NamedTuple):
@@ -40,7 +55,9 @@ def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
     will do. Tokens past the last sequence are left alone.
     """
     _check(q, k, v, out, out)
-    forward = triton_silu_attention_forward if q.is_cuda else plain_silu_attention_forward
+    forward = plain_silu_attention_forward
+    if q.is_cuda:
+        forward = cuda_silu_attention_forward if applies(q, k, v, out) else triton_silu_attention_forward
     forward(q, k, v, sequences, out)
 
 
@@ -52,8 +69,23 @@ def silu_attention_backward(
     grad: [T, H, V], the gradient of its output. Equal inputs give equal bits: no sum is made by atomics.
     """
     _check(q, k, v, grad, dv)
-    backward = triton_silu_attention_backward if q.is_cuda else plain_silu_attention_backward
+    backward = plain_silu_attention_backward
+    if q.is_cuda:
+        on_hopper = applies(grad, q, k, v, dq, dk, dv)
+        backward = cuda_silu_attention_backward if on_hopper else triton_silu_attention_backward
     backward(grad, q, k, v, sequences, dq, dk, dv)
+
+
+def applies(*tensors: Tensor) -> bool:
+    """Whether the kernels for Hopper take these: bf16, heads of 128, tokens at multiples of 16 bytes."""
+    return available() and all(
+        t.is_cuda
+        and t.dtype == torch.bfloat16
+        and t.shape[2] == WIDTH
+        and t.stride(0) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        for t in tensors
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, like_v: Tensor) -> None:
@@ -117,6 +149,41 @@ class _Padded:
     def store(self, padded: Tensor, out: Tensor) -> None:
         """Stores [B, N, H, ...] in the tokens of `out`."""
         out[self._tokens[self._inside]] = padded[self._inside]
+
+
+def cuda_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
+    """What `silu_attention_forward` does, by Hopper's tensor cores: one kernel lists tiles, another computes them.
+
+    What `applies` is true of. Weights in bf16 are not yet divided by max_length, which is done in fp32.
+    """
+    if len(q) == 0 or len(sequences.targets) == 0:
+        return
+    arguments = arguments_of(FORWARD, (q,), (k, v), (out,), (1 / sequences.max_length,))
+    launch(FORWARD, arguments, list_items(q, *sequences))
+
+
+def cuda_silu_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """What `silu_attention_backward` does, by Hopper's tensor cores: dk, dv and, in bf16, gradients of scores, then dq
+    from these; in passes, so that 2 GiB of memory are enough for any batch. Sequences are cut at max_length.
+    """
+    if len(q) == 0 or len(sequences.targets) == 0:
+        return
+    share = 1 / sequences.max_length
+    of_scores = share * q.shape[2] ** -0.5
+    by_keys = arguments_of(KEY, (k, v), (q, grad), (dk, dv), (of_scores, share))
+    by_queries = arguments_of(QUERY, (), (k,), (dq,), (of_scores,))
+
+    at_most, rows = pieces_at_most(q, *sequences[1:]), cdiv(sequences.max_length, PIECE)
+    passes = cdiv(at_most, _PASS_PIECES)
+    # A pass's last sequence and head may end beyond it.
+    memory = min(at_most, _PASS_PIECES + rows * (rows + 1) // 2)
+    pieces = torch.empty(memory * PIECE_BYTES, dtype=torch.uint8, device=q.device)
+    work = list_items(q, *sequences, passes, _PASS_PIECES)
+    for number in range(passes):
+        launch(KEY, by_keys, work, number, pieces)
+        launch(QUERY, by_queries, work, number, pieces)
 
 
 def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
