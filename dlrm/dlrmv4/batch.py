@@ -1,6 +1,8 @@
 """A batch of DLRMv4 as TorchRec's train pipelines take it: all ids in one KeyedJaggedTensor, and what else is read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +48,7 @@ class Batch(Pipelineable):
             if of.name != "longest":
                 getattr(self, of.name).record_stream(stream)
 
-    def _each(self, function):  # type: ignore[no-untyped-def]
+    def _each(self, function: Callable[[Any], Any]) -> "Batch":
         moved = {of.name: function(getattr(self, of.name)) for of in fields(self) if of.name != "longest"}
         return replace(self, **moved)
 
@@ -54,8 +56,9 @@ class Batch(Pipelineable):
 def batch_of(samples: Samples, config: ModelConfig) -> Batch:
     """Returns `samples`, on the host, as a batch; its KeyedJaggedTensor is a copy of their ids, all else their memory.
 
-    ValueError where a history is longer than --model.max-history.
+    ValueError where there is no sample or a history is longer than --model.max-history.
     """
+    require(len(samples.labels) > 0, "a batch has no samples, which TorchRec's KeyedJaggedTensor cannot say: drop it")
     longest = longest_of(samples)
     require(
         longest <= config.max_length,
@@ -102,8 +105,8 @@ def check_samples(samples: Samples, config: ModelConfig) -> None:
     whatever lies behind a table for an id that is too large.
     """
     size, events = len(samples.lengths), int(samples.lengths.sum())
-    shapes = {"context": (len(config.context_rows), size)}
-    shapes |= {name: (events,) for name in ("item", "artist", "album", "timestamp", "action")}
+    shapes: dict[str, tuple[int, ...]] = {"context": (len(config.context_rows), size)}
+    shapes |= dict.fromkeys(("item", "artist", "album", "timestamp", "action"), (events,))
     dtypes = {"action": torch.uint8, "labels": torch.float32}
     for of in fields(samples):
         tensor = getattr(samples, of.name)

@@ -167,10 +167,9 @@ class ModelConfig:
 
 def tables(config: ModelConfig) -> list[Table]:
     """Returns the eleven tables, named as in the reference, those of an event first."""
-    candidate = {"item_id": "item_candidate_id"}
-    features = [(name, candidate.get(name, f"item_candidate_{name}")) for name in EVENT_TABLES]
-    features += [(name,) for name in CONTEXT_TABLES]
     names = (*EVENT_TABLES, *CONTEXT_TABLES)
+    features: list[tuple[str, ...]] = [(name, f"item_candidate_{name.removeprefix('item_')}") for name in EVENT_TABLES]
+    features += [(name,) for name in CONTEXT_TABLES]
     return [
         Table(name, rows, config.embedding_dim, of) for name, rows, of in zip(names, config.rows, features, strict=True)
     ]

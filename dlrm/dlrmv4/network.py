@@ -77,6 +77,7 @@ class DenseNetwork(nn.Module):
             bound = math.sqrt(1 / buckets)
             nn.init.uniform_(weight, -bound, bound, generator=generator)
         for layer in self.layers:
+            assert isinstance(layer, StuLayer)
             layer.init_weights(generator)
         normal_(self.postprocessor.combine, generator)
         for mlp in (self.item_mlp, self.head):

@@ -1,0 +1,63 @@
+"""Where tokens stand, and their positions and times, on a case that is small enough to read."""
+
+from dataclasses import replace
+
+import torch
+
+from dlrm_bench.dlrm.dlrmv4.sequences import join, position_buckets, sequences_of, time_buckets, token_times
+from tests.dlrm.dlrmv4.cases import SMALL
+
+LENGTHS = torch.tensor([2, 0, 3], dtype=torch.int32)
+QUERY = torch.tensor([7200, 60, 26_000_000], dtype=torch.int32)
+TIMESTAMP = torch.tensor([3600, 7200, 0, 25_999_940, 26_000_000], dtype=torch.int32)
+SEQUENCES = sequences_of(LENGTHS, 5)
+CONTEXT = range(8)
+
+
+def test_a_sequence_is_context_history_candidate() -> None:
+    assert SEQUENCES.offsets.tolist() == [0, 11, 20, 32]
+    assert SEQUENCES.sample.tolist() == [0] * 11 + [1] * 9 + [2] * 12
+    assert SEQUENCES.place.tolist() == [*range(11), *range(9), *range(12)]
+    assert SEQUENCES.candidates.tolist() == [10, 19, 31]
+    context = torch.arange(24.0).view(3, 8, 1)
+    events = torch.tensor([100.0, 101, 102, 103, 104, 200, 201, 202])[:, None]  # those of candidates last
+    joined = join(context, events, SEQUENCES)[:, 0].tolist()
+    assert joined[:11] == [*range(8), 100, 101, 200]
+    assert joined[11:20] == [*range(8, 16), 201]
+    assert joined[20:] == [*range(16, 24), 102, 103, 104, 202]
+
+
+def test_the_gradient_of_a_join_goes_back_to_each_row() -> None:
+    context, events = torch.zeros(3, 8, 2, requires_grad=True), torch.zeros(8, 2, requires_grad=True)
+    weight = torch.arange(64.0).view(32, 2)
+    (join(context, events, SEQUENCES) * weight).sum().backward()
+    assert context.grad is not None
+    assert events.grad is not None
+    assert torch.equal(join(context.grad, events.grad, SEQUENCES), weight)
+
+
+def test_positions_count_from_the_end_of_the_history() -> None:
+    positions = position_buckets(SEQUENCES, SMALL).tolist()
+    assert positions[:11] == [*CONTEXT, 10, 9, 8]
+    assert positions[11:20] == [*CONTEXT, 8]
+    assert positions[20:] == [*CONTEXT, 11, 10, 9, 8]
+
+
+def test_positions_beyond_the_last_bucket_share_it() -> None:
+    few = replace(SMALL, max_history=1, position_buckets=10)
+    assert position_buckets(SEQUENCES, few).tolist()[20:] == [*CONTEXT, 9, 9, 9, 8]
+
+
+def test_times_are_roots_of_minutes_before_the_query() -> None:
+    times = token_times(TIMESTAMP, QUERY, SEQUENCES)
+    buckets = time_buckets(times, QUERY, SEQUENCES, SMALL).tolist()
+    assert buckets[:11] == [10] * 8 + [7, 0, 0]  # context: sqrt(120 minutes) since second 0
+    assert buckets[11:20] == [1] * 8 + [0]
+    assert buckets[20:] == [658] * 8 + [658, 1, 0, 0]
+    few = time_buckets(times, QUERY, SEQUENCES, replace(SMALL, time_buckets=9)).tolist()
+    assert few == [min(9, of) for of in buckets]
+
+
+def test_an_event_after_the_query_has_the_first_bucket() -> None:
+    times = token_times(TIMESTAMP + 30, QUERY, SEQUENCES)
+    assert time_buckets(times, QUERY, SEQUENCES, SMALL).tolist()[9] == 0
