@@ -31,6 +31,7 @@ OWN_TOKENS = CONTEXT_TOKENS + 1
 
 AttentionScale = Literal["longest", "maximum"]
 Precision = Literal["fp32", "bf16"]
+DropoutSeed = Literal["rank", "same"]
 
 
 class Table(NamedTuple):
@@ -235,8 +236,12 @@ class TrainingConfig:
     and the head are fp32 in either."""
     seed: int = 0
     """Seed of weights and of dropout."""
+    dropout_seed: DropoutSeed = "rank"
+    """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
+    equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
 
     def __post_init__(self) -> None:
         require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
         require(self.precision in ("fp32", "bf16"), f"--precision is {self.precision!r}: choose fp32 or bf16")
         require(0 <= self.seed < 2**63, f"--seed is {self.seed}: choose 0 <= seed < 2^63")
+        require(self.dropout_seed in ("rank", "same"), f"--dropout-seed is {self.dropout_seed!r}: choose rank or same")

@@ -100,3 +100,8 @@ def fill_tables(model: nn.Module, config: ModelConfig, seed: int) -> None:
                 part, seed=seed, table=number, num_embeddings=rows, row_offset=row, column_offset=column
             )
     assert len(filled) == len(numbers), "each table has a key in the state, on every rank"
+
+
+def seed_dropout(config: TrainingConfig, rank: int) -> None:
+    """Seed torch's generators, of host and device, which dropout draws from; once weights are there."""
+    torch.manual_seed(config.seed + (rank if config.dropout_seed == "rank" else 0))
