@@ -1,11 +1,13 @@
-"""Causal SiLU attention over jagged sequences as an autograd function: kernels/dense/silu_attention.py."""
+"""Causal SiLU attention over jagged sequences: of all tokens by kernels/dense/silu_attention.py, of the last ones."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
+from dlrm_bench.dlrm.dlrmv4.sequences import Sequences
+from dlrm_bench.kernels.dense import silu_attention
 
 
 class _Attention(torch.autograd.Function):
@@ -17,7 +19,7 @@ class _Attention(torch.autograd.Function):
         _, v, q, k = _by_heads(projected, heads)
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         targets = torch.ones_like(offsets[1:])
-        silu_attention_forward(q, k, v, Sequences(offsets, targets, length), out)
+        silu_attention.silu_attention_forward(q, k, v, silu_attention.Sequences(offsets, targets, length), out)
         ctx.save_for_backward(projected, offsets, targets)
         ctx.heads, ctx.length = heads, length
         return out.flatten(1)
@@ -30,7 +32,8 @@ class _Attention(torch.autograd.Function):
         du, dv, dq, dk = _by_heads(of_projected, ctx.heads)
         du.zero_()
         grad = grads[0].contiguous().view(v.shape)
-        silu_attention_backward(grad, q, k, v, Sequences(offsets, targets, ctx.length), dq, dk, dv)
+        sequences = silu_attention.Sequences(offsets, targets, ctx.length)
+        silu_attention.silu_attention_backward(grad, q, k, v, sequences, dq, dk, dv)
         return of_projected, None, None, None
 
 
@@ -47,3 +50,17 @@ def attention(projected: Tensor, offsets: Tensor, heads: int, length: int) -> Te
     causality, so the kernel's targets are 1 throughout.
     """
     return _Attention.apply(projected, offsets, heads, length)
+
+
+def last_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, heads: int, length: int) -> Tensor:
+    """Returns what `attention` does for the last token of each sequence, [B, heads * width].
+
+    query: of these tokens, [B, heads * width]; key, value: of all tokens, [N, heads * width]. Weights are computed in
+    fp32 and rounded to the values' format, as in the kernels; each sequence is summed in the order of its tokens.
+    """
+    queries, keys, values = (of.unflatten(1, (heads, -1)) for of in (query, key, value))
+    scores = (queries[sequences.sample].float() * keys.float()).sum(dim=2) * queries.shape[2] ** -0.5
+    weights = (functional.silu(scores) / length).to(value.dtype)
+    weighted = (weights.float()[:, :, None] * values.float()).flatten(1)
+    total = torch.segment_reduce(weighted, "sum", offsets=sequences.offsets, axis=0, unsafe=True)
+    return total.to(value.dtype)

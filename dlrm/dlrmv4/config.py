@@ -30,6 +30,7 @@ OWN_TOKENS = CONTEXT_TOKENS + 1
 """Tokens of a sample beside those of its history: context and candidate."""
 
 AttentionScale = Literal["longest", "maximum"]
+LastLayer = Literal["all", "candidates"]
 Precision = Literal["fp32", "bf16"]
 DropoutSeed = Literal["rank", "same"]
 
@@ -49,7 +50,7 @@ class ModelConfig:
 
     Two things may differ from the reference on purpose. attention_scale says by what attention is divided. Dropout
     masks come from torch's generator, in the order of the reference's PyTorch operators, so that equal seeds give equal
-    masks there; its Triton kernels draw others.
+    masks there (last_layer all); its Triton kernels draw others.
     """
 
     event_rows: tuple[int, int, int] = (9_390_624, 1_293_395, 3_367_692)
@@ -97,6 +98,10 @@ class ModelConfig:
     """What attention weights are divided by. longest: the tokens of the longest sequence of this rank's batch, as the
     reference does, so that moving a sample to another rank changes results slightly. maximum: the tokens that the
     longest history allows, the same for every batch and every number of ranks."""
+    last_layer: LastLayer = "all"
+    """Tokens whose output the last layer computes. all: every token's, as the reference does unless its
+    HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: theirs alone, for no other is read; keys and values are computed of
+    every token. The same results, but for dropout's masks."""
     recompute_layers: bool = False
     """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint)."""
 
@@ -143,6 +148,10 @@ class ModelConfig:
         require(
             self.attention_scale in ("longest", "maximum"),
             f"--model.attention-scale is {self.attention_scale!r}: choose longest or maximum",
+        )
+        require(
+            self.last_layer in ("all", "candidates"),
+            f"--model.last-layer is {self.last_layer!r}: choose all or candidates",
         )
 
     @property

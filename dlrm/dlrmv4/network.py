@@ -44,10 +44,12 @@ class Postprocessor(nn.Module):
 
 def time_features(times: Tensor) -> Tensor:
     """Returns cosine and sine of the hour of the day, then of the day of the week, fp32 [B, 4], of seconds [B]."""
-    seconds, units = times.new_tensor(_PERIODS, dtype=torch.float32).T
-    elapsed = torch.div(times.float()[:, None], seconds, rounding_mode="floor")
-    angle = torch.remainder(elapsed, units) / units * _CIRCLE
-    return torch.stack([angle.cos(), angle.sin()], dim=2).flatten(1)
+    features = []
+    for seconds, units in _PERIODS:
+        elapsed = torch.div(times.float(), seconds, rounding_mode="floor")
+        angle = torch.remainder(elapsed, units) / units * _CIRCLE
+        features += [angle.cos(), angle.sin()]
+    return torch.stack(features, dim=1)
 
 
 class DenseNetwork(nn.Module):
@@ -90,9 +92,12 @@ class DenseNetwork(nn.Module):
         sequences = sequences_of(batch.lengths, len(batch.timestamp))
         tokens = self.tokens(rows, batch, sequences)
         length = batch.longest if self._config.attention_scale == "longest" else self._config.max_length
-        for layer in self.layers:
-            tokens = layer(tokens, sequences.offsets, length)
-        users = self.postprocessor(tokens[sequences.candidates], batch.query_timestamp)
+        for layer in self.layers[:-1]:
+            tokens = layer(tokens, sequences, length)
+        candidates = self._config.last_layer == "candidates"
+        tokens = self.layers[-1](tokens, sequences, length, candidates)
+        ends = tokens if candidates else tokens[sequences.candidates]
+        users = self.postprocessor(ends, batch.query_timestamp)
         return self.logits(users.float(), self.items(rows))
 
     def tokens(self, rows: dict[str, Tensor], batch: Batch, sequences: Sequences) -> Tensor:

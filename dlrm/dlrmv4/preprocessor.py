@@ -48,8 +48,9 @@ class Preprocessor(nn.Module):
     def action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
         """Returns what actions add to tokens, [T + candidates, width]: of T events by their bits, uint8 [T], then of
         the candidates, which share a vector of their own, for their action is what is asked."""
-        masks = torch.tensor(ACTION_BITS, dtype=torch.uint8, device=bits.device)
-        chosen = (bits[:, None] & masks) > 0
+        chosen = torch.stack(
+            [(bits & bit) > 0 for bit in ACTION_BITS], dim=1
+        )  # a tensor of masks would be copied there
         history = (chosen[:, :, None] * self.action_embedding).flatten(1)
         joined = torch.cat([history, self.candidate_action.expand(candidates, -1)])
         return self.action_mlp(joined.to(dtype))

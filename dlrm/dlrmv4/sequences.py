@@ -103,4 +103,6 @@ def time_buckets(times: Tensor, query: Tensor, sequences: Sequences, config: Mod
     not. Context has time 0, so its tokens have the bucket of the query's own time.
     """
     seconds = (query[sequences.sample] - times).float().clamp(min=1e-6)
-    return (seconds / _SECONDS_PER_STEP).sqrt().long().clamp(max=config.time_buckets)
+    # By a tensor: by a number, torch would multiply on GPUs, and whole squares of minutes would fall a bucket short.
+    minutes = seconds / torch.full((), _SECONDS_PER_STEP, device=seconds.device)
+    return minutes.sqrt().long().clamp(max=config.time_buckets)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dlrm_bench.dlrm.dlrmv4.attention import attention
+from dlrm_bench.dlrm.dlrmv4.attention import attention, last_attention
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
+from dlrm_bench.dlrm.dlrmv4.sequences import Sequences
 
 _EPS = 1e-6  # modules/stu.py of the reference
 
@@ -41,22 +42,33 @@ class StuLayer(nn.Module):
         for bias in (self.norm_bias, self.uvqk_bias, self.output_norm_bias):
             nn.init.zeros_(bias)
 
-    def forward(self, tokens: Tensor, offsets: Tensor, length: int) -> Tensor:
-        """offsets: int64 [B + 1], where a sequence's tokens start; length: what attention is divided by, and no
-        sequence is longer."""
-        if self._recompute and torch.is_grad_enabled():
-            return checkpoint(self._layer, tokens, offsets, length, use_reentrant=False)
-        return self._layer(tokens, offsets, length)
+    def forward(self, tokens: Tensor, sequences: Sequences, length: int, candidates: bool = False) -> Tensor:
+        """Returns tokens [N, width], or of the candidates alone, [B, width].
 
-    def _layer(self, tokens: Tensor, offsets: Tensor, length: int) -> Tensor:
-        projected = self.project(tokens)
-        attended = attention(projected, offsets, self._heads, length)
+        length: what attention is divided by; no sequence is longer.
+        """
+        layer = self._of_candidates if candidates else self._of_all
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(layer, tokens, sequences, length, use_reentrant=False)
+        return layer(tokens, sequences, length)
+
+    def _of_all(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
+        projected = self.project(tokens, slice(None))
+        attended = attention(projected, sequences.offsets, self._heads, length)
         return self.output(tokens, functional.silu(projected[:, : self._inner]), attended)
 
-    def project(self, tokens: Tensor) -> Tensor:
-        """Returns u, v, q and k of all heads side by side, [N, 4 * inner]."""
+    def _of_candidates(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
+        u, v, q, k = (slice(part * self._inner, (part + 1) * self._inner) for part in range(4))
+        ends = tokens[sequences.candidates]
+        key, value, query = self.project(tokens, k), self.project(tokens, v), self.project(ends, q)
+        attended = last_attention(query, key, value, sequences, self._heads, length)
+        return self.output(ends, functional.silu(self.project(ends, u)), attended)
+
+    def project(self, tokens: Tensor, columns: slice) -> Tensor:
+        """Returns `columns` of u, v, q and k of all heads side by side, [N, 4 * inner], of tokens [N, width]."""
         normed = _norm(tokens, self.norm_weight, self.norm_bias).to(tokens.dtype)
-        return torch.addmm(self.uvqk_bias.to(tokens.dtype), normed, self.uvqk_weight.to(tokens.dtype))
+        weight, bias = self.uvqk_weight[:, columns], self.uvqk_bias[columns]
+        return torch.addmm(bias.to(tokens.dtype), normed, weight.to(tokens.dtype))
 
     def output(self, tokens: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's tokens of those it was given [N, width], the gate silu(u) and attention [N, inner]."""

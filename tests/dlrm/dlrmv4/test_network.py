@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec import JaggedTensor
 
 from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
-from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import LastLayer, ModelConfig, Precision, tables
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
@@ -152,6 +152,23 @@ def test_attention_is_divided_by_the_ranks_longest_sequence_unless_told() -> Non
     assert (scores(model, alone, longest) - scores(fixed, alone, maximum)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_last_layer_of_candidates_alone_gives_the_same(recompute: bool) -> None:
+    some = replace(STILL, last_layer="candidates", recompute_layers=recompute)
+    every, few = (run(small_model(of), of, case_samples()) for of in (STILL, some))
+    assert_equal(pack(few, True), pack(every, True))
+
+
+def test_a_last_layer_of_candidates_alone_errs_as_the_whole_one_in_bf16() -> None:
+    exact = run(small_model(STILL), STILL, case_samples())["logits"]
+    some = replace(STILL, last_layer="candidates")
+    errors = [
+        (run(small_model(of, "bf16"), of, case_samples())["logits"] - exact).square().mean().sqrt()
+        for of in (STILL, some)
+    ]
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
 def test_layers_computed_again_give_equal_bits_with_the_same_dropout() -> None:
     again = replace(SMALL, recompute_layers=True)
     kept, computed = run(small_model(SMALL), SMALL, case_samples()), run(small_model(again), again, case_samples())
@@ -186,6 +203,27 @@ def test_time_features_go_round_in_a_day_and_a_week() -> None:
     hour, day = 2 * 3.14 * torch.tensor([0, 6, 0, 18]) / 24, 2 * 3.14 * torch.tensor([0, 0, 0, 3]) / 7
     expected = torch.stack([hour.cos(), hour.sin(), day.cos(), day.sin()], dim=1)
     torch.testing.assert_close(time_features(seconds), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last_layer", ["all", "candidates"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_computes_as_the_host(precision: Precision, last_layer: LastLayer) -> None:
+    """In fp32 within 1e-4 of it, for products are summed in another order; in bf16 with no larger error than it has."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = replace(STILL, last_layer=last_layer, head_width=32)
+    exact = run(small_model(config), config, case_samples())
+    host = run(small_model(config, precision), config, case_samples())
+    model = small_model(config, precision).cuda()
+    loss, (_, logits, _) = model(batch_of(case_samples(), config).to(torch.device("cuda")))
+    loss.backward()
+    gpu = {"logits": logits, "loss": loss.detach()}
+    gpu |= {name: weight.grad for name, weight in model.model.named_parameters()}
+    for name, value in exact.items():
+        scale = max(float(value.abs().max()), 1e-3)
+        error = float((gpu[name].cpu() - value).norm()) / scale
+        of_host = float((host[name] - value).norm()) / scale
+        assert error <= (1e-4 if precision == "fp32" else 1.5 * of_host + 0.02), (name, error, of_host)
 
 
 def test_loss_is_a_fifth_of_the_mean_cross_entropy() -> None:

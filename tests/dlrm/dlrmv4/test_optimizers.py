@@ -21,6 +21,7 @@ from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, Training
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables, seed_dropout
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
 from dlrm_bench.dlrm.ranks import Ranks
+from tests.cases import PLACES
 from tests.dlrm.dlrmv4.cases import SMALL, make_samples
 
 STEPS = 20
@@ -62,19 +63,17 @@ def shard(config: TrainingConfig, ranks: Ranks, by_columns: bool = False) -> Dis
     return sharded
 
 
-def train_by_torchrec(ranks: Ranks, config: TrainingConfig) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
-    """Returns this rank's loss and logits of each step, and its dense weights and its rows of tables at the end."""
+def train_by_torchrec(ranks: Ranks, config: TrainingConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """Returns this rank's loss of each step, and its dense weights and its rows of tables at the end."""
+    torch.backends.cuda.matmul.allow_tf32 = False
     sharded = shard(config, ranks)
     optimizer = RampedOptimizer(sharded, config.optimizer)
     pipeline = TrainPipelineSparseDist(sharded, optimizer, ranks.device)  # type: ignore[arg-type]
     seed_dropout(config, ranks.rank)
-    stream, losses, logits = iter(batches(ranks.rank, config.model)), [], []
-    for _ in range(STEPS):
-        loss, of_samples, _ = pipeline.progress(stream)
-        losses.append(loss.item())
-        logits.append(of_samples.cpu())
+    stream = iter(batches(ranks.rank, config.model))
+    losses = [float(pipeline.progress(stream)[0]) for _ in range(STEPS)]
     assert optimizer.step_count == STEPS
-    return losses, logits, {name: whole(value) for name, value in sharded.state_dict().items()}
+    return losses, {name: whole(value) for name, value in sharded.state_dict().items()}
 
 
 def whole(value: Tensor | ShardedTensor) -> Tensor:
@@ -135,20 +134,23 @@ def train_plainly(
     return initial, losses, {name: weight.detach() for name, weight in weights.items()}, clipped
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_stock_pipeline_trains_as_a_plain_loop(run_ranks: Any, world_size: int) -> None:
-    initial, losses, weights, clipped = train_plainly(TRAINING, world_size)
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_the_stock_pipeline_trains_as_a_plain_loop(run_ranks: Any, world_size: int, gpu: bool) -> None:
+    """On GPUs without dropout, whose masks are other ones there."""
+    still = replace(MODEL, input_dropout=0.0, layer_dropout=0.0)
+    config = replace(TRAINING, model=still) if gpu else TRAINING
+    initial, losses, weights, clipped = train_plainly(config, world_size)
     assert 0 < clipped < STEPS, "some steps must be clipped and some not"
-    results = run_ranks(world_size, train_by_torchrec, TRAINING)
-    for rank, (of_rank, _, _) in enumerate(results):
+    results = run_ranks(world_size, train_by_torchrec, config, gpu=gpu)
+    for rank, (of_rank, _) in enumerate(results):
         torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses[rank]), rtol=1e-5, atol=1e-7)
     for name, weight in weights.items():
-        of_ranks = [state[name] for _, _, state in results]
+        of_ranks = [state[name] for _, state in results]
         got = sum(of_ranks) if "embeddings." in name else of_ranks[0]
         # Adam divides by the size of a gradient: where that is mere rounding, single elements differ.
         apart, way = (got - weight).norm(), (weight - initial[name]).norm()
         assert way > 0, name
-        assert apart < 1e-4 * way, (name, float(apart / way))
+        assert apart < (1e-3 if gpu else 1e-4) * way, (name, float(apart / way))
         assert "embeddings." in name or all(torch.equal(of, of_ranks[0]) for of in of_ranks), name
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from dlrm_bench.dlrm.dlrmv4.sequences import join, position_buckets, sequences_of, time_buckets, token_times
@@ -61,3 +62,16 @@ def test_times_are_roots_of_minutes_before_the_query() -> None:
 def test_an_event_after_the_query_has_the_first_bucket() -> None:
     times = token_times(TIMESTAMP + 30, QUERY, SEQUENCES)
     assert time_buckets(times, QUERY, SEQUENCES, SMALL).tolist()[9] == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_hosts_time_buckets_at_every_second_of_yambda() -> None:
+    timestamp, query = (of.int() for of in (torch.arange(0, 26_000_001, 5), torch.tensor([26_000_000])))
+    lengths = torch.tensor([len(timestamp)], dtype=torch.int32)
+    buckets = []
+    for device in ("cpu", "cuda"):
+        at, asked = timestamp.to(device), query.to(device)
+        sequences = sequences_of(lengths.to(device), len(timestamp))
+        buckets.append(time_buckets(token_times(at, asked, sequences), asked, sequences, SMALL).cpu())
+    assert torch.equal(*buckets)
+    assert buckets[0].max() == 658
