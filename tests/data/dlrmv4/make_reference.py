@@ -23,7 +23,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
-from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, STILL, make_samples, reference_names, set_weights
+from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, STILL, WIDE, make_samples, reference_names, set_weights
 
 FILE = Path(__file__).with_name("reference.npz")
 
@@ -148,6 +148,7 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "still": (STILL, {}),
     "dropout": (SMALL, {"seed": 3}),
     "bf16": (STILL, {"bf16": True}),
+    "widths": (WIDE, {"seed": 4}),
 }
 
 
@@ -196,14 +197,39 @@ def signed_sums(value: np.ndarray) -> np.ndarray:
     return (signs @ value.astype(np.float64).ravel()).astype(np.float32)
 
 
+def save(cases: dict[str, dict[str, np.ndarray]]) -> None:
+    """Writes FILE: each array, but rows of equal numbers of weights as one array in order of their names, for an array
+    of a few numbers takes hundreds of bytes."""
+    arrays = {}
+    for case, results in cases.items():
+        rows = [name for name in sorted(results) if results[name].shape in ((3,), (4,))]
+        arrays |= {f"{case}/{name}": value for name, value in results.items() if name not in rows}
+        if rows:
+            arrays[f"{case}/rows"] = np.stack([results[name] for name in rows])
+            arrays[f"{case}/names"] = np.array(" ".join(rows))
+    np.savez_compressed(FILE, **arrays)  # type: ignore[arg-type]
+
+
+def load() -> dict[str, dict[str, np.ndarray]]:
+    """Returns what `save` was given."""
+    cases: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(FILE) as file:
+        for name in file.files:
+            case, _, key = name.partition("/")
+            cases.setdefault(case, {})[key] = file[name]
+    for results in cases.values():
+        if "names" in results:
+            results |= zip(str(results.pop("names")).split(), results.pop("rows"), strict=True)
+    return cases
+
+
 def main(checkout: Path) -> None:
     open_checkout(checkout)
-    arrays = {}
-    for case, (config, options) in CASES.items():
-        packed = pack(run(config, case_samples(), **options), whole=case == "still")
-        arrays |= {f"{case}/{name}": value for name, value in packed.items()}
-    arrays |= {f"init/{name}": value for name, value in initial_laws().items()}
-    np.savez_compressed(FILE, **arrays)  # type: ignore[arg-type]
+    cases = {
+        case: pack(run(config, case_samples(), **options), whole=case == "still")
+        for case, (config, options) in CASES.items()
+    }
+    save(cases | {"init": initial_laws()})
     print(f"{FILE}: {FILE.stat().st_size} bytes")
 
 

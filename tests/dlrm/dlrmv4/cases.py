@@ -35,6 +35,8 @@ SMALL = ModelConfig(
 )
 """What the reference fixes stays as it is: hidden width of the head, columns of actions, buckets."""
 STILL = replace(SMALL, input_dropout=0.0, layer_dropout=0.0)
+WIDE = ModelConfig(event_rows=SMALL.event_rows, context_rows=SMALL.context_rows)
+"""The benchmark's own model, but for its tables' rows."""
 LENGTHS = (7, 0, 40, 1, 19, 0)
 """Odd ones, and none; the longest is neither first nor last."""
 LAST_SECOND = 26_000_000

@@ -19,10 +19,10 @@ from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from tests.data.dlrmv4.make_reference import (
     CASES,
-    FILE,
     case_samples,
     initial_laws,
     law,
+    load,
     open_checkout,
     pack,
 )
@@ -37,13 +37,8 @@ LAWS = ModelConfig(event_rows=(1, 1, 1), context_rows=(1,) * 8, embedding_dim=64
 
 
 @cache
-def committed() -> dict[str, np.ndarray]:
-    with np.load(FILE) as file:
-        return dict(file)
-
-
-def of_case(case: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(f"{case}/"): value for name, value in committed().items() if name.startswith(f"{case}/")}
+def committed() -> dict[str, dict[str, np.ndarray]]:
+    return load()
 
 
 def ours(case: str) -> dict[str, Tensor]:
@@ -60,16 +55,16 @@ def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tol
         np.testing.assert_allclose(ours[name], expected, rtol=0, atol=tolerance * largest, err_msg=name)
 
 
-@pytest.mark.parametrize("case", ["still", "dropout"])
+@pytest.mark.parametrize("case", ["still", "dropout", "widths"])
 def test_logits_loss_and_gradients_are_the_references(case: str) -> None:
-    theirs = of_case(case)
+    theirs = committed()[case]
     assert_equal(pack(ours(case), whole=case == "still"), theirs)
     assert all(np.abs(value).max() > 0 for value in theirs.values())
 
 
 def test_bf16_errs_no_more_than_the_reference_does() -> None:
     """Both against fp32: of logits, and of all gradients' sums together."""
-    exact, theirs, mine = pack(ours("still"), False), of_case("bf16"), pack(ours("bf16"), False)
+    exact, theirs, mine = pack(ours("still"), False), committed()["bf16"], pack(ours("bf16"), False)
     for names in (["logits"], [name for name in exact if name.startswith(("dense", "embeddings")) and "/" not in name]):
         scale = [max(1e-3, float(np.abs(exact[name]).max())) for name in names]
         errors = [
@@ -82,7 +77,7 @@ def test_bf16_errs_no_more_than_the_reference_does() -> None:
 def test_weights_start_by_the_references_laws() -> None:
     dense = DenseNetwork(LAWS)
     dense.init_weights(seed=5)
-    theirs = of_case("init")
+    theirs = committed()["init"]
     mine = {f"dense.{name}": weight for name, weight in dense.named_parameters()}
     assert set(mine) == set(theirs)
     for name, weight in mine.items():
@@ -101,7 +96,7 @@ def test_the_checkouts_results_are_the_committed_ones_and_ours(case: str) -> Non
     theirs = run_reference(config, case_samples(), **options)
     packed = pack(theirs, whole=case == "still")
     tolerance = 1e-5 if case != "bf16" else 0.05  # products in bf16 differ between CPUs
-    assert_equal(packed, of_case(case), tolerance)
+    assert_equal(packed, committed()[case], tolerance)
     if case != "bf16":
         assert_equal(pack(ours(case), True), pack(theirs, True))
 
@@ -109,7 +104,7 @@ def test_the_checkouts_results_are_the_committed_ones_and_ours(case: str) -> Non
 @needs_checkout
 def test_the_checkouts_initial_laws_are_the_committed_ones() -> None:
     open_checkout(Path(str(CHECKOUT)))
-    assert_equal(initial_laws(), of_case("init"), 1e-4)
+    assert_equal(initial_laws(), committed()["init"], 1e-4)
 
 
 def scores(model: Dlrmv4Train, samples: Samples, config: ModelConfig) -> Tensor:

@@ -73,6 +73,7 @@ def train_by_torchrec(ranks: Ranks, config: TrainingConfig) -> tuple[list[float]
     stream = iter(batches(ranks.rank, config.model))
     losses = [float(pipeline.progress(stream)[0]) for _ in range(STEPS)]
     assert optimizer.step_count == STEPS
+    assert pipeline._pipelined_modules == [sharded.module.model.embeddings], "the input dist must run ahead"
     return losses, {name: whole(value) for name, value in sharded.state_dict().items()}
 
 
