@@ -36,14 +36,19 @@ def fuse_table_optimizer(model: Dlrmv4Train, config: OptimizerConfig) -> None:
     apply_optimizer_in_backward(RowWiseAdagrad, model.model.embeddings.parameters(), arguments)
 
 
-def _check_rows_are_whole(model: DistributedModelParallel) -> None:
+def _check_sharding(model: DistributedModelParallel) -> None:
     for name, table in model.state_dict().items():
-        if isinstance(table, ShardedTensor):
+        if ".embeddings." in name:
+            table_name = name.split(".")[-2]
+            require(
+                isinstance(table, ShardedTensor),
+                f"table {table_name} is replicated on all ranks, where its rate cannot follow a ramp: shard it by rows",
+            )
             columns = {shard.shard_sizes[1] for shard in table.metadata().shards_metadata}
             require(
                 columns == {table.size()[1]},
-                f"table {name.split('.')[-2]} is sharded by columns: row-wise Adagrad would keep a state for each part "
-                "of a row in place of one for the row; shard it by rows, or place it whole on a rank",
+                f"table {table_name} is sharded by columns: row-wise Adagrad would keep a state for each part of a row "
+                "in place of one for the row; shard it by rows, or place it whole on a rank",
             )
 
 
@@ -54,8 +59,9 @@ class RampedOptimizer:
     """
 
     def __init__(self, model: DistributedModelParallel, config: OptimizerConfig, step: int = 0) -> None:
-        """step: of the first iteration that will be trained. ValueError where a table is sharded by columns."""
-        _check_rows_are_whole(model)
+        """step: of the first iteration that will be trained. ValueError where a table is replicated or sharded by
+        columns."""
+        _check_sharding(model)
         self._config, self._step = config, step
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         self._weights = list(dense.values())

@@ -41,7 +41,7 @@ TRAININGS: dict[str, TrainingConfig] = {
             time_buckets=1024,
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, ramp_steps=50),
-        local_batch_size=128,
+        local_batch_size=64,
         precision="fp32",
     ),
     "mlperf-dlrmv4": _MLPERF,

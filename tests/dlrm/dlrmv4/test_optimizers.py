@@ -9,8 +9,10 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
     column_wise,
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
@@ -41,13 +43,15 @@ def batches(rank: int, model: ModelConfig = MODEL) -> list[Batch]:
     return [batch_of(make_samples(model, LENGTHS[rank], seed=100 * rank + step), model) for step in range(STEPS)]
 
 
-def shard(config: TrainingConfig, ranks: Ranks, by_columns: bool = False) -> DistributedModelParallel:
-    """Tables in turn by rows, and whole on the first rank and on the last one; or all by columns."""
+def shard(
+    config: TrainingConfig, ranks: Ranks, way: ParameterShardingGenerator | None = None
+) -> DistributedModelParallel:
+    """Tables in turn by rows, and whole on the first rank and on the last one; or all in one way."""
     model = build_model(config, ranks.device)
     fuse_table_optimizer(model, config.optimizer)
     sharder = EmbeddingCollectionSharder(use_index_dedup=ranks.device.type == "cuda")  # FBGEMM has it for GPUs alone
     ways = [row_wise(), table_wise(rank=0), table_wise(rank=ranks.world_size - 1)]
-    ways = [column_wise(ranks=list(range(ranks.world_size)))] if by_columns else ways
+    ways = [way] if way else ways
     plan = construct_module_sharding_plan(
         model.model.embeddings,
         {table.name: ways[i % len(ways)] for i, table in enumerate(tables(config.model))},
@@ -181,16 +185,20 @@ def test_a_run_that_goes_on_has_the_rates_of_its_step(run_ranks: Any) -> None:
     assert run_ranks(1, rates, TRAINING)[0] == [{0.02 * 3 / 8}, {0.02}]
 
 
-def refusal(ranks: Ranks, config: TrainingConfig) -> str:
-    try:
-        RampedOptimizer(shard(config, ranks, by_columns=True), config.optimizer)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+def refusals(ranks: Ranks, config: TrainingConfig) -> list[str]:
+    errors = []
+    for way in (column_wise(ranks=list(range(ranks.world_size))), data_parallel()):
+        try:
+            RampedOptimizer(shard(config, ranks, way), config.optimizer)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
 
 
-def test_tables_sharded_by_columns_are_refused_on_every_rank(run_ranks: Any) -> None:
-    """Each part of a row would have a state of its own: another optimizer than the benchmark's."""
+def test_tables_sharded_by_columns_or_replicated_are_refused_on_every_rank(run_ranks: Any) -> None:
+    """Each part of a row would have a state of its own: another optimizer than the benchmark's. And TorchRec gives
+    replicated tables no rate."""
     model = replace(MODEL, embedding_dim=16)
-    for error in run_ranks(2, refusal, replace(TRAINING, model=model)):
-        assert error.startswith("table album_id is sharded by columns")
+    for by_columns, replicated in run_ranks(2, refusals, replace(TRAINING, model=model)):
+        assert by_columns.startswith("table album_id is sharded by columns")
+        assert "is replicated" in replicated
