@@ -33,6 +33,7 @@ AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
 Precision = Literal["fp32", "bf16"]
 DropoutSeed = Literal["rank", "same"]
+Exchange = Literal["fp32", "fp16"]
 
 
 class Table(NamedTuple):
@@ -243,6 +244,9 @@ class TrainingConfig:
     precision: Precision = "bf16"
     """Number format of tokens and of the products that make and transform them. Weights, tables, the candidate's MLP
     and the head are fp32 in either."""
+    exchange: Exchange = "fp32"
+    """Number format of rows and of their gradients on their way between ranks. fp16 is the reference's default, though
+    its README says fp32."""
     seed: int = 0
     """Seed of weights and of dropout."""
     dropout_seed: DropoutSeed = "rank"
@@ -252,5 +256,6 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
         require(self.precision in ("fp32", "bf16"), f"--precision is {self.precision!r}: choose fp32 or bf16")
+        require(self.exchange in ("fp32", "fp16"), f"--exchange is {self.exchange!r}: choose fp32 or fp16")
         require(0 <= self.seed < 2**63, f"--seed is {self.seed}: choose 0 <= seed < 2^63")
         require(self.dropout_seed in ("rank", "same"), f"--dropout-seed is {self.dropout_seed!r}: choose rank or same")

@@ -85,6 +85,9 @@ class DenseNetwork(nn.Module):
         for mlp in (self.item_mlp, self.head):
             uniform_(mlp.first, generator)
             uniform_(mlp.second, generator)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
 
     def forward(self, embedded: dict[str, JaggedTensor], batch: Batch) -> Tensor:
         """Returns the logit of each sample, fp32 [B], of the embeddings of each feature of `tables`."""

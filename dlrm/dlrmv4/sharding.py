@@ -4,13 +4,15 @@ Rows of a table are read about equally often, so that each rank has an equal par
 whole rows (optimizers.py). The benchmark's 559 GiB leave no room for whole tables on single ranks anyway.
 """
 
+import torch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan
 
 from dlrm_bench.dlrm.config import require
-from dlrm_bench.dlrm.dlrmv4.config import TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import Exchange, TrainingConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
 from dlrm_bench.dlrm.dlrmv4.work import memory_bytes
@@ -27,7 +29,9 @@ def build_sharded(config: TrainingConfig, ranks: Ranks) -> tuple[DistributedMode
     check_tables_fit(config, ranks.world_size, table_memory_bytes(ranks))
     model = build_model(config, ranks.device)
     fuse_table_optimizer(model, config.optimizer)
-    sharder = EmbeddingCollectionSharder(use_index_dedup=ranks.device.type == "cuda")
+    sharder = EmbeddingCollectionSharder(
+        qcomm_codecs_registry=_codecs(config.exchange, ranks.device), use_index_dedup=ranks.device.type == "cuda"
+    )
     plan = construct_module_sharding_plan(
         model.model.embeddings,
         {table.name: row_wise() for table in tables(config.model)},
@@ -41,6 +45,14 @@ def build_sharded(config: TrainingConfig, ranks: Ranks) -> tuple[DistributedMode
     )
     fill_tables(sharded, config.model, config.seed)
     return sharded, RampedOptimizer(sharded, config.optimizer)
+
+
+def _codecs(exchange: Exchange, device: torch.device) -> dict[str, QuantizedCommCodecs] | None:
+    """Returns TorchRec's codecs of what ranks exchange of tables; on CPUs it has bf16 in fp16's place."""
+    if exchange == "fp32":
+        return None
+    precisions = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+    return get_qcomm_codecs_registry(precisions, device=device)
 
 
 def check_tables_fit(config: TrainingConfig, world_size: int, available: int) -> None:

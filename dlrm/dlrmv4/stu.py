@@ -53,22 +53,26 @@ class StuLayer(nn.Module):
         return layer(tokens, sequences, length)
 
     def _of_all(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
-        projected = self.project(tokens, slice(None))
+        projected = self.project(self.normed(tokens), slice(None))
         attended = attention(projected, sequences.offsets, self._heads, length)
         return self.output(tokens, functional.silu(projected[:, : self._inner]), attended)
 
     def _of_candidates(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
         u, v, q, k = (slice(part * self._inner, (part + 1) * self._inner) for part in range(4))
-        ends = tokens[sequences.candidates]
-        key, value, query = self.project(tokens, k), self.project(tokens, v), self.project(ends, q)
+        normed, ends = self.normed(tokens), sequences.candidates
+        gate, query = self.project(normed[ends], u), self.project(normed[ends], q)
+        key, value = self.project(normed, k), self.project(normed, v)
         attended = last_attention(query, key, value, sequences, self._heads, length)
-        return self.output(ends, functional.silu(self.project(ends, u)), attended)
+        return self.output(tokens[ends], functional.silu(gate), attended)
 
-    def project(self, tokens: Tensor, columns: slice) -> Tensor:
-        """Returns `columns` of u, v, q and k of all heads side by side, [N, 4 * inner], of tokens [N, width]."""
-        normed = _norm(tokens, self.norm_weight, self.norm_bias).to(tokens.dtype)
+    def normed(self, tokens: Tensor) -> Tensor:
+        """Returns the norm of tokens [N, width], in their format."""
+        return _norm(tokens, self.norm_weight, self.norm_bias).to(tokens.dtype)
+
+    def project(self, normed: Tensor, columns: slice) -> Tensor:
+        """Returns `columns` of u, v, q and k of all heads side by side, [N, 4 * inner], of normed tokens [N, width]."""
         weight, bias = self.uvqk_weight[:, columns], self.uvqk_bias[columns]
-        return torch.addmm(bias.to(tokens.dtype), normed, weight.to(tokens.dtype))
+        return torch.addmm(bias.to(normed.dtype), normed, weight.to(normed.dtype))
 
     def output(self, tokens: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's tokens of those it was given [N, width], the gate silu(u) and attention [N, inner]."""

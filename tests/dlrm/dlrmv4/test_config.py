@@ -87,6 +87,7 @@ def test_an_optimizer_that_cannot_be_is_refused(change: dict[str, Any], message:
     [
         ({"local_batch_size": 0}, "--local-batch-size is 0"),
         ({"precision": "tf32"}, "--precision is 'tf32': choose fp32 or bf16"),
+        ({"exchange": "fp8"}, "--exchange is 'fp8': choose fp32 or fp16"),
         ({"seed": -1}, "--seed is -1"),
         ({"dropout_seed": "none"}, "--dropout-seed is 'none': choose rank or same"),
     ],

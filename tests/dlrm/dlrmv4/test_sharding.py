@@ -1,5 +1,6 @@
 """The whole model under TorchRec, each table split by rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ def test_every_table_is_split_by_rows_and_trained(run_ranks: Any) -> None:
     for rank, (rows, of_rank) in enumerate(run_ranks(2, rows_and_losses, TRAINING)):
         assert rows == {table.name: (table.rows // 2, -(-table.rows // 2)) for table in tables(TRAINING.model)}
         torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses[rank][:5]), rtol=1e-5, atol=1e-7)
+
+
+def test_an_exchange_in_fewer_bits_changes_losses_slightly(run_ranks: Any) -> None:
+    losses = torch.tensor(train_plainly(TRAINING, 2)[1])[:, :5]
+    results = run_ranks(2, rows_and_losses, replace(TRAINING, exchange="fp16"))
+    apart = (torch.tensor([of_rank for _, of_rank in results]) / losses - 1).abs()
+    assert 1e-5 < apart.max() < 0.02
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
