@@ -26,13 +26,16 @@ class Batch(Pipelineable):
     timestamp: Tensor
     """Seconds, int32 [T]."""
     action: Tensor
-    """Bits, uint8 [T]."""
+    """Bits, uint8 [T]; [E] of distinct events."""
     query_timestamp: Tensor
     """Seconds, int32 [B]."""
     labels: Tensor
     """float32 [B]."""
     longest: int
     """Tokens of the longest sequence, counted on the host: nothing waits for the device to know it."""
+    event: Tensor | None = None
+    """Which of E distinct events each event of the histories is, int32 [T]: of these alone `features` and `action` then
+    say item, artist, album and action, and the features' lengths mean nothing. None where they name all T."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Returns the batch on `device`."""
@@ -44,19 +47,25 @@ class Batch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the batch's memory until `stream` has done what is launched on it now."""
-        for of in fields(self):
-            if of.name != "longest":
-                getattr(self, of.name).record_stream(stream)
+        for of in self._on_device().values():
+            of.record_stream(stream)
+
+    def _on_device(self) -> dict[str, Any]:
+        values = {of.name: getattr(self, of.name) for of in fields(self) if of.name != "longest"}
+        return {name: value for name, value in values.items() if value is not None}
 
     def _each(self, function: Callable[[Any], Any]) -> "Batch":
-        moved = {of.name: function(getattr(self, of.name)) for of in fields(self) if of.name != "longest"}
-        return replace(self, **moved)
+        return replace(self, **{name: function(value) for name, value in self._on_device().items()})
 
 
-def batch_of(samples: Samples, config: ModelConfig) -> Batch:
+def batch_of(samples: Samples, config: ModelConfig, distinct: bool = False) -> Batch:
     """Returns `samples`, on the host, as a batch; its KeyedJaggedTensor is a copy of their ids, all else their memory.
 
-    ValueError where there is no sample or a history is longer than --model.max-history.
+    distinct: each pair of item and action in the histories once, in order of items. All that a token is beside its
+    place and time follows from the pair, so that tables are read and tokens made once a pair: the same results but for
+    the order of sums. The host sorts T numbers for it.
+    ValueError where there is no sample, where a history is longer than --model.max-history, or where distinct events
+    are asked for and an item has two artists or two albums.
     """
     require(len(samples.labels) > 0, "a batch has no samples, which TorchRec's KeyedJaggedTensor cannot say: drop it")
     longest = longest_of(samples)
@@ -65,15 +74,41 @@ def batch_of(samples: Samples, config: ModelConfig) -> Batch:
         f"a history has {longest - OWN_TOKENS} events and --model.max-history is {config.max_history}: cut histories "
         "to that length or raise it",
     )
+    event = None
+    named: tuple[Tensor, ...] = (samples.item, samples.artist, samples.album)
+    lengths, action = samples.lengths, samples.action
+    if distinct:
+        first, event = _distinct(samples)
+        named, action = tuple(of[first] for of in named), action[first]
+        # As many for each sample: FBGEMM gives a sequence one warp.
+        share, more = divmod(len(first), len(lengths))
+        lengths = share + (torch.arange(len(lengths)) < more).int()
     return Batch(
-        features=kjt_of(samples, config),
+        features=_kjt(samples, config, named, lengths.int()),
         lengths=samples.lengths,
         timestamp=samples.timestamp,
-        action=samples.action,
+        action=action,
         query_timestamp=samples.query_timestamp,
         labels=samples.labels,
         longest=longest,
+        event=event,
     )
+
+
+def _distinct(samples: Samples) -> tuple[Tensor, Tensor]:
+    """Returns an event of each distinct pair of item and action, int64 [E], and the pair of each event, int32 [T]."""
+    pairs = samples.item.long() * 256 + samples.action
+    distinct, event = pairs.unique(return_inverse=True)
+    first = torch.empty_like(distinct).scatter_(0, event, torch.arange(len(pairs)))
+    for name in ("artist", "album"):
+        of = getattr(samples, name)
+        other = of[first][event] != of
+        require(
+            not bool(other.any()),
+            f"samples.{name}: item {int(samples.item[other.int().argmax()]) if len(other) else 0} has two; distinct "
+            "events need one for each item, or batches with distinct=False",
+        )
+    return first, event.int()
 
 
 def longest_of(samples: Samples) -> int:
@@ -83,15 +118,16 @@ def longest_of(samples: Samples) -> int:
 
 def kjt_of(samples: Samples, config: ModelConfig) -> KeyedJaggedTensor:
     """Returns the ids of all features, int32, each with lengths int32 [B]; on the samples' device."""
+    return _kjt(samples, config, (samples.item, samples.artist, samples.album), samples.lengths)
+
+
+def _kjt(samples: Samples, config: ModelConfig, named: tuple[Tensor, ...], of_named: Tensor) -> KeyedJaggedTensor:
     one = torch.ones_like(samples.lengths)
+    candidates = (samples.candidate_item, samples.candidate_artist, samples.candidate_album)
     values, lengths = [], []
-    for history, candidate in (
-        (samples.item, samples.candidate_item),
-        (samples.artist, samples.candidate_artist),
-        (samples.album, samples.candidate_album),
-    ):
+    for history, candidate in zip(named, candidates, strict=True):
         values += [history, candidate]
-        lengths += [samples.lengths, one]
+        lengths += [of_named, one]
     values += samples.context.unbind()
     lengths += [one] * len(samples.context)
     keys = [feature for table in tables(config) for feature in table.features]

@@ -17,6 +17,7 @@ from dlrm_bench.dlrm.dlrmv4.preprocessor import Preprocessor
 from dlrm_bench.dlrm.dlrmv4.sequences import (
     Sequences,
     join,
+    pick,
     position_buckets,
     sequences_of,
     time_buckets,
@@ -106,7 +107,8 @@ class DenseNetwork(nn.Module):
     def tokens(self, rows: dict[str, Tensor], batch: Batch, sequences: Sequences) -> Tensor:
         """Returns the first layer's input, [N, width]: content, action, position and time of each token, dropped out.
 
-        rows: embeddings of each feature, fp32 [T, columns] of events, [B, columns] of candidates and context.
+        rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones), [B, columns] of
+        candidates and context.
         """
         item, artist, album = (
             torch.cat([rows[feature].to(self._dtype) for feature in table.features])
@@ -114,6 +116,8 @@ class DenseNetwork(nn.Module):
         )
         events = self.preprocessor.content(item, artist, album)
         events = events + self.preprocessor.action(batch.action, len(batch.labels), self._dtype)
+        if batch.event is not None:
+            events = pick(events, batch.event, len(batch.labels))
         context = self.preprocessor.context([rows[name] for name in CONTEXT_TABLES], self._dtype)
         tokens = join(context, events, sequences) * math.sqrt(self._config.width)
         tokens = tokens + self.places(batch, sequences).to(self._dtype)

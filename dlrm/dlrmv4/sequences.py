@@ -72,6 +72,32 @@ def join(context: Tensor, events: Tensor, sequences: Sequences) -> Tensor:
     return _Reorder.apply(rows, sequences.source, sequences.target)
 
 
+class _Pick(torch.autograd.Function):
+    """rows[index], where an index comes thousands of times: its gradient is summed in fp32 whatever the rows are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(rows)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.rows, grads[0].shape[1], device=index.device)
+        return total.index_add_(0, index, grads[0].float()).to(grads[0].dtype), None
+
+
+def pick(rows: Tensor, event: Tensor, candidates: int) -> Tensor:
+    """Returns events and then candidates, [T + B, D], of distinct events and then candidates, rows [E + B, D].
+
+    event: which distinct event each one is, int32 [T]; candidates: B. On GPUs the gradient's sums are made by atomics,
+    whose order differs from run to run.
+    """
+    own = torch.arange(len(rows) - candidates, len(rows), device=event.device)
+    return _Pick.apply(rows, torch.cat([event.long(), own]))
+
+
 def position_buckets(sequences: Sequences, config: ModelConfig) -> Tensor:
     """Returns the row of the position embedding of each token, int64 [N].
 

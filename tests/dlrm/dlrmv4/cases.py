@@ -117,6 +117,11 @@ def reference_names(config: ModelConfig) -> dict[str, str]:
     }
 
 
+def by_item(samples: Samples) -> Samples:
+    """Returns samples whose items have one artist and one album each, as real ones have."""
+    return replace(samples, artist=samples.item % 17, album=samples.item % 29)
+
+
 def set_weights(weights: dict[str, nn.Parameter]) -> None:
     """Fills weights by their (our) names: norms about 1, all others about 0, none of them at its initial value."""
     for name, weight in weights.items():
@@ -137,11 +142,13 @@ def small_model(config: ModelConfig, precision: Precision = "fp32") -> Dlrmv4Tra
     return model
 
 
-def run(model: Dlrmv4Train, config: ModelConfig, samples: Samples, seed: int = 0) -> dict[str, torch.Tensor]:
+def run(
+    model: Dlrmv4Train, config: ModelConfig, samples: Samples, seed: int = 0, distinct: bool = False
+) -> dict[str, torch.Tensor]:
     """Returns logits, loss and the gradient of each weight, by name, after one backward pass in training mode."""
     torch.manual_seed(seed)
     model.zero_grad()
-    loss, (_, logits, _) = model(batch_of(samples, config))
+    loss, (_, logits, _) = model(batch_of(samples, config, distinct))
     loss.backward()
     grads = {name: weight.grad for name, weight in model.model.named_parameters()}
     return {"logits": logits, "loss": loss.detach(), **{name: grad.clone() for name, grad in grads.items()}}

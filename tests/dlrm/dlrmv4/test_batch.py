@@ -7,7 +7,7 @@ import torch
 
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of, check_samples, kjt_of, longest_of
 from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS, tables
-from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, make_samples
+from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, by_item, make_samples
 
 
 def test_a_batch_names_each_features_rows() -> None:
@@ -38,6 +38,42 @@ def test_a_batch_keeps_its_fields_when_it_moves() -> None:
     for of in fields(batch):
         value = getattr(moved, of.name)
         assert not isinstance(value, torch.Tensor) or torch.equal(value, getattr(batch, of.name))
+
+
+def test_distinct_events_are_named_once() -> None:
+    samples = by_item(make_samples(SMALL, LENGTHS, seed=1))
+    batch = batch_of(samples, SMALL, distinct=True).to(torch.device("cpu"))
+    features = batch.features.to_dict()
+    pairs = sorted(set(zip(samples.item.tolist(), samples.action.tolist(), strict=True)))
+    assert batch.event is not None
+    assert len(pairs) < len(samples.item)
+    assert list(zip(features["item_id"].values().tolist(), batch.action.tolist(), strict=True)) == pairs
+    for name in ("item", "artist", "album"):
+        assert torch.equal(features[f"{name}_id"].values()[batch.event], getattr(samples, name))
+        lengths = features[f"{name}_id"].lengths()
+        assert int(lengths.sum()) == len(pairs)
+        assert int(lengths.max() - lengths.min()) <= 1
+    assert torch.equal(batch.action[batch.event], samples.action)
+    assert torch.equal(features["uid"].values(), samples.context[0])
+    assert torch.equal(batch.timestamp, samples.timestamp)
+
+
+@pytest.mark.parametrize("name", ["artist", "album"])
+def test_an_item_of_two_artists_or_albums_has_no_distinct_events(name: str) -> None:
+    samples = by_item(make_samples(SMALL, LENGTHS, seed=1))
+    item, count = samples.item.unique(return_counts=True)
+    twice = int(item[count.argmax()])
+    places = (samples.item == twice).nonzero().flatten()
+    actions = samples.action.index_fill(0, places, 1)
+    changed = getattr(samples, name).index_fill(0, places[:1], 16)
+    with pytest.raises(ValueError, match=rf"samples\.{name}: item {twice} has two"):
+        batch_of(replace(samples, action=actions, **{name: changed}), SMALL, distinct=True)
+
+
+def test_samples_without_history_have_no_distinct_events() -> None:
+    batch = batch_of(make_samples(SMALL, (0, 0), seed=1), SMALL, distinct=True)
+    assert batch.event is not None
+    assert len(batch.event) == len(batch.action) == 0
 
 
 def test_histories_that_are_too_long_are_refused() -> None:

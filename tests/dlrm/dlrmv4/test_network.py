@@ -27,7 +27,7 @@ from tests.data.dlrmv4.make_reference import (
     pack,
 )
 from tests.data.dlrmv4.make_reference import run as run_reference
-from tests.dlrm.dlrmv4.cases import SMALL, STILL, make_samples, run, small_model
+from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, STILL, by_item, make_samples, run, small_model
 
 CHECKOUT = os.environ.get("DLRMV4_REFERENCE")
 needs_checkout = pytest.mark.skipif(
@@ -162,6 +162,22 @@ def test_a_last_layer_of_candidates_alone_errs_as_the_whole_one_in_bf16() -> Non
         for of in (STILL, some)
     ]
     assert 0 < errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("config", [STILL, SMALL], ids=["still", "dropout"])
+def test_distinct_events_give_the_same(config: ModelConfig) -> None:
+    samples = by_item(case_samples())
+    once = run(small_model(config), config, samples, distinct=True)
+    assert_equal(pack(once, True), pack(run(small_model(config), config, samples), True))
+
+
+def test_distinct_events_err_no_more_in_bf16() -> None:
+    samples = by_item(make_samples(replace(STILL, event_rows=(5, 17, 29)), LENGTHS, seed=2))  # each pair many times
+    exact = run(small_model(STILL), STILL, samples)
+    every, once = (run(small_model(STILL, "bf16"), STILL, samples, distinct=distinct) for distinct in (False, True))
+    for name in ("logits", "dense.preprocessor.item_mlp.first.weight", "embeddings.embeddings.item_id.weight"):
+        errors = [float((of[name] - exact[name]).norm()) for of in (every, once)]
+        assert 0 < errors[1] < 1.5 * errors[0], (name, errors)
 
 
 def test_layers_computed_again_give_equal_bits_with_the_same_dropout() -> None:

@@ -8,12 +8,14 @@ import torch
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedTensor
 
+from dlrm_bench.dlrm.dlrmv4.batch import batch_of
 from dlrm_bench.dlrm.dlrmv4.config import TrainingConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.presets import training
 from dlrm_bench.dlrm.dlrmv4.sharding import build_sharded, check_tables_fit
 from dlrm_bench.dlrm.ranks import Ranks
-from tests.dlrm.dlrmv4.test_optimizers import TRAINING, batches, train_plainly
+from tests.dlrm.dlrmv4.cases import by_item, make_samples
+from tests.dlrm.dlrmv4.test_optimizers import LENGTHS, TRAINING, batches, train_plainly
 
 
 def rows_and_losses(ranks: Ranks, config: TrainingConfig) -> tuple[dict[str, tuple[int, ...]], list[float]]:
@@ -33,6 +35,23 @@ def test_every_table_is_split_by_rows_and_trained(run_ranks: Any) -> None:
     for rank, (rows, of_rank) in enumerate(run_ranks(2, rows_and_losses, TRAINING)):
         assert rows == {table.name: (table.rows // 2, -(-table.rows // 2)) for table in tables(TRAINING.model)}
         torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses[rank][:5]), rtol=1e-5, atol=1e-7)
+
+
+def losses_of_both(ranks: Ranks, config: TrainingConfig) -> list[list[float]]:
+    losses = []
+    for distinct in (False, True):
+        sharded, optimizer = build_sharded(config, ranks)
+        seed_dropout(config, ranks.rank)
+        pipeline = TrainPipelineSparseDist(sharded, optimizer, ranks.device)  # type: ignore[arg-type]
+        samples = [by_item(make_samples(config.model, LENGTHS[ranks.rank], seed)) for seed in range(10)]
+        stream = iter([batch_of(of, config.model, distinct) for of in samples])
+        losses.append([float(pipeline.progress(stream)[0]) for _ in samples])
+    return losses
+
+
+def test_distinct_events_train_as_all_events(run_ranks: Any) -> None:
+    for every, once in run_ranks(2, losses_of_both, TRAINING):
+        torch.testing.assert_close(torch.tensor(once), torch.tensor(every), rtol=1e-5, atol=1e-7)
 
 
 def test_an_exchange_in_fewer_bits_changes_losses_slightly(run_ranks: Any) -> None:
