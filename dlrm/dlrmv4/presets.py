@@ -39,6 +39,7 @@ TRAININGS: dict[str, TrainingConfig] = {
             max_history=63,
             position_buckets=128,
             time_buckets=1024,
+            last_layer="candidates",
         ),
         optimizer=OptimizerConfig(learning_rate=2e-3, ramp_steps=50),
         local_batch_size=64,

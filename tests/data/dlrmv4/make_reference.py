@@ -7,6 +7,7 @@ operators run on the CPU. Two things of it are changed while they run, and nothi
 - gin-config is replaced by a decorator that does nothing, for gin is not needed to call a function.
 - pytorch_add_timestamp_positional_embeddings cuts time buckets at the number of columns of their table (size(1)) where
   the Triton kernel that is trained with cuts at the number of rows. It is given zero columns up to that number.
+  `kernel_buckets` runs that kernel, interpreted.
 """
 
 import sys
@@ -142,6 +143,57 @@ def run(config: ModelConfig, samples: Samples, bf16: bool = False, seed: int = 0
         loss.backward()
     grads = {name: weight.grad for name, weight in weights.items()}
     return {"logits": logits[0].detach(), "loss": loss.detach(), **grads}
+
+
+def kernel_buckets(times: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the time and position buckets that the reference's Triton kernel stores, int32 [N] each; interpreted.
+
+    times: seconds of all tokens, [N]; lengths: tokens of each sequence, [B].
+    """
+    from generative_recommenders.ops.triton import triton_position
+    from triton.runtime import interpreter
+
+    theirs = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        theirs(tensor, scope)  # makes an int of an array of one number, which numpy no longer does
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    tokens, size, columns = len(times), len(lengths), 16
+    found = [torch.full((tokens,), -1, dtype=torch.int32) for _ in range(2)]
+    # `a and b` of masks is b where the kernel is interpreted: a program writes a whole block of rows past the end.
+    values = [torch.zeros(rows, columns) for rows in (tokens + 16, 8192, 2049, tokens + 16)]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).long()
+    strides = dict.fromkeys(("stride_sn", "stride_pn", "stride_tn", "stride_on"), columns)
+    interpreter._patch_lang_tensor = patched
+    try:
+        triton_position._add_timestamp_position_embeddings_kernel.fn[(size, -(-int(lengths.max()) // 16))](
+            **dict(zip(("SeqEmb", "PosEmb", "TsEmb", "Out"), values, strict=True)),
+            **strides,
+            Offsets=offsets,
+            Lengths=lengths.long(),
+            TS=times.long(),
+            TsInds=found[0],
+            PosInds=found[1],
+            NumTargets=torch.ones(size, dtype=torch.int64),
+            AUTOTUNE_MAX_SEQ_LEN=64,
+            D=columns,
+            num_time_buckets=2048,
+            time_bucket_increments=60.0,
+            time_bucket_scale=1.0,
+            time_delta=0,
+            max_contextual_seq_len=8,
+            max_pos_ind=8192,
+            TRAINING=True,
+            HAS_MULTIPLE_TARGETS=True,
+            INTERLEAVE_TARGETS=False,
+            TIME_BUCKET_FN="sqrt",
+            BLOCK_D=columns,
+            BLOCK_N=16,
+        )
+    finally:
+        interpreter._patch_lang_tensor = theirs
+    return found[0], found[1]
 
 
 CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {

@@ -3,10 +3,12 @@
 Weights come from numpy's RandomState, whose numbers never change, so that no file has to hold them.
 """
 
+import os
 import zlib
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +24,10 @@ from dlrm_bench.dlrm.dlrmv4.config import (
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train, build_model
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
+CHECKOUT = os.environ.get("DLRMV4_REFERENCE")
+needs_checkout = pytest.mark.skipif(
+    CHECKOUT is None, reason="DLRMV4_REFERENCE does not name the folder recommendation/ of a checkout of the reference"
+)
 SMALL = ModelConfig(
     event_rows=(61, 17, 29),
     context_rows=(11, 13, 12, 19, 23, 7, 5, 16),

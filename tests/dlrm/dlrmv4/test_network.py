@@ -1,7 +1,6 @@
 """DLRMv4 computes what the reference's own code does: against its committed results, and against a checkout."""
 
 import math
-import os
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -27,12 +26,18 @@ from tests.data.dlrmv4.make_reference import (
     pack,
 )
 from tests.data.dlrmv4.make_reference import run as run_reference
-from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, STILL, by_item, make_samples, run, small_model
-
-CHECKOUT = os.environ.get("DLRMV4_REFERENCE")
-needs_checkout = pytest.mark.skipif(
-    CHECKOUT is None, reason="DLRMV4_REFERENCE does not name the folder recommendation/ of a checkout of the reference"
+from tests.dlrm.dlrmv4.cases import (
+    CHECKOUT,
+    LENGTHS,
+    SMALL,
+    STILL,
+    by_item,
+    make_samples,
+    needs_checkout,
+    run,
+    small_model,
 )
+
 LAWS = ModelConfig(event_rows=(1, 1, 1), context_rows=(1,) * 8, embedding_dim=64, width=64, heads=2, head_width=32)
 
 

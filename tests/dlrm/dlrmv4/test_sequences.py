@@ -1,12 +1,16 @@
 """Where tokens stand, and their positions and times, on a case that is small enough to read."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS
 from dlrm_bench.dlrm.dlrmv4.sequences import join, position_buckets, sequences_of, time_buckets, token_times
-from tests.dlrm.dlrmv4.cases import SMALL
+from tests.data.dlrmv4.make_reference import kernel_buckets, open_checkout
+from tests.dlrm.dlrmv4.cases import CHECKOUT, SMALL, make_samples, needs_checkout
+from tests.dlrm.dlrmv4.cases import LENGTHS as LENGTHS_OF_CASES
 
 LENGTHS = torch.tensor([2, 0, 3], dtype=torch.int32)
 QUERY = torch.tensor([7200, 60, 26_000_000], dtype=torch.int32)
@@ -75,3 +79,17 @@ def test_a_gpu_has_the_hosts_time_buckets_at_every_second_of_yambda() -> None:
         buckets.append(time_buckets(token_times(at, asked, sequences), asked, sequences, SMALL).cpu())
     assert torch.equal(*buckets)
     assert buckets[0].max() == 658
+
+
+@needs_checkout
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
+def test_positions_and_times_are_those_of_the_references_kernel() -> None:
+    """Of the Triton kernel that it trains with, which differs from its PyTorch operator beyond 512^2 minutes."""
+    open_checkout(Path(str(CHECKOUT)))
+    samples = make_samples(SMALL, LENGTHS_OF_CASES, seed=6)
+    sequences = sequences_of(samples.lengths, len(samples.timestamp))
+    times = token_times(samples.timestamp, samples.query_timestamp, sequences)
+    time, position = kernel_buckets(times, samples.lengths + OWN_TOKENS)
+    assert torch.equal(time, time_buckets(times, samples.query_timestamp, sequences, SMALL).int())
+    assert torch.equal(position, position_buckets(sequences, SMALL).int())
+    assert time.max() > 512
