@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS
-from dlrm_bench.dlrm.dlrmv4.sequences import join, position_buckets, sequences_of, time_buckets, token_times
+from dlrm_bench.dlrm.dlrmv4.sequences import join, pick, position_buckets, sequences_of, time_buckets, token_times
 from tests.data.dlrmv4.make_reference import kernel_buckets, open_checkout
 from tests.dlrm.dlrmv4.cases import CHECKOUT, SMALL, make_samples, needs_checkout
 from tests.dlrm.dlrmv4.cases import LENGTHS as LENGTHS_OF_CASES
@@ -39,6 +39,18 @@ def test_the_gradient_of_a_join_goes_back_to_each_row() -> None:
     assert context.grad is not None
     assert events.grad is not None
     assert torch.equal(join(context.grad, events.grad, SEQUENCES), weight)
+
+
+def test_an_event_that_comes_thousands_of_times_sums_its_gradient_in_fp32() -> None:
+    """In bf16, 256 + 1 is 256."""
+    rows = torch.tensor([[1.0], [2], [3]], dtype=torch.bfloat16, requires_grad=True)  # two events, one candidate
+    event = torch.ones(5000, dtype=torch.int32).index_fill(0, torch.tensor([7]), 0)
+    picked = pick(rows, event, 1)
+    assert picked[:9].flatten().tolist() == [2] * 7 + [1, 2]
+    assert picked[-1] == 3
+    picked.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.flatten().tolist() == [1, pytest.approx(4999, rel=0.004), 1]
 
 
 def test_positions_count_from_the_end_of_the_history() -> None:
