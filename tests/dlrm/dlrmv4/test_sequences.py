@@ -41,11 +41,13 @@ def test_the_gradient_of_a_join_goes_back_to_each_row() -> None:
     assert torch.equal(join(context.grad, events.grad, SEQUENCES), weight)
 
 
-def test_an_event_that_comes_thousands_of_times_sums_its_gradient_in_fp32() -> None:
-    """In bf16, 256 + 1 is 256."""
-    rows = torch.tensor([[1.0], [2], [3]], dtype=torch.bfloat16, requires_grad=True)  # two events, one candidate
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_event_that_comes_thousands_of_times_sums_its_gradient_in_fp32(device: str) -> None:
+    """In bf16, 256 + 1 is 256, which shows on GPUs alone: the host's index_add_ sums in fp32 by itself."""
+    # Two events, one candidate.
+    rows = torch.tensor([[1.0], [2], [3]], dtype=torch.bfloat16, device=device, requires_grad=True)
     event = torch.ones(5000, dtype=torch.int32).index_fill(0, torch.tensor([7]), 0)
-    picked = pick(rows, event, 1)
+    picked = pick(rows, event.to(device), 1)
     assert picked[:9].flatten().tolist() == [2] * 7 + [1, 2]
     assert picked[-1] == 3
     picked.sum().backward()
