@@ -1,4 +1,4 @@
-"""Small DLRMv4 models and samples, the same in every process: what tests and tests/data/dlrmv4/make_reference.py share.
+"""Small DLRMv4 models and samples, the same in every process, for tests and tests/data/dlrmv4/make_model_reference.py.
 
 Weights come from numpy's RandomState, whose numbers never change, so that no file has to hold them.
 """

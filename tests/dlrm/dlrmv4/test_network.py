@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.dlrmv4.config import LastLayer, ModelConfig, Precision, tab
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
-from tests.data.dlrmv4.make_reference import (
+from tests.data.dlrmv4.make_model_reference import (
     CASES,
     case_samples,
     initial_laws,
@@ -25,7 +25,7 @@ from tests.data.dlrmv4.make_reference import (
     open_checkout,
     pack,
 )
-from tests.data.dlrmv4.make_reference import run as run_reference
+from tests.data.dlrmv4.make_model_reference import run as run_reference
 from tests.dlrm.dlrmv4.cases import (
     CHECKOUT,
     LENGTHS,

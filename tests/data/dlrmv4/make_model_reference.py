@@ -1,6 +1,6 @@
-"""Runs the reference's own DLRMv4 on small cases and writes what it computes to reference.npz beside this file.
+"""Runs the reference's own DLRMv4 on small cases and writes what it computes to model_reference.npz beside this file.
 
-    PYTHONPATH=. python tests/data/dlrmv4/make_reference.py CHECKOUT
+    PYTHONPATH=. python tests/data/dlrmv4/make_model_reference.py CHECKOUT
 
 CHECKOUT is the folder recommendation/ of mlcommons/training (Apache-2.0), as of pull request #889 or later. Its PyTorch
 operators run on the CPU. Two things of it are changed while they run, and nothing else:
@@ -26,7 +26,7 @@ from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, STILL, WIDE, make_samples, reference_names, set_weights
 
-FILE = Path(__file__).with_name("reference.npz")
+FILE = Path(__file__).with_name("model_reference.npz")
 
 
 def open_checkout(checkout: Path) -> None:
