@@ -1,0 +1,168 @@
+"""A batch of DLRMv4 as TorchRec's train pipelines take it: all ids in one KeyedJaggedTensor, and what else is read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from dlrm_bench.dlrm.config import require
+from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.samples import Samples
+
+
+@dataclass(kw_only=True)
+class Batch(Pipelineable):
+    """B samples whose histories have T events. TorchRec runs its input dist ahead where the tables' input is a field of
+    the batch and nothing else, so the ids are joined before."""
+
+    features: KeyedJaggedTensor
+    """int32 ids of the features of `tables`, in their order."""
+    lengths: Tensor
+    """Events of each history, int32 [B]."""
+    timestamp: Tensor
+    """Seconds, int32 [T]."""
+    action: Tensor
+    """Bits, uint8 [T]; [E] of distinct events."""
+    query_timestamp: Tensor
+    """Seconds, int32 [B]."""
+    labels: Tensor
+    """float32 [B]."""
+    longest: int
+    """Tokens of the longest sequence, counted on the host: nothing waits for the device to know it."""
+    event: Tensor | None = None
+    """Which of E distinct events each event of the histories is, int32 [T]: of these alone `features` and `action` then
+    say item, artist, album and action, and the features' lengths mean nothing. None where they name all T."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Returns the batch on `device`."""
+        return self._each(lambda of: of.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Returns the batch in pinned memory."""
+        return self._each(lambda of: of.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the batch's memory until `stream` has done what is launched on it now."""
+        for of in self._on_device().values():
+            of.record_stream(stream)
+
+    def _on_device(self) -> dict[str, Any]:
+        values = {of.name: getattr(self, of.name) for of in fields(self) if of.name != "longest"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _each(self, function: Callable[[Any], Any]) -> "Batch":
+        return replace(self, **{name: function(value) for name, value in self._on_device().items()})
+
+
+def batch_of(samples: Samples, config: ModelConfig, distinct: bool = False) -> Batch:
+    """Returns `samples`, on the host, as a batch; its KeyedJaggedTensor is a copy of their ids, all else their memory.
+
+    distinct: each pair of item and action in the histories once, in order of items. All that a token is beside its
+    place and time follows from the pair, so that tables are read and tokens made once a pair: the same results but for
+    the order of sums. The host sorts T numbers for it.
+    ValueError where there is no sample, where a history is longer than --model.max-history, or where distinct events
+    are asked for and an item has two artists or two albums.
+    """
+    require(len(samples.labels) > 0, "a batch has no samples, which TorchRec's KeyedJaggedTensor cannot say: drop it")
+    longest = longest_of(samples)
+    require(
+        longest <= config.max_length,
+        f"a history has {longest - OWN_TOKENS} events and --model.max-history is {config.max_history}: cut histories "
+        "to that length or raise it",
+    )
+    event = None
+    named: tuple[Tensor, ...] = (samples.item, samples.artist, samples.album)
+    lengths, action = samples.lengths, samples.action
+    if distinct:
+        first, event = _distinct(samples)
+        named, action = tuple(of[first] for of in named), action[first]
+        # As many for each sample: FBGEMM gives a sequence one warp.
+        share, more = divmod(len(first), len(lengths))
+        lengths = share + (torch.arange(len(lengths)) < more).int()
+    return Batch(
+        features=_kjt(samples, config, named, lengths.int()),
+        lengths=samples.lengths,
+        timestamp=samples.timestamp,
+        action=action,
+        query_timestamp=samples.query_timestamp,
+        labels=samples.labels,
+        longest=longest,
+        event=event,
+    )
+
+
+def _distinct(samples: Samples) -> tuple[Tensor, Tensor]:
+    """Returns an event of each distinct pair of item and action, int64 [E], and the pair of each event, int32 [T]."""
+    pairs = samples.item.long() * 256 + samples.action
+    distinct, event = pairs.unique(return_inverse=True)
+    first = torch.empty_like(distinct).scatter_(0, event, torch.arange(len(pairs)))
+    for name in ("artist", "album"):
+        of = getattr(samples, name)
+        other = of[first][event] != of
+        require(
+            not bool(other.any()),
+            f"samples.{name}: item {int(samples.item[other.int().argmax()]) if len(other) else 0} has two; distinct "
+            "events need one for each item, or batches with distinct=False",
+        )
+    return first, event.int()
+
+
+def longest_of(samples: Samples) -> int:
+    """Returns the tokens of the longest sequence; waits for the device if the samples lie there."""
+    return OWN_TOKENS + (int(samples.lengths.max()) if len(samples.lengths) else 0)
+
+
+def kjt_of(samples: Samples, config: ModelConfig) -> KeyedJaggedTensor:
+    """Returns the ids of all features, int32, each with lengths int32 [B]; on the samples' device."""
+    return _kjt(samples, config, (samples.item, samples.artist, samples.album), samples.lengths)
+
+
+def _kjt(samples: Samples, config: ModelConfig, named: tuple[Tensor, ...], of_named: Tensor) -> KeyedJaggedTensor:
+    one = torch.ones_like(samples.lengths)
+    candidates = (samples.candidate_item, samples.candidate_artist, samples.candidate_album)
+    values, lengths = [], []
+    for history, candidate in zip(named, candidates, strict=True):
+        values += [history, candidate]
+        lengths += [of_named, one]
+    values += samples.context.unbind()
+    lengths += [one] * len(samples.context)
+    keys = [feature for table in tables(config) for feature in table.features]
+    return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths), stride=len(one))
+
+
+def check_samples(samples: Samples, config: ModelConfig) -> None:
+    """ValueError unless shapes and dtypes are those of Samples and each id is a row of its table.
+
+    Reads every id: for files that are read the first time and for tests, not for every batch. FBGEMM's kernels read
+    whatever lies behind a table for an id that is too large.
+    """
+    size, events = len(samples.lengths), int(samples.lengths.sum())
+    shapes: dict[str, tuple[int, ...]] = {"context": (len(config.context_rows), size)}
+    shapes |= dict.fromkeys(("item", "artist", "album", "timestamp", "action"), (events,))
+    dtypes = {"action": torch.uint8, "labels": torch.float32}
+    for of in fields(samples):
+        tensor = getattr(samples, of.name)
+        shape, dtype = shapes.get(of.name, (size,)), dtypes.get(of.name, torch.int32)
+        require(
+            tuple(tensor.shape) == shape and tensor.dtype == dtype,
+            f"samples.{of.name} is {tensor.dtype} {list(tensor.shape)}: it must be {dtype} {list(shape)}",
+        )
+    require(size == 0 or int(samples.lengths.min()) >= 0, "samples.lengths: a history has less than no events")
+    ids = (
+        torch.cat([samples.item, samples.candidate_item]),
+        torch.cat([samples.artist, samples.candidate_artist]),
+        torch.cat([samples.album, samples.candidate_album]),
+        *samples.context.unbind(),
+    )
+    for table, rows in zip(tables(config), ids, strict=True):
+        if len(rows):
+            least, most = int(rows.min()), int(rows.max())
+            require(
+                least >= 0 and most < table.rows,
+                f"table {table.name} has {table.rows} rows and the samples name rows {least} to {most}: generate data "
+                "for these tables, or train with the rows that the data were made for",
+            )

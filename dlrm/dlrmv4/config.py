@@ -1,0 +1,261 @@
+"""What DLRMv4 is and how it is optimized: frozen dataclasses, one field for each command-line flag.
+
+A field's docstring is its help text. Errors name the flag to change. Defaults are the benchmark's: mlcommons/training,
+recommendation/, generative_recommenders/dlrm_v4/configs.py (tables, widths) and train/gin/yambda_5b.gin (optimizers).
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from dlrm_bench.dlrm.config import require
+
+EVENT_TABLES = ("item_id", "artist_id", "album_id")
+"""Tables that each event of a history names a row of, and the candidate too."""
+CONTEXT_TABLES = (
+    "uid",
+    "user_x_artist",
+    "user_x_album",
+    "user_x_hour",
+    "item_x_hour",
+    "artist_x_hour",
+    "user_x_is_organic",
+    "user_x_artist_x_hour",
+)
+"""Tables that a sample names one row of. Each gives a token; they stand before the history in this order."""
+CONTEXT_TOKENS = len(CONTEXT_TABLES)
+ACTION_BITS = (1, 2, 4)
+"""Bits of an event's action: listen+, like, skip."""
+OWN_TOKENS = CONTEXT_TOKENS + 1
+"""Tokens of a sample beside those of its history: context and candidate."""
+
+AttentionScale = Literal["longest", "maximum"]
+LastLayer = Literal["all", "candidates"]
+Precision = Literal["fp32", "bf16"]
+DropoutSeed = Literal["rank", "same"]
+Exchange = Literal["fp32", "fp16"]
+
+
+class Table(NamedTuple):
+    """An embedding table, and the features of a KeyedJaggedTensor that name its rows."""
+
+    name: str
+    rows: int
+    columns: int
+    features: tuple[str, ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelConfig:
+    """DLRMv4: eleven tables, tokens of context, history and candidate, layers of causal SiLU attention, one logit.
+
+    Two things may differ from the reference on purpose. attention_scale says by what attention is divided. Dropout
+    masks come from torch's generator, in the order of the reference's PyTorch operators, so that equal seeds give equal
+    masks there (last_layer all); its Triton kernels draw others.
+    """
+
+    event_rows: tuple[int, int, int] = (9_390_624, 1_293_395, 3_367_692)
+    """Rows of the tables of an event: item, artist, album. Their ids are used as they are, without hashing."""
+    context_rows: tuple[int, ...] = (
+        1_000_001,
+        100_000_000,
+        40_000_000,
+        24_000_000,
+        40_000_000,
+        32_000_000,
+        2_000_000,
+        40_000_000,
+    )
+    """Rows of the eight tables of context: uid (an id as it is) and seven crosses (hashes modulo the rows)."""
+    embedding_dim: int = 512
+    """Columns of every table."""
+    width: int = 512
+    """Width of a token."""
+    layers: int = 3
+    """STU layers."""
+    heads: int = 4
+    """Attention heads of a layer."""
+    head_width: int = 128
+    """Width of queries, keys, values and gates of one head; a power of two from 16 on."""
+    preprocessor_hidden: int = 256
+    """Hidden width of the three MLPs that make a token: of item, of artist and album, of action."""
+    action_dim: int = 8
+    """Columns of the embedding of one action bit."""
+    head_hidden: int = 512
+    """Hidden width of the candidate's MLP and of the head."""
+    max_history: int = 4086
+    """Events in the longest history."""
+    position_buckets: int = 8192
+    """Rows of the position embedding; positions count from the end of the history."""
+    time_buckets: int = 2048
+    """Buckets of the time embedding, which has one row more: bucket = sqrt(minutes before the query)."""
+    input_dropout: float = 0.2
+    """Dropout of tokens before the first layer."""
+    layer_dropout: float = 0.1
+    """Dropout of the input of each layer's output product."""
+    loss_weight: float = 0.2
+    """Factor of the mean binary cross-entropy."""
+    attention_scale: AttentionScale = "longest"
+    """What attention weights are divided by. longest: the tokens of the longest sequence of this rank's batch, as the
+    reference does, so that moving a sample to another rank changes results slightly. maximum: the tokens that the
+    longest history allows, the same for every batch and every number of ranks."""
+    last_layer: LastLayer = "all"
+    """Tokens whose output the last layer computes. all: every token's, as the reference does unless its
+    HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: theirs alone, for no other is read; keys and values are computed of
+    every token. The same results, but for dropout's masks."""
+    recompute_layers: bool = False
+    """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint)."""
+
+    def __post_init__(self) -> None:
+        for flag, count in (("event_rows", len(EVENT_TABLES)), ("context_rows", CONTEXT_TOKENS)):
+            rows = getattr(self, flag)
+            name = f"--model.{flag.replace('_', '-')}"
+            require(len(rows) == count, f"{name} has {len(rows)} numbers: give one for each of the {count} tables")
+            require(min(rows) > 0, f"{name}: every number must be positive")
+            require(
+                max(rows) < 2**31, f"{name} has a table of {max(rows)} rows: ids are 32 bits wide, keep it below 2^31"
+            )
+        for flag in (
+            "embedding_dim",
+            "width",
+            "layers",
+            "heads",
+            "head_width",
+            "preprocessor_hidden",
+            "action_dim",
+            "head_hidden",
+            "max_history",
+            "position_buckets",
+            "time_buckets",
+        ):
+            require(getattr(self, flag) > 0, f"--model.{flag.replace('_', '-')} must be positive")
+        require(
+            self.embedding_dim % 4 == 0,
+            f"--model.embedding-dim is {self.embedding_dim}: FBGEMM's kernels need a multiple of 4",
+        )
+        require(
+            self.head_width >= 16 and self.head_width & (self.head_width - 1) == 0,
+            f"--model.head-width is {self.head_width}: it must be a power of two from 16 on",
+        )
+        require(
+            self.position_buckets > self.max_history + CONTEXT_TOKENS,
+            f"--model.position-buckets is {self.position_buckets}: a history of --model.max-history "
+            f"({self.max_history}) events needs more than {self.max_history + CONTEXT_TOKENS}",
+        )
+        for flag in ("input_dropout", "layer_dropout"):
+            rate = getattr(self, flag)
+            require(0 <= rate < 1, f"--model.{flag.replace('_', '-')} is {rate}: choose 0 <= rate < 1")
+        require(0 < self.loss_weight < math.inf, "--model.loss-weight must be finite and positive")
+        require(
+            self.attention_scale in ("longest", "maximum"),
+            f"--model.attention-scale is {self.attention_scale!r}: choose longest or maximum",
+        )
+        require(
+            self.last_layer in ("all", "candidates"),
+            f"--model.last-layer is {self.last_layer!r}: choose all or candidates",
+        )
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence: context, history, candidate (4,095 in the benchmark)."""
+        return self.max_history + OWN_TOKENS
+
+    @property
+    def inner(self) -> int:
+        """Width of queries, keys, values and gates over all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each table, in the order of `tables`."""
+        return (*self.event_rows, *self.context_rows)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all tables in fp32, without optimizer state."""
+        return sum(self.rows) * self.embedding_dim * 4
+
+
+def tables(config: ModelConfig) -> list[Table]:
+    """Returns the eleven tables, named as in the reference, those of an event first."""
+    names = (*EVENT_TABLES, *CONTEXT_TABLES)
+    features: list[tuple[str, ...]] = [(name, f"item_candidate_{name.removeprefix('item_')}") for name in EVENT_TABLES]
+    features += [(name,) for name in CONTEXT_TABLES]
+    return [
+        Table(name, rows, config.embedding_dim, of) for name, rows, of in zip(names, config.rows, features, strict=True)
+    ]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OptimizerConfig:
+    """Adam on dense weights, row-wise Adagrad on tables, one rate for both; MLPerf fixes all but the rate."""
+
+    learning_rate: float = 1e-6
+    """Rate after the ramp. MLPerf's is 1e-6 for a global batch of 8,192 and grows with it; 0.5 to 1.5 times that is
+    allowed."""
+    ramp_steps: int = 24_000
+    """Iterations over which the rate rises from 0, that of the first iteration; 0 for a constant rate."""
+    adam_betas: tuple[float, float] = (0.95, 0.999)
+    """Adam's decay of the mean and of the mean square of gradients."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon."""
+    adagrad_eps: float = 1e-8
+    """Row-wise Adagrad's epsilon."""
+    clip_norm: float = 1.0
+    """Longest norm of the dense gradient, averaged over ranks and over all dense weights together; 0 for any."""
+
+    def __post_init__(self) -> None:
+        require(
+            2**-149 <= self.learning_rate < 2**128,
+            f"--optimizer.learning-rate is {self.learning_rate}: it must be positive and a number that float32 holds",
+        )
+        require(self.ramp_steps >= 0, f"--optimizer.ramp-steps is {self.ramp_steps}: it must not be negative")
+        require(
+            len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
+            f"--optimizer.adam-betas is {self.adam_betas}: give two numbers, 0 <= beta < 1",
+        )
+        for flag in ("adam_eps", "adagrad_eps"):
+            require(0 < getattr(self, flag) < math.inf, f"--optimizer.{flag.replace('_', '-')} must be positive")
+        require(
+            0 <= self.clip_norm < math.inf,
+            f"--optimizer.clip-norm is {self.clip_norm}: it must be finite and not negative",
+        )
+
+    def rate(self, step: int) -> float:
+        """Returns the rate of iteration `step`, counted from 0."""
+        if step >= self.ramp_steps:
+            return self.learning_rate
+        return self.learning_rate * step / self.ramp_steps
+
+
+def mlperf_learning_rate(global_batch_size: int) -> float:
+    """Returns the base rate of the reference's convergence points: 1e-6 at 8,192 samples, linear in the batch."""
+    return 1e-6 * global_batch_size / 8192
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainingConfig:
+    """What is trained, but for its data: model, optimizer, batch, number format and seed."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    local_batch_size: int = 1024
+    """Samples per rank and iteration; the global batch is this times the world size."""
+    precision: Precision = "bf16"
+    """Number format of tokens and of the products that make and transform them. Weights, tables, the candidate's MLP
+    and the head are fp32 in either."""
+    exchange: Exchange = "fp32"
+    """Number format of rows and of their gradients on their way between ranks. fp16 is the reference's default, though
+    its README says fp32."""
+    seed: int = 0
+    """Seed of weights and of dropout."""
+    dropout_seed: DropoutSeed = "rank"
+    """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
+    equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
+
+    def __post_init__(self) -> None:
+        require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
+        require(self.precision in ("fp32", "bf16"), f"--precision is {self.precision!r}: choose fp32 or bf16")
+        require(self.exchange in ("fp32", "fp16"), f"--exchange is {self.exchange!r}: choose fp32 or fp16")
+        require(0 <= self.seed < 2**63, f"--seed is {self.seed}: choose 0 <= seed < 2^63")
+        require(self.dropout_seed in ("rank", "same"), f"--dropout-seed is {self.dropout_seed!r}: choose rank or same")

@@ -1,0 +1,107 @@
+"""DLRMv4 in TorchRec's modules: an EmbeddingCollection and the dense network, to be sharded and trained as they are.
+
+model = build_model(config, device)                       # tables on device "meta": for DistributedModelParallel
+loss, (_, logits, labels) = model(batch_of(samples, config.model).to(device))
+"""
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.types import ShardedTensor
+
+from dlrm_bench.dlrm.dlrmv4.batch import Batch
+from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
+from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+
+
+class Dlrmv4(nn.Module):
+    """Scores each sample's candidate. Its tables' input is a field of the batch, so that TorchRec runs their input dist
+    ahead; the dense network holds no table, so that TorchRec's trace of the model takes it whole."""
+
+    def __init__(self, embeddings: EmbeddingCollection, dense: DenseNetwork) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = dense
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns logits, fp32 [B]."""
+        return self.dense(self.embeddings(batch.features), batch)
+
+
+class _Loss(nn.Module):
+    """`loss_of`; a module, which TorchRec's trace of a model takes whole."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return loss_of(logits, labels, self._config)
+
+
+class Dlrmv4Train(nn.Module):
+    """Returns what TorchRec's train pipelines take: the loss, and (loss, logits, labels), detached."""
+
+    def __init__(self, model: Dlrmv4, config: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = _Loss(config)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        logits = self.model(batch)
+        loss = self.loss(logits, batch.labels)
+        return loss, (loss.detach(), logits.detach(), batch.labels)
+
+
+def embedding_configs(config: ModelConfig) -> list[EmbeddingConfig]:
+    """Returns the tables as TorchRec takes them, with its law of initial weights: uniform in +-sqrt(1 / rows)."""
+    return [
+        EmbeddingConfig(
+            name=table.name,
+            num_embeddings=table.rows,
+            embedding_dim=table.columns,
+            feature_names=list(table.features),
+        )
+        for table in tables(config)
+    ]
+
+
+def build_model(config: TrainingConfig, device: torch.device, tables_device: torch.device | None = None) -> Dlrmv4Train:
+    """Returns the model with the initial dense weights of config.seed on `device`.
+
+    tables_device: where tables lie, "meta" unless told; fill them with `fill_tables`, after sharding where they are
+    sharded. Equal seeds give equal weights on every kind of device: they are drawn on the host.
+    """
+    dense = DenseNetwork(config.model, config.precision)
+    dense.init_weights(config.seed)
+    embeddings = EmbeddingCollection(
+        tables=embedding_configs(config.model), device=tables_device or torch.device("meta")
+    )
+    return Dlrmv4Train(Dlrmv4(embeddings, dense.to(device)), config.model)
+
+
+def fill_tables(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Fill the tables of a model, sharded or not, with initial weights that depend on the seed alone, not on the
+    sharding; their law is TorchRec's own."""
+    numbers = {f"embeddings.{table.name}.weight": (number, table.rows) for number, table in enumerate(tables(config))}
+    filled = set()
+    for key, value in model.state_dict().items():
+        number, rows = numbers.get(key.rpartition("model.embeddings.")[2], (None, 0))
+        if number is None:
+            continue
+        filled.add(number)
+        if isinstance(value, ShardedTensor):
+            parts = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
+        else:
+            parts = [(value, (0, 0))]
+        for part, (row, column) in parts:
+            fill_initial_weights(
+                part, seed=seed, table=number, num_embeddings=rows, row_offset=row, column_offset=column
+            )
+    assert len(filled) == len(numbers), "each table has a key in the state, on every rank"
+
+
+def seed_dropout(config: TrainingConfig, rank: int) -> None:
+    """Seed torch's generators, of host and device, which dropout draws from; once weights are there."""
+    torch.manual_seed(config.seed + (rank if config.dropout_seed == "rank" else 0))

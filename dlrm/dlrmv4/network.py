@@ -1,0 +1,146 @@
+"""DLRMv4's dense network: tokens of embeddings, positions and times, STU layers, the candidate's logit.
+
+Its parts are methods and modules of their own, each a function of tensors, for faster ones to stand in their place.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec import JaggedTensor
+
+from dlrm_bench.dlrm.dlrmv4.batch import Batch
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, ModelConfig, Precision, tables
+from dlrm_bench.dlrm.dlrmv4.layers import MLP_EPS, Mlp, layer_norm, linear, normal_, uniform_
+from dlrm_bench.dlrm.dlrmv4.preprocessor import Preprocessor
+from dlrm_bench.dlrm.dlrmv4.sequences import (
+    Sequences,
+    join,
+    pick,
+    position_buckets,
+    sequences_of,
+    time_buckets,
+    token_times,
+)
+from dlrm_bench.dlrm.dlrmv4.stu import StuLayer
+
+_PERIODS = ((3600.0, 24.0), (86400.0, 7.0))  # seconds of an hour and of a day; how many make a day and a week
+_CIRCLE = 2 * 3.14  # the reference's (modules/postprocessors.py)
+
+
+class Postprocessor(nn.Module):
+    """Maps the candidates' tokens and the times of their queries to the users' vectors."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.combine = nn.Linear(config.width + 2 * len(_PERIODS), config.width)
+        self.norm = nn.LayerNorm(config.width, eps=MLP_EPS)
+
+    def forward(self, tokens: Tensor, query: Tensor) -> Tensor:
+        """Returns [B, width] of tokens [B, width], in their format, and times in seconds, int32 [B]."""
+        joined = torch.cat([tokens, time_features(query).to(tokens.dtype)], dim=1)
+        return layer_norm(self.norm, linear(self.combine, joined))
+
+
+def time_features(times: Tensor) -> Tensor:
+    """Returns cosine and sine of the hour of the day, then of the day of the week, fp32 [B, 4], of seconds [B]."""
+    features = []
+    for seconds, units in _PERIODS:
+        elapsed = torch.div(times.float(), seconds, rounding_mode="floor")
+        angle = torch.remainder(elapsed, units) / units * _CIRCLE
+        features += [angle.cos(), angle.sin()]
+    return torch.stack(features, dim=1)
+
+
+class DenseNetwork(nn.Module):
+    """All of DLRMv4 but its tables."""
+
+    def __init__(self, config: ModelConfig, precision: Precision = "fp32") -> None:
+        """precision: of tokens and of the products that make and transform them."""
+        super().__init__()
+        self._config = config
+        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.preprocessor = Preprocessor(config)
+        self.position_weight = nn.Parameter(torch.empty(config.position_buckets, config.width))
+        self.time_weight = nn.Parameter(torch.empty(config.time_buckets + 1, config.width))
+        self.layers = nn.ModuleList(StuLayer(config) for _ in range(config.layers))
+        self.postprocessor = Postprocessor(config)
+        self.item_mlp = Mlp(len(EVENT_TABLES) * config.embedding_dim, config.head_hidden, config.width)
+        self.head = Mlp(config.width, config.head_hidden, 1, normed=False)
+
+    def init_weights(self, seed: int) -> None:
+        """Fill all weights from `seed` alone, by the laws of the reference's modules."""
+        generator = torch.Generator(self.position_weight.device).manual_seed(seed)
+        self.preprocessor.init_weights(generator)
+        for weight, buckets in (
+            (self.position_weight, self._config.position_buckets),
+            (self.time_weight, self._config.time_buckets),
+        ):
+            bound = math.sqrt(1 / buckets)
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
+        for layer in self.layers:
+            assert isinstance(layer, StuLayer)
+            layer.init_weights(generator)
+        normal_(self.postprocessor.combine, generator)
+        for mlp in (self.item_mlp, self.head):
+            uniform_(mlp.first, generator)
+            uniform_(mlp.second, generator)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    def forward(self, embedded: dict[str, JaggedTensor], batch: Batch) -> Tensor:
+        """Returns the logit of each sample, fp32 [B], of the embeddings of each feature of `tables`."""
+        rows = {feature: embedded[feature].values() for table in tables(self._config) for feature in table.features}
+        sequences = sequences_of(batch.lengths, len(batch.timestamp))
+        tokens = self.tokens(rows, batch, sequences)
+        length = batch.longest if self._config.attention_scale == "longest" else self._config.max_length
+        for layer in self.layers[:-1]:
+            tokens = layer(tokens, sequences, length)
+        candidates = self._config.last_layer == "candidates"
+        tokens = self.layers[-1](tokens, sequences, length, candidates)
+        ends = tokens if candidates else tokens[sequences.candidates]
+        users = self.postprocessor(ends, batch.query_timestamp)
+        return self.logits(users.float(), self.items(rows))
+
+    def tokens(self, rows: dict[str, Tensor], batch: Batch, sequences: Sequences) -> Tensor:
+        """Returns the first layer's input, [N, width]: content, action, position and time of each token, dropped out.
+
+        rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones), [B, columns] of
+        candidates and context.
+        """
+        item, artist, album = (
+            torch.cat([rows[feature].to(self._dtype) for feature in table.features])
+            for table in tables(self._config)[: len(EVENT_TABLES)]
+        )
+        events = self.preprocessor.content(item, artist, album)
+        events = events + self.preprocessor.action(batch.action, len(batch.labels), self._dtype)
+        if batch.event is not None:
+            events = pick(events, batch.event, len(batch.labels))
+        context = self.preprocessor.context([rows[name] for name in CONTEXT_TABLES], self._dtype)
+        tokens = join(context, events, sequences) * math.sqrt(self._config.width)
+        tokens = tokens + self.places(batch, sequences).to(self._dtype)
+        return functional.dropout(tokens, self._config.input_dropout, self.training)
+
+    def places(self, batch: Batch, sequences: Sequences) -> Tensor:
+        """Returns the sum of the embeddings of each token's time and position, fp32 [N, width]."""
+        times = token_times(batch.timestamp, batch.query_timestamp, sequences)
+        time = time_buckets(times, batch.query_timestamp, sequences, self._config)
+        position = position_buckets(sequences, self._config)
+        return functional.embedding(time, self.time_weight) + functional.embedding(position, self.position_weight)
+
+    def items(self, rows: dict[str, Tensor]) -> Tensor:
+        """Returns the candidates' vectors, fp32 [B, width], of the embeddings of their item, artist and album."""
+        candidates = [table.features[1] for table in tables(self._config)[: len(EVENT_TABLES)]]
+        return self.item_mlp(torch.cat([rows[feature] for feature in candidates], dim=1))
+
+    def logits(self, users: Tensor, items: Tensor) -> Tensor:
+        """Returns logits, fp32 [B], of users' and items' vectors, fp32 [B, width]."""
+        return self.head(users * items).squeeze(1)
+
+
+def loss_of(logits: Tensor, labels: Tensor, config: ModelConfig) -> Tensor:
+    """Returns the weighted mean binary cross-entropy of a rank's samples; 0 of none (the reference's _compute_loss)."""
+    total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    return config.loss_weight * total / max(1, len(labels))

@@ -1,0 +1,63 @@
+"""What makes tokens: an event's of its content and action, and eight of a sample's context.
+
+A token's content is a function of its item alone, for artist and album are looked up by item, and there are few
+actions: `content` and `action` take any rows, so that a caller may compute each distinct one once.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dlrm_bench.dlrm.dlrmv4.config import ACTION_BITS, CONTEXT_TOKENS, ModelConfig
+from dlrm_bench.dlrm.dlrmv4.layers import Mlp, normal_
+
+_ACTION_STD = 0.1  # action_embedding_init_std of the reference
+
+
+class Preprocessor(nn.Module):
+    """Maps embeddings and actions to tokens, in fp32 or bf16."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        columns, hidden, width = config.embedding_dim, config.preprocessor_hidden, config.width
+        self.item_mlp = Mlp(columns, hidden, width)
+        self.artist_album_mlp = Mlp(2 * columns, hidden, width)
+        self.action_mlp = Mlp(len(ACTION_BITS) * config.action_dim, hidden, width)
+        self.action_embedding = nn.Parameter(torch.empty(len(ACTION_BITS), config.action_dim))
+        self.candidate_action = nn.Parameter(torch.empty(1, len(ACTION_BITS) * config.action_dim))
+        self.context_weight = nn.Parameter(torch.empty(CONTEXT_TOKENS, columns, width))
+        self.context_bias = nn.Parameter(torch.empty(CONTEXT_TOKENS, width))
+
+    def init_weights(self, generator: torch.Generator | None) -> None:
+        """Fill the weights as the reference does, whose transducer draws those of its MLPs by Xavier's normal law."""
+        for mlp in (self.item_mlp, self.artist_album_mlp, self.action_mlp):
+            normal_(mlp.first, generator)
+            normal_(mlp.second, generator)
+        for embedding in (self.action_embedding, self.candidate_action):
+            nn.init.normal_(embedding, 0, _ACTION_STD, generator=generator)
+        _, columns, width = self.context_weight.shape
+        nn.init.normal_(self.context_weight, 0, math.sqrt(2 / (columns + width)), generator=generator)
+        nn.init.zeros_(self.context_bias)
+
+    def content(self, item: Tensor, artist: Tensor, album: Tensor) -> Tensor:
+        """Returns what rows' item, artist and album add to their tokens, [R, width], of embeddings [R, columns] in the
+        format that it computes in."""
+        return self.item_mlp(item) + self.artist_album_mlp(torch.cat([artist, album], dim=1))
+
+    def action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
+        """Returns what actions add to tokens, [T + candidates, width]: of T events by their bits, uint8 [T], then of
+        the candidates, which share a vector of their own, for their action is what is asked."""
+        chosen = torch.stack(
+            [(bits & bit) > 0 for bit in ACTION_BITS], dim=1
+        )  # a tensor of masks would be copied there
+        history = (chosen[:, :, None] * self.action_embedding).flatten(1)
+        joined = torch.cat([history, self.candidate_action.expand(candidates, -1)])
+        return self.action_mlp(joined.to(dtype))
+
+    def context(self, embeddings: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """Returns the tokens of context, [B, CONTEXT_TOKENS, width], each with weights of its own, of the embeddings of
+        each table, [B, columns]."""
+        rows = torch.stack(embeddings).to(dtype)
+        product = torch.baddbmm(self.context_bias[:, None].to(dtype), rows, self.context_weight.to(dtype))
+        return product.transpose(0, 1)

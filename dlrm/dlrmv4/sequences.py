@@ -1,0 +1,134 @@
+"""Where the tokens of a batch's jagged sequences stand, and which positions and times they have.
+
+A sequence is CONTEXT_TOKENS tokens of context, its history, oldest event first, and the candidate. With T events in B
+samples there are N = T + OWN_TOKENS * B tokens. Nothing here waits for the device: sizes come from shapes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TOKENS, OWN_TOKENS, ModelConfig
+
+_SECONDS_PER_STEP = 60.0  # a time bucket is the root of minutes (ops/position.py of the reference)
+
+
+@dataclass(kw_only=True, slots=True)
+class Sequences:
+    """Places of tokens; all int64."""
+
+    offsets: Tensor
+    """Sequence b is tokens offsets[b] to offsets[b + 1] - 1, [B + 1]."""
+    sample: Tensor
+    """Sample of each token, [N]."""
+    place: Tensor
+    """Place of each token in its sequence, [N]."""
+    source: Tensor
+    """For each token its row in the joined contexts [B, CONTEXT_TOKENS], events [T] and candidates [B], [N]."""
+    target: Tensor
+    """For each of those rows its token, [N]: the inverse of source."""
+
+    @property
+    def candidates(self) -> Tensor:
+        """The token of each sample's candidate, [B]."""
+        return self.offsets[1:] - 1
+
+
+def sequences_of(lengths: Tensor, events: int) -> Sequences:
+    """Returns the places of the tokens of histories of `lengths`, int32 [B], with `events` events in all."""
+    size, device = len(lengths), lengths.device
+    samples = torch.arange(size, device=device)
+    offsets = lengths.new_zeros(size + 1, dtype=torch.int64)
+    torch.cumsum(lengths + OWN_TOKENS, 0, out=offsets[1:])
+    of_event = samples.repeat_interleave(lengths, output_size=events)
+    context = offsets[:-1, None] + torch.arange(CONTEXT_TOKENS, device=device)
+    event = torch.arange(events, device=device) + OWN_TOKENS * of_event + CONTEXT_TOKENS
+    target = torch.cat([context.flatten(), event, offsets[1:] - 1])
+    token = torch.arange(len(target), device=device)
+    source = torch.empty_like(target).index_copy_(0, target, token)
+    sample = samples.repeat_interleave(lengths + OWN_TOKENS, output_size=len(target))
+    return Sequences(offsets=offsets, sample=sample, place=token - offsets[sample], source=source, target=target)
+
+
+class _Reorder(torch.autograd.Function):
+    """rows[order] for a permutation, whose gradient is a gather by its inverse; that of an index is a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0][inverse], None, None
+
+
+def join(context: Tensor, events: Tensor, sequences: Sequences) -> Tensor:
+    """Returns tokens [N, D] of context tokens [B, CONTEXT_TOKENS, D] and of events and then candidates [T + B, D]."""
+    rows = torch.cat([context.flatten(0, 1), events])
+    return _Reorder.apply(rows, sequences.source, sequences.target)
+
+
+class _Pick(torch.autograd.Function):
+    """rows[index], where an index comes thousands of times: its gradient is summed in fp32 whatever the rows are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(rows)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.rows, grads[0].shape[1], device=index.device)
+        return total.index_add_(0, index, grads[0].float()).to(grads[0].dtype), None
+
+
+def pick(rows: Tensor, event: Tensor, candidates: int) -> Tensor:
+    """Returns events and then candidates, [T + B, D], of distinct events and then candidates, rows [E + B, D].
+
+    event: which distinct event each one is, int32 [T]; candidates: B. On GPUs the gradient's sums are made by atomics,
+    whose order differs from run to run.
+    """
+    own = torch.arange(len(rows) - candidates, len(rows), device=event.device)
+    return _Pick.apply(rows, torch.cat([event.long(), own]))
+
+
+def position_buckets(sequences: Sequences, config: ModelConfig) -> Tensor:
+    """Returns the row of the position embedding of each token, int64 [N].
+
+    Tokens of context have the first rows, by place. All others count from the end: the candidate's row comes next, that
+    of the newest event after it, and so on (_get_col_indices in the reference's ops/pytorch/pt_position.py).
+    """
+    from_end = sequences.candidates[sequences.sample] - torch.arange(
+        len(sequences.sample), device=sequences.sample.device
+    )
+    counted = (from_end + CONTEXT_TOKENS).clamp(max=config.position_buckets - 1)
+    return torch.where(sequences.place < CONTEXT_TOKENS, sequences.place, counted)
+
+
+def token_times(timestamp: Tensor, query: Tensor, sequences: Sequences) -> Tensor:
+    """Returns the time of each token in seconds, int32 [N]: 0 for context, the query's for the candidate.
+
+    timestamp: int32 [T]; query: int32 [B].
+    """
+    of_context = query.new_zeros(CONTEXT_TOKENS * len(query))
+    return torch.cat([of_context, timestamp, query])[sequences.source]
+
+
+def time_buckets(times: Tensor, query: Tensor, sequences: Sequences, config: ModelConfig) -> Tensor:
+    """Returns the row of the time embedding of each token, int64 [N]: the root of the minutes from the token to the
+    query, rounded down.
+
+    Computed in fp32 as in the reference's Triton kernel (ops/triton/triton_position.py). The reference's PyTorch
+    operator cuts at the embedding's columns in place of its rows, which is right only up to 512^2 minutes; this does
+    not. Context has time 0, so its tokens have the bucket of the query's own time.
+    """
+    seconds = (query[sequences.sample] - times).float().clamp(min=1e-6)
+    # By a tensor: by a number, torch would multiply on GPUs, and whole squares of minutes would fall a bucket short.
+    minutes = seconds / torch.full((), _SECONDS_PER_STEP, device=seconds.device)
+    return minutes.sqrt().long().clamp(max=config.time_buckets)

@@ -1,0 +1,88 @@
+"""A layer of DLRMv4's sequence transduction unit (STU; Zhai et al. 2024, arXiv 2402.17152) over jagged tokens.
+
+u, v, q, k = norm(x) W1 + b1;   a = attention(q, k, v);   s = silu(u);   y = x + dropout([s, a, s * norm(a)]) W2
+
+The reference's README says that x stands in the middle of the joined input; its code has a there (hstu_compute_output
+calls pytorch_norm_mul_dropout with the attention's output as x).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dlrm_bench.dlrm.dlrmv4.attention import attention, last_attention
+from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
+from dlrm_bench.dlrm.dlrmv4.sequences import Sequences
+
+_EPS = 1e-6  # modules/stu.py of the reference
+
+
+class StuLayer(nn.Module):
+    """Maps tokens [N, width] to tokens [N, width], in fp32 or bf16 as they come."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._heads, self._inner, self._dropout = config.heads, config.inner, config.layer_dropout
+        self._recompute = config.recompute_layers
+        self.norm_weight = nn.Parameter(torch.empty(config.width))
+        self.norm_bias = nn.Parameter(torch.empty(config.width))
+        self.uvqk_weight = nn.Parameter(torch.empty(config.width, 4 * config.inner))
+        self.uvqk_bias = nn.Parameter(torch.empty(4 * config.inner))
+        self.output_norm_weight = nn.Parameter(torch.empty(config.inner))
+        self.output_norm_bias = nn.Parameter(torch.empty(config.inner))
+        self.output_weight = nn.Parameter(torch.empty(3 * config.inner, config.width))
+
+    def init_weights(self, generator: torch.Generator | None) -> None:
+        """Fill the weights as the reference does: Xavier's uniform law, norms 1, biases 0."""
+        for weight in (self.uvqk_weight, self.output_weight):
+            nn.init.xavier_uniform_(weight, generator=generator)
+        for weight in (self.norm_weight, self.output_norm_weight):
+            nn.init.ones_(weight)
+        for bias in (self.norm_bias, self.uvqk_bias, self.output_norm_bias):
+            nn.init.zeros_(bias)
+
+    def forward(self, tokens: Tensor, sequences: Sequences, length: int, candidates: bool = False) -> Tensor:
+        """Returns tokens [N, width], or of the candidates alone, [B, width].
+
+        length: what attention is divided by; no sequence is longer.
+        """
+        layer = self._of_candidates if candidates else self._of_all
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(layer, tokens, sequences, length, use_reentrant=False)
+        return layer(tokens, sequences, length)
+
+    def _of_all(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
+        projected = self.project(self.normed(tokens), slice(None))
+        attended = attention(projected, sequences.offsets, self._heads, length)
+        return self.output(tokens, functional.silu(projected[:, : self._inner]), attended)
+
+    def _of_candidates(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
+        u, v, q, k = (slice(part * self._inner, (part + 1) * self._inner) for part in range(4))
+        normed, ends = self.normed(tokens), sequences.candidates
+        gate, query = self.project(normed[ends], u), self.project(normed[ends], q)
+        key, value = self.project(normed, k), self.project(normed, v)
+        attended = last_attention(query, key, value, sequences, self._heads, length)
+        return self.output(tokens[ends], functional.silu(gate), attended)
+
+    def normed(self, tokens: Tensor) -> Tensor:
+        """Returns the norm of tokens [N, width], in their format."""
+        return _norm(tokens, self.norm_weight, self.norm_bias).to(tokens.dtype)
+
+    def project(self, normed: Tensor, columns: slice) -> Tensor:
+        """Returns `columns` of u, v, q and k of all heads side by side, [N, 4 * inner], of normed tokens [N, width]."""
+        weight, bias = self.uvqk_weight[:, columns], self.uvqk_bias[columns]
+        return torch.addmm(bias.to(normed.dtype), normed, weight.to(normed.dtype))
+
+    def output(self, tokens: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
+        """Returns the layer's tokens of those it was given [N, width], the gate silu(u) and attention [N, inner]."""
+        gate, wide = gate.float(), attended.float()
+        gated = gate * _norm(attended, self.output_norm_weight, self.output_norm_bias)
+        joined = functional.dropout(torch.cat([gate, wide, gated], dim=1), self._dropout, self.training)
+        return torch.addmm(tokens, joined.to(tokens.dtype), self.output_weight.to(tokens.dtype))
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns the norm of x in fp32; weights are rounded to x's format first, as the reference's are."""
+    weight, bias = (of.to(x.dtype).float() for of in (weight, bias))
+    return functional.layer_norm(x.float(), weight.shape, weight, bias, _EPS)
