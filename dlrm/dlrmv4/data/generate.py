@@ -9,6 +9,7 @@ a user listens to, with the lengths of histories: 64 gives data for a CPU. Memor
 are made at a time, 4 million events a thread, and 8 bytes an item.
 """
 
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,9 @@ START_DAYS = 0.7
 MEDIAN_EVENTS, SIGMA, MOST_EVENTS = 2_695.0, 1.129, 27_738.0
 """Events of a user: lognormal with Yambda's median, its mean (4,763) and its most."""
 
+ARTIST_SHARE, ALBUM_SHARE = 9.27 / 9.39, 8.65 / 9.39
+"""Of Yambda's items, those with an artist and with an album."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GenerateConfig:
@@ -64,10 +68,12 @@ class GenerateConfig:
     """Length of the last window, in days; of Yambda's it is a fifth."""
     history: int = 4086
     """Events of the longest history, and before the first anchor of a user. Events a user scale with it."""
-    zipf: float = 0.9
+    zipf: float = 0.95
     """Exponent of the items' popularity, from 0 on and below 1."""
-    repeats: float = 0.6
+    repeats: float = 0.7
     """Share of listens that are of an item that the user has heard before."""
+    explores: float = 0.15
+    """Share of listens that are of another item of an artist heard before; the others are chosen by popularity."""
     seed: int = 1
     """Equal seeds give equal files."""
     raw: bool = False
@@ -92,13 +98,17 @@ class GenerateConfig:
             raise ValueError(
                 f"--days {self.days} --last-day {self.last_day}: choose 2 days or more, the last 0 to 1 long"
             )
-        if not (0 <= self.zipf < 1 and 0 <= self.repeats < 1 and 0 <= self.seed < 1 << 62):
-            raise ValueError("--zipf and --repeats lie in [0, 1), --seed in [0, 2^62)")
+        if not (0 <= self.zipf < 1 and 0 <= self.seed < 1 << 62):
+            raise ValueError(
+                f"--zipf {self.zipf} --seed {self.seed}: the exponent lies in [0, 1), the seed in [0, 2^62)"
+            )
+        if min(self.repeats, self.explores) < 0 or self.repeats + self.explores > 1:
+            raise ValueError(f"--repeats {self.repeats} --explores {self.explores}: these are shares, together up to 1")
 
     @property
     def limits(self) -> Limits:
         """Limits of the cache: the benchmark's, or all in proportion to the history."""
-        return Limits(history=self.history, min_history=self.history, scan=-(-20_000 * self.history // 4086))
+        return Limits.scaled(self.history)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -144,7 +154,8 @@ def generate(config: GenerateConfig) -> tuple[Generated, bool]:
     counts = user_events(config)
     _require_space(config, int(counts.sum()))
     artist, album = (np.zeros(config.items + 1, dtype=np.int32) for _ in range(2))
-    catalogue(config.seed, config.artists, config.albums, artist, album)
+    catalogue(config.seed, 6, config.artists, ARTIST_SHARE, artist)
+    catalogue(config.seed, 8, config.albums, ALBUM_SHARE, album)
     write_maps(config.out, artist, album)
     best = np.zeros((2, 2, BINS), dtype=np.int64)
     folder = config.out / "processed_5b" / config.limits.cache_name
@@ -201,6 +212,7 @@ def make_world(config: GenerateConfig) -> World:
         eval_start=start + (config.days - 1) * DAY,
         zipf=config.zipf,
         repeats=config.repeats,
+        explores=config.explores,
     )
 
 
@@ -222,7 +234,8 @@ def auc(negatives: NDArray[np.int64], positives: NDArray[np.int64]) -> float:
 
 def _parameters(config: GenerateConfig) -> dict[str, Any]:
     """What decides the files' content."""
-    names = ("users", "items", "artists", "albums", "days", "last_day", "history", "zipf", "repeats", "seed", "raw")
+    left_out = ("out", "threads")
+    names = [field.name for field in fields(config) if field.name not in left_out]
     return {"version": VERSION, **{name: getattr(config, name) for name in names}}
 
 
@@ -235,7 +248,7 @@ def _chunks(
     while bounds[-1] < len(counts):
         before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
         bounds.append(max(bounds[-1] + 1, int(np.searchsorted(ends, before + CHUNK_EVENTS, side="right"))))
-    parts = [(first, counts[first:end]) for first, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [(first, counts[first:end]) for first, end in itertools.pairwise(bounds)]
     make = partial(_make, world, artist)
     with ThreadPoolExecutor(config.threads) as pool:
         waiting = [pool.submit(make, *part) for part in parts[: config.threads]]

@@ -30,6 +30,12 @@ class Limits:
             if value < least:
                 raise ValueError(f"limits: {field.name} is {value}: choose {least} or more")
 
+    @classmethod
+    def scaled(cls, history: int) -> "Limits":
+        """The benchmark's limits, or smaller ones in proportion to the longest history."""
+        whole = cls()
+        return cls(history=history, min_history=history, scan=-(-whole.scan * history // whole.history))
+
     @property
     def pool(self) -> int:
         """Events of one pool in a history, at most."""
