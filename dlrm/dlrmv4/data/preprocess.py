@@ -10,8 +10,8 @@ already, as Yambda's is. The reference's parquet of sessions, test events and th
 read once there is a cache, are not written.
 
 Users are read some millions of events at a time, by the statistics of the file's row groups: where it is sorted by
-user, as Yambda's is, each is read about once, otherwise all of the file for each piece. Memory: about 200 bytes an event of a
-piece (--chunk-events, 1.6 GB of the default's), 24 bytes a user and 16 an item; the reference takes 190 GB.
+user, as Yambda's is, each is read about once, otherwise all of the file for each piece. Memory: about 200 bytes an
+event of a piece (--chunk-events, 1.6 GB of the default's), 24 bytes a user and 16 an item; the reference takes 190 GB.
 """
 
 import itertools
