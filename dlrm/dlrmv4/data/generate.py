@@ -39,8 +39,8 @@ MANIFEST = "generated.json"
 VERSION = 1  # Raised when equal parameters would give other files.
 CHUNK_EVENTS = 4_000_000
 EVENT_BYTES = 40
-START_DAYS = 0.7
-"""Days until the first anchor, from which windows count: Yambda's 300 windows end 299.9 days after its begin."""
+START = 60_480
+"""Seconds until the first anchor, from which windows count: Yambda's 300 windows end 299.9 days after its begin."""
 MEDIAN_EVENTS, SIGMA, MOST_EVENTS = 2_695.0, 1.129, 27_738.0
 """Events of a user: lognormal with Yambda's median, its mean (4,763) and its most."""
 
@@ -64,13 +64,13 @@ class GenerateConfig:
     """Albums."""
     days: int = 300
     """Windows of a day; the last one evaluates."""
-    last_day: float = 0.2
-    """Length of the last window, in days; of Yambda's it is a fifth."""
+    last_day: float = 0.05
+    """Length of the last window, in days; so it has a thousandth of all samples, as Yambda's."""
     history: int = 4086
     """Events of the longest history, and before the first anchor of a user. Events a user scale with it."""
-    zipf: float = 0.95
+    zipf: float = 0.92
     """Exponent of the items' popularity, from 0 on and below 1."""
-    repeats: float = 0.7
+    repeats: float = 0.75
     """Share of listens that are of an item that the user has heard before."""
     explores: float = 0.15
     """Share of listens that are of another item of an artist heard before; the others are chosen by popularity."""
@@ -196,7 +196,7 @@ def read_generated(root: Path) -> Generated | None:
 
 def make_world(config: GenerateConfig) -> World:
     """What all users of a data set share."""
-    start = START_DAYS * DAY // STEP * STEP
+    start = START
     end = start + int((config.days - 1 + config.last_day) * DAY) // STEP * STEP
     factor = int(config.items * 0.6180339887) | 1
     while math.gcd(factor, config.items) != 1:
