@@ -1,7 +1,6 @@
 """Writes the reference's cache of events in one pass over users, in memory that does not grow with the events."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -113,7 +112,6 @@ class CacheWriter:
         if self.limits != Limits():  # else the file is the reference's to the byte
             meta["limits"] = self.limits.as_dict()
         (self.folder / META).write_text(json.dumps(meta))
-        os.sync()
         (self.folder / READY).touch()
 
     def __enter__(self) -> Self:
