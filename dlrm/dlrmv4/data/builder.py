@@ -5,6 +5,8 @@ adds the events since the one before it, and each pool forgets its oldest.
 """
 
 import threading
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from dlrm_bench.dlrm.dlrmv4.data.collect import NO_ROOM, collect
 from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
 from dlrm_bench.dlrm.dlrmv4.data.crosses import CONTEXT, context_rows
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
-from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
+from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import (
     CANDIDATE,
@@ -115,6 +117,17 @@ class BatchBuilder:
     def steps(self, order: Order, rank: int, first: int = 0, *, depth: int = 4, threads: int = 2) -> Prefetcher[Packed]:
         """A rank's batches from step `first` to the order's end, kept ready `depth` ahead by reader threads."""
         return Prefetcher(range(first, len(order)), lambda step: self.build(order.batch(step, rank)), depth, threads)
+
+
+def compile_ahead() -> None:
+    """Compiles what builds batches, on two made events; for before a run's clock, as no data are read."""
+    columns: dict[str, Any] = {"folder": Path(), "limits": Limits()}
+    for name, kind in get_type_hints(Cache).items():
+        if name not in columns:
+            (dtype,) = get_args(get_args(kind)[1])
+            columns[name] = np.zeros(2, dtype=dtype)
+            columns[name].flags.writeable = False  # as maps are, which numba takes for another type
+    BatchBuilder(Cache(**columns), ItemMaps(*(np.zeros(1, dtype=np.int32) for _ in range(2)))).build(np.array([1]))
 
 
 @compiled

@@ -1,6 +1,8 @@
 """Built batches, expanded, equal the plain samples."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -105,6 +107,24 @@ def test_tables_too_small_are_named(cache, maps):
     with pytest.raises(ValueError, match="table item_id has 59 rows"):
         BatchBuilder(cache, maps, Rows(item=59))
     BatchBuilder(cache, maps, Rows(uid=13, item=60))
+
+
+def test_nothing_is_left_to_compile(cache):
+    program = f"""
+from pathlib import Path
+import numpy as np
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
+from dlrm_bench.dlrm.dlrmv4.data import builder
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
+builder.compile_ahead()
+loops = (builder.collect, builder._fill_events, builder._fill_samples)
+before = [list(loop.signatures) for loop in loops]
+assert all(before), before
+root = Path({str(cache.folder.parents[1])!r})
+builder.BatchBuilder(Cache.open(Path({str(cache.folder)!r})), ItemMaps.open(root)).build(np.array([3, 4]))
+assert before == [list(loop.signatures) for loop in loops]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_layout_has_no_overlaps():

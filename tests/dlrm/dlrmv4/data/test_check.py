@@ -1,5 +1,6 @@
 """The check finds what is wrong, in the file where it is."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from dlrm_bench.dlrm.dlrmv4.data import check as module
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.check import CheckConfig, check, main
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate
 from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import MD5, SHA256
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,14 @@ def test_wrong_bounds_are_found(made, name, message):
     column.ravel()[2] += 1
     np.save(path, column)
     assert message in check(CheckConfig(directory=made)).findings[0]
+
+
+def test_anchors_out_of_order_in_the_index_are_found(made):
+    cache = Cache.open(find_cache(made))
+    together = dataclasses.replace(cache, anchor_timestamp=np.zeros(4, dtype=np.int64))
+    index = WindowIndex(np.array([[2, 0], [0, 2]]), np.array([[0, 4]]))
+    (finding,) = module._index_findings(together, index)
+    assert "wrong in window 0" in finding
 
 
 def test_other_counts_and_missing_files_are_found(made, tmp_path, capsys):
