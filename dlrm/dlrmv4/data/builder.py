@@ -15,9 +15,9 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.collect import NO_ROOM, collect
 from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
-from dlrm_bench.dlrm.dlrmv4.data.crosses import CONTEXT, context_rows
+from dlrm_bench.dlrm.dlrmv4.data.crosses import context_rows
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
-from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
+from dlrm_bench.dlrm.dlrmv4.data.limits import CONTEXT, Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import (
     CANDIDATE,

@@ -14,8 +14,6 @@ PRIME_2 = np.uint64(0xC2B2AE3D27D4EB4F)
 PRIME_3 = np.uint64(0x165667B19E3779F9)
 PRIME_4 = np.uint64(0x85EBCA77C2B2AE63)
 PRIME_5 = np.uint64(0x27D4EB2F165667C5)
-CONTEXT = 8
-"""Tokens of context: the user, and seven crosses."""
 
 
 @compiled

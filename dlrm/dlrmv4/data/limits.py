@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, fields
 
 POOLS = 3
 """Pools of a history: listen+, like, skip."""
+CONTEXT = 8
+"""Tokens of context: the user, and seven crosses."""
 LISTEN, LIKE = 0, 1
 """Event types of the cache; dislike is 2, unlike 3, undislike 4."""
 LISTEN_PLUS, LIKED, SKIPPED = 1, 2, 4

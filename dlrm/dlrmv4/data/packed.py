@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.data.batch import ALIGNMENT
-from dlrm_bench.dlrm.dlrmv4.data.crosses import CONTEXT
-from dlrm_bench.dlrm.dlrmv4.data.limits import POOLS
+from dlrm_bench.dlrm.dlrmv4.data.limits import CONTEXT, POOLS
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 FIRST, END, LENGTH, QUERY, CANDIDATE, CONTEXT_ROWS, LABEL, SAMPLE_ROWS = 0, 3, 4, 5, 6, 9, 17, 18

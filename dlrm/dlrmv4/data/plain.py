@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.crosses import context_rows
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
-from dlrm_bench.dlrm.dlrmv4.data.limits import LIKED, LISTEN, LISTEN_PLUS, LISTEN_PLUS_PERCENT, SKIPPED, Rows
+from dlrm_bench.dlrm.dlrmv4.data.limits import CONTEXT, LIKED, LISTEN, LISTEN_PLUS, LISTEN_PLUS_PERCENT, SKIPPED, Rows
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 
@@ -68,7 +68,7 @@ def samples(cache: Cache, maps: ItemMaps, rows: Rows, numbers: NDArray[np.int64]
     joined = np.concatenate(histories)
     last = [past[-1] if len(past) else event for past, event in zip(histories, events, strict=True)]
     item, candidate = cache.item[joined], cache.item[events]
-    context = np.empty((8, len(events)), dtype=np.int32)
+    context = np.empty((CONTEXT, len(events)), dtype=np.int32)
     for column, event in enumerate(events):
         uid, target, hour = int(cache.uid[event]), int(cache.item[event]), int(cache.timestamp[event]) // 3600 % 24
         keys = (uid, target, int(maps.artist[target]), int(maps.album[target]), hour, int(cache.is_organic[event]))

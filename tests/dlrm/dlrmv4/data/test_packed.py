@@ -1,5 +1,8 @@
 """A packed batch, made by hand, and what it expands to."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +59,12 @@ def test_a_pool_in_between_is_left_out():
     zero = torch.zeros(7, dtype=torch.int32)
     samples = expand(packed, zero, zero)
     assert samples.item.tolist() == [1, 3, 4, 4, 5, 6]
+
+
+def test_expanding_needs_no_compiler():
+    """A process that only trains imports neither numba nor what reads files."""
+    program = "import sys; import dlrm_bench.dlrm.dlrmv4.data.packed; assert not {'numba', 'polars'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.gpu
