@@ -62,6 +62,8 @@ class CacheWriter:
         if (folder / READY).exists():
             raise ValueError(f"{folder} holds a complete cache: delete it, or choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("windows_*.npy"):  # the index of what was there before
+            path.unlink()
         self.folder, self.limits = folder, limits
         self._columns = {name: ColumnWriter(folder / f"{name}.npy", dtype) for name, dtype in COLUMNS.items()}
         self._positions = ColumnWriter(folder / f"positions_{limits.anchors_name}.npy", np.int64)

@@ -5,8 +5,8 @@ with what was asked for, counts, and the AUC of the teacher's own probabilities:
 luck. With --raw it also gets raw/5b/multi_event.parquet, from which `preprocess` makes the same cache.
 
 The defaults are Yambda's size: 4.7 billion events, 0.23 TB. --users and --items scale it down; --history scales what
-a user listens to, with the lengths of histories: 63 gives data for a CPU. Memory, with all items and two threads: 0.9 GB
-at the peak, measured; 30 million events take 19 s of CPU time.
+a user listens to, with the lengths of histories: 63 gives data for a CPU. Memory, with all items and two threads:
+0.9 GB at the peak, measured; 30 million events take 19 s of CPU time.
 
 Where made data are known to differ from Yambda: there are 2.2 instead of 2.29 billion anchors, and a third instead of
 0.4 of all users have any; the last window has 2.9 instead of 2.06 million of them for a million users; lengths of

@@ -42,9 +42,13 @@ def test_files_are_the_references_whatever_the_piece(raw, tmp_path, chunk_events
     assert_the_references(tmp_path / "out")
 
 
-def test_out_may_be_raw_and_event_types_numbers(raw):
-    events = pl.read_parquet(raw / RAW_FILE)
-    events.with_columns(pl.col("event_type").to_physical()).write_parquet(raw / RAW_FILE)
+@pytest.mark.parametrize(
+    "event_type",
+    [pl.col("event_type").to_physical(), *(pl.col("event_type").cast(kind) for kind in (pl.Utf8, pl.Categorical))],
+    ids=("numbers", "strings", "categories"),
+)
+def test_out_may_be_raw_and_event_types_of_any_kind(raw, event_type):
+    pl.read_parquet(raw / RAW_FILE).with_columns(event_type).write_parquet(raw / RAW_FILE)
     assert main([str(raw), str(raw), "--history", "9"]) == 0
     assert_the_references(raw)
 
