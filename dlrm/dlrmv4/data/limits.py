@@ -58,9 +58,9 @@ class Limits:
         return asdict(self)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Rows:
-    """Rows of each table; the defaults are the benchmark's (dlrm_v4/configs.py).
+    """Rows of each table: of events, then of context; the defaults are the benchmark's (dlrm_v4/configs.py).
 
     Ids of items, artists, albums and users are rows. Rows of the seven crosses are hashes (crosses.py).
     """

@@ -31,7 +31,7 @@ SAME_TIME = 0.04
 LIKE_SHARE, OTHER_SHARE = 0.0185, 0.0103
 """Of all events; other is dislike, unlike and undislike."""
 RECENT = 8
-"""Events among which an item counts as heard again, and from which a part of the repeats are taken."""
+"""Events among which an item counts as heard again; a third of the repeats are of the last four times as many."""
 _NIGHT, _DAYTIME = (2.0, 1.3, 0.9, 0.7, 0.8, 1.4, 2.6, 4.2), (5.2, 5.4, 5.3, 5.2, 5.2, 5.2, 5.2, 5.3)
 HOURLY = np.cumsum([*_NIGHT, *_DAYTIME, 5.5, 5.9, 6.1, 6.0, 5.8, 5.4, 4.6, 3.4])
 """Listening up to the end of each hour of the day: a trough at night, a peak at six in the evening."""
