@@ -14,6 +14,7 @@ from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import PackedLayout, expand
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
+from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from tests.dlrm.dlrmv4.data.made import ITEMS, assert_equal, random_cache, random_maps
 
 LIMITS = [
@@ -107,6 +108,17 @@ def test_tables_too_small_are_named(cache, maps):
     with pytest.raises(ValueError, match="table item_id has 59 rows"):
         BatchBuilder(cache, maps, Rows(item=59))
     BatchBuilder(cache, maps, Rows(uid=13, item=60))
+
+
+@pytest.mark.gpu
+def test_pinned_batches_arrive_on_the_device(cache, maps):
+    numbers, device = np.arange(len(cache.positions)), torch.device("cuda")
+    packed = BatchBuilder(cache, maps, pin=True).build(numbers)
+    assert packed.storage.is_pinned()
+    columns = (torch.from_numpy(column).to(device) for column in (maps.artist, maps.album))
+    found, expected = expand(packed.to(device), *columns), plain.samples(cache, maps, Rows(), numbers)
+    for name in Samples.__dataclass_fields__:
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
 
 
 def test_nothing_is_left_to_compile(cache):
