@@ -22,7 +22,7 @@ def test_counts_batches_until_the_data_end(root):
 
 
 def test_stops_when_the_time_is_over(root, capsys):
-    assert main([str(root), "--seconds", "0.0001", "--local-batch-size", "64"]) == 0
+    assert main([str(root), "--seconds", "1e-9", "--local-batch-size", "64"]) == 0
     assert capsys.readouterr().out.startswith("1 batches of 64, 2 threads")
 
 
