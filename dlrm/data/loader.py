@@ -8,8 +8,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from dlrm_bench.dlrm.data.batch import Batch
-
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -48,7 +47,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     what is ready, and ends the iteration. One left open is closed when collected, or at exit.
     """
 
-    def __init__(self, batches: Iterable[Batch], transform: Callable[[Batch], T], depth: int, threads: int = 1) -> None:
+    def __init__(self, batches: Iterable[S], transform: Callable[[S], T], depth: int, threads: int = 1) -> None:
         """threads: at most so many, and not more than `depth`; `transform` runs on all of them."""
         assert depth > 0
         assert threads > 0
@@ -88,7 +87,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         self.close()
 
 
-def _read(batches: Iterable[Batch], transform: Callable[[Batch], T], lane: _Lane[T], stop: threading.Event) -> None:
+def _read(batches: Iterable[S], transform: Callable[[S], T], lane: _Lane[T], stop: threading.Event) -> None:
     error: BaseException | None = None
     try:
         iterator = iter(batches)

@@ -1,0 +1,1 @@
+"""DLRMv4's data: the reference's cache files, anchors and windows, histories, batches, generated and real Yambda."""

@@ -1,0 +1,111 @@
+"""Measures how fast one rank's batches are built, with nothing else at work: SPEED DIR
+
+Reader threads build batches as in a run, one consumer takes them in order and drops them. What a run needs is its
+samples a second; files in the page cache tell what building takes, and a first pass over cold ones what the disk gives.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from dlrm_bench.dlrm.command_line import exit_status
+from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
+from dlrm_bench.dlrm.dlrmv4.data.order import Order
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SpeedConfig:
+    """Building, measured."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Folder of data."""
+    local_batch_size: int = 1024
+    """Samples of a rank's batch."""
+    world_size: int = 8
+    """Ranks among which a window's samples are dealt out; the first one's are built."""
+    first_window: int = 0
+    """Window to begin with; the last one evaluates, and is left out."""
+    reader_threads: int = 2
+    """Threads that build."""
+    seconds: float = 10.0
+    """Time of the measurement."""
+
+    def __post_init__(self) -> None:
+        for flag in ("local_batch_size", "world_size", "reader_threads", "seconds"):
+            if not getattr(self, flag) > 0:
+                raise ValueError(f"--{flag.replace('_', '-')} is {getattr(self, flag)}: choose more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one rank gets."""
+
+    batches: int
+    """Batches that were timed."""
+    samples_per_s: float
+    cpu_us: float
+    """CPU time of the process for a sample, in microseconds."""
+    events: float
+    """Events of a history, at the mean."""
+    mean_mb: float
+    """MB of a batch."""
+    max_mb: float
+    """MB of the largest."""
+
+
+def speed(config: SpeedConfig) -> Speed:
+    """Returns the speed of one rank; ValueError if the data cannot be read or have too few samples."""
+    cache = Cache.open(find_cache(config.directory))
+    index = WindowIndex.open(cache)
+    order = Order(index, config.first_window, len(index) - 1, config.world_size, config.local_batch_size)
+    if len(order) < 3:
+        raise ValueError(
+            f"{config.directory} has {len(order)} batches of {config.world_size} x {config.local_batch_size} samples "
+            f"from window {config.first_window} on: choose smaller ones"
+        )
+    builder = BatchBuilder(cache, ItemMaps.open(config.directory))
+    warm = 2
+    for step in range(warm):
+        builder.build(order.batch(step, 0))  # compiles
+    sizes, tokens = [], 0
+    with builder.steps(order, 0, warm, depth=2 * config.reader_threads, threads=config.reader_threads) as batches:
+        begin, cpu = time.perf_counter(), time.process_time()
+        for packed in islice(batches, len(order) - warm):
+            sizes.append(packed.layout.end)
+            tokens += packed.tokens
+            if time.perf_counter() - begin > config.seconds:
+                break
+        samples = len(sizes) * config.local_batch_size
+        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    mb = np.array(sizes) / 1e6
+    return Speed(len(sizes), samples / wall, 1e6 * cpu / samples, tokens / samples, mb.mean(), mb.max())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit status."""
+    return exit_status(lambda: _run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    config = tyro.cli(SpeedConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    found = speed(config)
+    print(
+        f"{found.batches} batches of {config.local_batch_size}, {config.reader_threads} threads: "
+        f"{found.samples_per_s:,.0f} samples/s, {found.cpu_us:.1f} us of CPU a sample, {found.events:,.0f} events a "
+        f"history, {found.mean_mb:.2f} MB a batch, at most {found.max_mb:.2f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Preprocessing writes the reference's files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import FOLDER
+from dlrm_bench.dlrm.dlrmv4.data.preprocess import PreprocessConfig, main, preprocess
+from dlrm_bench.dlrm.dlrmv4.data.raw_events import RAW_FILE
+from tests.dlrm.dlrmv4.data.conftest import REFERENCE
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """A folder as the reference's download leaves it."""
+    folder = tmp_path / "raw_data"
+    (folder / RAW_FILE).parent.mkdir(parents=True)
+    (folder / FOLDER).mkdir()
+    shutil.copy(REFERENCE / "raw" / "multi_event.parquet", folder / RAW_FILE)
+    for name in ("artist", "album"):
+        shutil.copy(REFERENCE / "raw" / f"{name}_item_mapping.parquet", folder / FOLDER)
+    return folder
+
+
+def assert_the_references(out: Path) -> None:
+    expected = REFERENCE / "processed_5b"
+    for path in expected.rglob("*.*"):
+        found = (out / "processed_5b" / path.relative_to(expected)).read_bytes()
+        if path.name == "store_meta.json":  # ours also has the limits where they are not the benchmark's
+            assert json.loads(path.read_bytes()).items() <= json.loads(found).items()
+        else:
+            assert found == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("chunk_events", [1, 100, 8_000_000])
+def test_files_are_the_references_whatever_the_piece(raw, tmp_path, chunk_events):
+    preprocess(PreprocessConfig(raw=raw, out=tmp_path / "out", history=9, chunk_events=chunk_events))
+    assert_the_references(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "event_type",
+    [pl.col("event_type").to_physical(), *(pl.col("event_type").cast(kind) for kind in (pl.Utf8, pl.Categorical))],
+    ids=("numbers", "strings", "categories"),
+)
+def test_out_may_be_raw_and_event_types_of_any_kind(raw, event_type):
+    pl.read_parquet(raw / RAW_FILE).with_columns(event_type).write_parquet(raw / RAW_FILE)
+    assert main([str(raw), str(raw), "--history", "9"]) == 0
+    assert_the_references(raw)
+
+
+def test_users_in_any_order_of_the_file(raw, tmp_path):
+    """Events of one user and second keep the file's order, so whole users are moved."""
+    events = pl.read_parquet(raw / RAW_FILE)
+    parts = events.partition_by("uid", maintain_order=True)
+    pl.concat(parts[::-1]).write_parquet(raw / RAW_FILE, row_group_size=64)
+    preprocess(PreprocessConfig(raw=raw, out=tmp_path / "out", history=9, chunk_events=100))
+    assert_the_references(tmp_path / "out")
+
+
+def test_generated_events_come_back_to_the_byte(tmp_path):
+    made, out = tmp_path / "made", tmp_path / "out"
+    config = GenerateConfig(out=made, users=120, items=300, artists=40, albums=90, days=20, history=30, raw=True)
+    generate(config)
+    preprocess(PreprocessConfig(raw=made, out=out, history=30, chunk_events=500))
+    files = [path for path in (made / "processed_5b").rglob("*.*") if path.is_file()]
+    assert len(files) == 17
+    for path in files:
+        assert (out / path.relative_to(made)).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (pl.lit("dance").alias("event_type"), "unknown event_type dance"),
+        (pl.lit(None, pl.UInt32).alias("item_id"), "column item_id has nulls"),
+        (pl.lit(None, pl.UInt32).alias("uid"), "column uid has nulls"),
+        (pl.lit(-1).alias("item_id"), "negative ids"),
+        (pl.lit(600, pl.UInt32).alias("item_id"), "not of one data set"),
+    ],
+)
+def test_events_that_cannot_be_are_named(raw, tmp_path, change, message):
+    pl.read_parquet(raw / RAW_FILE).with_columns(change).write_parquet(raw / RAW_FILE)
+    with pytest.raises(ValueError, match=message):
+        preprocess(PreprocessConfig(raw=raw, out=tmp_path / "out", history=9))
+
+
+def test_files_that_cannot_be_are_named(raw, tmp_path, capsys):
+    config = PreprocessConfig(raw=raw, out=tmp_path / "out", history=9)
+    pl.read_parquet(raw / RAW_FILE).drop("is_organic").write_parquet(raw / RAW_FILE)
+    with pytest.raises(ValueError, match="no column is_organic"):
+        preprocess(config)
+    (raw / RAW_FILE).write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="cannot be preprocessed"):
+        preprocess(config)
+    (raw / RAW_FILE).unlink()
+    assert main([str(raw), str(tmp_path / "out")]) == 2
+    assert str(RAW_FILE) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"history": 0}, {"test_days": -1}, {"chunk_events": 0}])
+def test_configurations_are_checked(tmp_path, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong)).replace("_", "-")):
+        PreprocessConfig(raw=tmp_path, out=tmp_path, **wrong)

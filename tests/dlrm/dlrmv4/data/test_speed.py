@@ -1,0 +1,33 @@
+"""The measurement of building counts what it says."""
+
+import pytest
+
+from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
+from dlrm_bench.dlrm.dlrmv4.data.speed import SpeedConfig, main, speed
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    out = tmp_path_factory.mktemp("made")
+    generate(smoke_config(out))
+    return out
+
+
+def test_counts_batches_until_the_data_end(root):
+    found = speed(SpeedConfig(directory=root, local_batch_size=64, world_size=8, seconds=60))
+    assert found.batches > 100
+    assert 30 < found.events <= 63
+    assert found.mean_mb <= found.max_mb < 1
+    assert found.samples_per_s > 0 < found.cpu_us
+
+
+def test_stops_when_the_time_is_over(root, capsys):
+    assert main([str(root), "--seconds", "1e-9", "--local-batch-size", "64"]) == 0
+    assert capsys.readouterr().out.startswith("1 batches of 64, 2 threads")
+
+
+def test_too_few_samples_are_named(root):
+    with pytest.raises(ValueError, match="has 0 batches of 8 x 100000"):
+        speed(SpeedConfig(directory=root, local_batch_size=100_000))
+    with pytest.raises(ValueError, match="--seconds"):
+        SpeedConfig(directory=root, seconds=0)

@@ -1,0 +1,60 @@
+"""The index of windows equals the scan that it spares."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from dlrm_bench.dlrm.dlrmv4.data import plain
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, paths, prepare_windows
+
+
+def test_windows_are_the_references(cache, answers):
+    index = prepare_windows(cache)
+    assert len(index) == len(answers["windows"])
+    for number, expected in enumerate(answers["windows"]):
+        assert index.anchors_of(number) == len(expected)
+        assert index.select(number, np.arange(len(expected))).tolist() == expected
+        assert index.select(number, np.arange(len(expected))[::3]).tolist() == expected[::3]
+
+
+@pytest.mark.parametrize("seconds", [5, 40_000, 10**9])
+def test_windows_of_any_length_are_the_plain_ones(cache, tmp_path, seconds):
+    folder = shutil.copytree(cache.folder, tmp_path / cache.folder.name)
+    limits = dataclasses.replace(cache.limits, window_seconds=seconds)
+    other = dataclasses.replace(cache, folder=folder, limits=limits)
+    index = prepare_windows(other)
+    assert len(index) == plain.num_windows(other)
+    filled = np.flatnonzero(index.windows[:, 1])
+    assert index.windows[:, 1].sum() == len(cache.positions)
+    for number in filled[:: max(1, len(filled) // 40)].tolist():
+        assert (
+            index.select(number, np.arange(index.anchors_of(number))).tolist() == plain.window(other, number).tolist()
+        )
+
+
+def test_a_prepared_index_is_opened_and_anothers_refused(cache, tmp_path):
+    folder = shutil.copytree(
+        cache.folder,
+        tmp_path / cache.folder.name,
+        ignore=lambda _, names: [n for n in names if "s.npy" in n and "windows" in n],
+    )
+    copy = Cache.open(folder)
+    with pytest.raises(ValueError, match="prepare the index"):
+        WindowIndex.open(copy)
+    prepare_windows(copy)
+    windows_path = paths(folder, copy.limits)[1]
+    time = windows_path.stat().st_mtime_ns
+    prepare_windows(copy)
+    assert windows_path.stat().st_mtime_ns == time
+    np.save(windows_path, np.zeros((2, 2), dtype=np.int64))
+    with pytest.raises(ValueError, match="has 0 anchors"):
+        WindowIndex.open(copy)
+
+
+def test_data_without_anchors_is_refused(cache, tmp_path):
+    empty = dataclasses.replace(cache, folder=tmp_path, positions=np.empty(0, dtype=np.int64))
+    with pytest.raises(ValueError, match="has no anchors"):
+        prepare_windows(empty)
