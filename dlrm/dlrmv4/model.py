@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardedTensor
 from dlrm_bench.dlrm.dlrmv4.batch import Batch
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, TrainingConfig, tables
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
-from dlrm_bench.dlrm.embedding.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 
 
 class Dlrmv4(nn.Module):

@@ -16,8 +16,8 @@ from dlrm_bench.dlrm.dlrmv4.config import Exchange, TrainingConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
 from dlrm_bench.dlrm.dlrmv4.work import memory_bytes
-from dlrm_bench.dlrm.embedding.table_memory import table_memory_bytes
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.table_memory import table_memory_bytes
 
 
 def build_sharded(config: TrainingConfig, ranks: Ranks) -> tuple[DistributedModelParallel, RampedOptimizer]:

@@ -18,7 +18,6 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.command_line import EXIT_BAD_INPUT, exit_status
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.generate import read_generated
@@ -35,6 +34,7 @@ from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import (
 )
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import EVENT_TYPES
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, prepare_windows
+from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
 
 PIECE = 4_000_000
 

@@ -31,7 +31,6 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter, Events
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import write_maps
@@ -39,6 +38,7 @@ from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.listeners import BINS, DAY, STEP, World, catalogue, fill_users, sizes
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import RawWriter
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
+from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 MANIFEST = "generated.json"
 VERSION = 1  # Raised when equal parameters would give other files.

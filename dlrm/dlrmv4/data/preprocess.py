@@ -28,7 +28,6 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter, Events
@@ -36,6 +35,7 @@ from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps, map_path
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import DAY, EVENT_TYPES, RAW_FILE, SESSION_GAP
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
+from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 if TYPE_CHECKING:
     import polars as pl

@@ -15,12 +15,12 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from dlrm_bench.dlrm.command_line import exit_status
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
+from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

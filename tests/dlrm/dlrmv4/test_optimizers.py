@@ -22,7 +22,7 @@ from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, TrainingConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables, seed_dropout
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.cases import PLACES
 from tests.dlrm.dlrmv4.cases import SMALL, make_samples
 

@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.dlrmv4.config import TrainingConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.presets import training
 from dlrm_bench.dlrm.dlrmv4.sharding import build_sharded, check_tables_fit
-from dlrm_bench.dlrm.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.dlrm.dlrmv4.cases import by_item, make_samples
 from tests.dlrm.dlrmv4.test_optimizers import LENGTHS, TRAINING, batches, train_plainly
 
