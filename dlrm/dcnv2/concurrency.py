@@ -3,6 +3,7 @@
 Functions return the values of a layer or bucket. pipeline/static/CONCURRENCY.md draws an iteration with all of them.
 """
 
+from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.runtime.peer_memory import Barrier
 from dlrm_bench.dlrm.runtime.streams import Priority, Stream
 
@@ -42,6 +43,18 @@ def bottom_gradients(layer: int) -> Stream:
     """The stream of a bottom MLP layer's weight gradients."""
     name = f"bottom {layer} gradients"
     return Stream(name=name, priority=Priority.WEIGHT_GRADIENTS, carries="weight gradients of a bottom MLP layer")
+
+
+def stage_streams(model: ModelConfig) -> tuple[Stream, ...]:
+    """Returns all streams of stage 3 of this model."""
+    cross, bottom, top = range(model.cross_layers), range(len(model.bottom_mlp)), range(len(model.top_mlp))
+    return (
+        *(GATHER_CROSS, ROUND_WEIGHTS, GUARD, TOP_GRADIENTS, CROSS_GRADIENTS, BOTTOM, BOTTOM_UPDATE),
+        *map(top_update, top),
+        *map(cross_gradients, cross),
+        *map(cross_update, cross),
+        *map(bottom_gradients, bottom),
+    )
 
 
 def bucket_gradients(bucket: str) -> Barrier:
