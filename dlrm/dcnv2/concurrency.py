@@ -61,7 +61,6 @@ def bucket_gradients(bucket: str) -> Barrier:
     """The barrier before the update of a bucket in peer memory. bucket: the beginning of its weights' names."""
     return Barrier(
         name=f"{bucket} gradients",
-        orders="all ranks' gradients of the bucket, and their last reads of its weights, before the ranks' updates, "
-        "which read the one and write the other; of the first cross layer also the last reads of x0, before the next "
-        "lookup writes it",
+        orders="all ranks' gradients of the bucket, the guards' flags, and the last reads of its weights, before the "
+        "ranks' updates, which read the former and write the latter",
     )

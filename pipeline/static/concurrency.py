@@ -36,16 +36,16 @@ LOOKUPS = (MAIN, SECOND_LOOKUP)
 
 IDS = Barrier(
     name="ids",
-    orders="all ranks' writes of the next batch's ids, before their owner picks, sorts or looks them up; and, of ranks "
-    "that share a sort, the update that read a slot's sorted ids, before the next sort writes them",
+    orders="all ranks' writes of a batch's ids, before their owner picks, sorts or looks them up",
 )
 WEIGHTS = Barrier(
     name="weights",
-    orders="all ranks' writes of updated dense weights, before the next iteration reads them and writes gradients",
+    orders="all ranks' writes of updated dense weights, before `local` of the next iteration reads its own: all other "
+    "readers come after `pooled`, which orders them too",
 )
 EVALUATED = Barrier(
     name="evaluated",
-    orders="the last reads of an evaluated batch's pooled vectors and ids, before the next batch's are written",
+    orders="the last reads of an evaluated batch's inputs, before the next batch's lookups write them",
 )
 
 
@@ -68,15 +68,12 @@ def pipeline_streams() -> tuple[Stream, ...]:
 
 def _pooled(part: int, nodes: int) -> Barrier:
     orders = (
-        "all ranks' lookups of a part, before its pooled vectors are read; and the lookups' reads of a slot's ids, "
-        "before the ids of the batch after next are written to it"
+        "all ranks' writes of a part's pooled vectors, before they are read; and the last table update's reads of "
+        "gradients and flags, before this iteration writes them"
     )
     return Barrier(name=f"pooled {part}" if nodes == 1 else f"pooled {part} staged", orders=orders)
 
 
 def _gradients(part: int, nodes: int) -> Barrier:
-    orders = (
-        "all ranks' writes of a part's gradients, before the table update reads them; and, of ranks that share a sort, "
-        "their writes of sorted ids in the iteration before"
-    )
+    orders = "all ranks' writes of a part's gradients, and of the guards' flags, before the table update reads them"
     return Barrier(name=f"gradients {part}" if nodes == 1 else f"gradients {part} staged", orders=orders)
