@@ -1,4 +1,4 @@
-"""When the copies of weights in eight bits are made, and what training with them learns."""
+"""Stage 3: when the copies of weights in eight bits are made, and what training with them learns."""
 
 from collections.abc import Callable
 from dataclasses import replace
