@@ -76,3 +76,8 @@ class StaticOptions:
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
         )
+        require(
+            self.presort_ids or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
+            f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, which here changes with "
+            "the iterations: add --presort-ids, or choose --cuda-graph none",
+        )

@@ -1,9 +1,15 @@
 """Options of the static pipeline."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.pipeline.static.options import StaticOptions
+from tests.pipeline.small_runs import small
+from tests.pipelines import changed
 
 
 def test_peer_memory_needs_presorted_ids() -> None:
@@ -24,3 +30,19 @@ def test_stage_3_gets_the_options_that_it_depends_on(presorted: bool) -> None:
     """Parts of a batch need sorted ids: FBGEMM's fused backward would update the tables once for each."""
     options = StaticOptions(presort_ids=presorted, peer_memory=presorted, fp8=presorted, overlap=not presorted)
     assert options.dense == StaticDenseOptions(eight_bits=presorted, peer_memory=presorted, may_go_in_parts=presorted)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WarmingUp(OptimizerConfig):
+    def rate(self, iteration: int) -> float:  # type: ignore[override]
+        return min(1.0, iteration / 4) * self.learning_rate
+
+
+def test_a_schedule_is_refused_where_each_step_would_be_a_capture() -> None:
+    optimizer = WarmingUp()
+    with pytest.raises(ValueError, match="--cuda-graph iteration captures FBGEMM's update with its learning rate"):
+        changed(small(), optimizer=optimizer, cuda_graph="iteration")
+    cases: tuple[dict[str, Any], ...] = ({"presort_ids": True, "cuda_graph": "iteration"}, {})
+    for options in cases:
+        assert changed(small(), optimizer=optimizer, **options).optimizer is optimizer
+    assert changed(small(), cuda_graph="iteration").optimizer.rate(1) is None
