@@ -67,6 +67,16 @@ def test_the_check_sees_every_form_of_import(source):
     assert higher_floors(Path("launch/dlrm.py"), ast.parse(source)) == []
 
 
+def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
+    """They ask the benchmark for it."""
+    rooms = ("pipeline/static", "dlrm/tables", "dlrm/dense", "dlrm/runtime", "dlrm/data")
+    files = [path for path in FILES if any(path.is_relative_to(ROOT / room) for room in rooms)]
+    models = tuple(f"{PACKAGE}.{name}" for name in ("dlrm.dcnv2", "dlrm.zoo", "dlrm.benchmarks", "hstu"))
+    assert len(files) > 40
+    for path in files:
+        assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(models)] == [], path
+
+
 def test_modules_are_imported_by_one_name():
     """What pip installs is dlrm_bench alone: `import bench` would work in a checkout and nowhere else."""
     for path in FILES:

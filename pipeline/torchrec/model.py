@@ -36,14 +36,16 @@ from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dlrm_bench.dlrm.config import check_learning_rate
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.dcnv2.config import DcnTraining, ModelConfig, OptimizerConfig
-from dlrm_bench.dlrm.dcnv2.network import DenseNetwork, torchrec_names
+from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
+from dlrm_bench.dlrm.dcnv2.state_keys import TABLE_PREFIX, table_key, torchrec_names
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
-from dlrm_bench.pipeline.state import TABLE_PREFIX, ModelState, StateBlocks, TensorBlock, gather, scatter, table_key
+from dlrm_bench.pipeline.state import StateBlocks, TensorBlock
 from dlrm_bench.pipeline.torchrec.batch import BatchLayout
 from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
@@ -125,19 +127,12 @@ class TorchRecPipeline(ABC):
         """See dlrm_bench.pipeline.interface.Pipeline."""
         return self._guard.tallies
 
-    def state_dict(self) -> ModelState:
-        """Weights and optimizer state after the last step, whole, on rank 0. Collective; see pipeline/state.py."""
-        return gather(*self.state_blocks(), self._ranks)
-
-    def load_state_dict(self, state: ModelState) -> None:
-        """Continues from rank 0's `state`, of any pipeline; batches in flight stay. Collective; see pipeline/state.py.
-
-        Writes through what the public state_dict of model and optimizer give, which is the memory they train.
-        ValueError where the state is of another model.
-        """
-        blocks = self.state_blocks()
-        scatter(state, *blocks, self._ranks)
-        self.take_blocks(blocks)
+    def set_learning_rate(self, value: float) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline: of every parameter group; FBGEMM's fused update takes its group's
+        in the optimizer's zero_grad, before the backward."""
+        check_learning_rate(value)
+        for group in self._optimizer.param_groups:
+            group["lr"] = value
 
     def take_blocks(self, blocks: StateBlocks) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained."""

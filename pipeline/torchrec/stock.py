@@ -63,6 +63,16 @@ class StockPipeline(TorchRecPipeline):
             if isinstance(module, DenseArch | InteractionDCNArch | OverArch):
                 module.compile(backend=_COMPILER, dynamic=False)
 
+    def set_learning_rate(self, value: float) -> None:
+        """See TorchRecPipeline. ValueError under a schedule whose tables would take the rate a step late: FBGEMM hands
+        a lookup the rate of its own update."""
+        if self._options.schedule == "fused-sparse-dist":
+            raise ValueError(
+                "--schedule fused-sparse-dist looks up tables a batch ahead, with the learning rate of then: with a "
+                "rate that changes choose --schedule sparse-dist"
+            )
+        super().set_learning_rate(value)
+
     def close(self) -> None:
         """Nothing to free."""
 
