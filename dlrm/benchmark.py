@@ -12,6 +12,8 @@ from dlrm_bench.dlrm.config import TrainingConfig
 
 if TYPE_CHECKING:
     from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
+    from dlrm_bench.dlrm.runtime.ranks import Ranks
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 class Piece(NamedTuple):
@@ -87,6 +89,10 @@ class Parts(Protocol):
 
     def empty_batch(self, config: TrainingConfig, pin: bool) -> "HostBatch":
         """Returns a batch of uninitialised host memory. pin: page-locked."""
+        ...
+
+    def torchrec_model(self, config: TrainingConfig, ranks: "Ranks") -> "TorchRecModel":
+        """Returns the model for the pipelines over TorchRec's modules, not sharded yet; imports torchrec."""
         ...
 
 

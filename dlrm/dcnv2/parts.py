@@ -1,5 +1,7 @@
 """What trains DLRM-DCNv2; see benchmark.Parts."""
 
+from typing import TYPE_CHECKING
+
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, FileContent
@@ -7,6 +9,10 @@ from dlrm_bench.dlrm.dcnv2 import work
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import content
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 def open_data(config: TrainingConfig) -> Dataset:
@@ -31,3 +37,10 @@ def empty_batch(config: TrainingConfig, pin: bool) -> Batch:
     """Returns a batch of uninitialised host memory. pin: page-locked."""
     assert isinstance(config.model, ModelConfig)
     return Batch.empty(config.local_batch_size, config.model, pin)
+
+
+def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
+    """Returns the model for the pipelines over TorchRec's modules."""
+    from dlrm_bench.dlrm.dcnv2.torchrec import torchrec_model  # the static pipeline needs no torchrec
+
+    return torchrec_model(config, ranks)
