@@ -1,6 +1,7 @@
 """The TorchRec models: forward(batch) returns what TorchRec's train pipelines take, (loss, (loss, logits, labels))."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,9 +132,8 @@ class Sequence(Trained):
         future = torch.full((config.longest, config.longest), float("-inf")).triu(1)
         self.register_buffer("future", future, persistent=False)
 
-    def logits(self, batch: BagsBatch) -> Tensor:
-        """Returns logits [B]."""
-        assert isinstance(batch, SequenceBatch)
+    def logits(self, batch: Any) -> Tensor:
+        """Returns logits [B] of a SequenceBatch, or of what TorchRec's trace puts in its place."""
         x = self.items(batch.history)["history"].to_padded_dense(self._longest) + self.positions
         for layer in self.layers:
             x = layer(x, src_mask=self.future)
