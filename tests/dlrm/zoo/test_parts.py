@@ -97,8 +97,8 @@ def test_the_drop_in_trains_what_stock_trains(
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_state_is_whole(trained: list[dict[str, dict[str, Trained]]], gpu: bool, name: str) -> None:
-    """Tables with Adagrad's state, dense weights with all of Adam's; another pipeline with other initial weights goes on
-    from it as if nothing had moved."""
+    """Tables with Adagrad's state, dense weights with all of Adam's; a pipeline with other initial weights goes on from
+    it as if nothing had moved."""
     state = trained[0][name]["stock"].state
     tables = {key for key in state.weights if ".embedding_bags." in key or ".embeddings." in key}
     assert len(tables) == small(name).model.tables.count
