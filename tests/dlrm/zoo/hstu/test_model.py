@@ -48,8 +48,8 @@ def test_a_candidate_does_not_see_the_others() -> None:
     batch = next(random_batches(TINY, 1, seed=2))
     before = ranker(batch)
     values = batch.features.values().clone()
-    start, end = batch.features["candidate item"].offsets()[[0, -1]].tolist()
-    first = int(batch.features.offset_per_key()[batch.features.keys().index("candidate item")])
+    start, end = batch.features["candidate event_0"].offsets()[[0, -1]].tolist()
+    first = int(batch.features.offset_per_key()[batch.features.keys().index("candidate event_0")])
     values[first + start] = (values[first + start] + 1) % 50
     assert end - start == TINY.candidates
     changed = KeyedJaggedTensor(batch.features.keys(), values, lengths=batch.features.lengths())
@@ -81,7 +81,7 @@ def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
     assert torch.equal(first.features.values(), again.features.values())
     assert torch.equal(first.labels, again.labels)
     assert not torch.equal(first.features.lengths(), other.features.lengths())
-    lengths = first.features["history item"].lengths()
+    lengths = first.features["history event_0"].lengths()
     assert lengths.min() > 0
     assert lengths.max() <= TINY.max_history
     assert abs(lengths.float().mean() - TINY.mean_history) < 2
