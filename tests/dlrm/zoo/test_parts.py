@@ -17,6 +17,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.state import ModelState
 from tests.dlrm.zoo.small import ALL_ON, DISTINCT, PRESETS, drawn, small
+from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 
 STEPS = DISTINCT + 2
 
@@ -155,8 +156,8 @@ def test_the_static_pipeline_does_not_train_them() -> None:
 
 GUARDED = ("zoo-two-towers", "zoo-sequence", "hstu-tiny")
 """Two EBCs; an EC beside one; an EC alone, of row-wise Adagrad. All with Adam."""
-BAD = 4
-"""The first step with something that is not finite, on the last rank."""
+STOPPED, BAD = 2 * DISTINCT + 2, 2 * DISTINCT
+"""Steps, and the first of them with something that is not finite, on the last rank; in a graph it is a replayed one."""
 
 
 @dataclass(slots=True)
@@ -169,6 +170,10 @@ class Stopped:
     spoilt: list[str]
     told: bool
     learned: bool
+    captured: bool | None
+    """Whether a graph was replayed at the end; None where there was to be none."""
+    off: dict[str, str]
+    """Why something did not run as asked for."""
 
 
 def own_state(pipeline: Any) -> dict[str, Tensor]:
@@ -181,27 +186,31 @@ def own_state(pipeline: Any) -> dict[str, Tensor]:
     }
 
 
-def stop(ranks: Ranks, what: str, name: str, pipeline_name: str) -> Stopped:
-    config = small(name, pipeline_name)
+def stop(ranks: Ranks, what: str, name: str, kind: str) -> Stopped:
+    config = small(name) if kind == "torchrec" else small(name, "five-stage")
+    if kind == "captured":
+        config = padded(small(name, "five-stage", trim_input_dist=True, cuda_graph="dense"))
     pipeline: Any = build_pipeline(config, config.pipeline, ranks)
-    prepared = map(pipeline.prepare, drawn(config, ranks, STEPS + DISTINCT))
-    plain, poisoned, last = functional.binary_cross_entropy_with_logits, [False], ranks.rank == ranks.world_size - 1
+    prepared = map(pipeline.prepare, drawn(config, ranks, STOPPED + DISTINCT))
+    plain, last = functional.binary_cross_entropy_with_logits, ranks.rank == ranks.world_size - 1
+    of_loss, of_gradient = torch.ones((), device=ranks.device), torch.ones((), device=ranks.device)  # graphs read them
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        loss = plain(logits, labels)
-        if poisoned[0] and last:
-            if what == "loss":
-                return loss * torch.nan
-            loss.register_hook(lambda gradient: gradient * torch.inf)
+        loss = plain(logits, labels) * of_loss
+        if isinstance(loss, Tensor) and loss.requires_grad:  # TorchRec's trace has a stand-in
+            loss.register_hook(lambda gradient: gradient * of_gradient)
         return loss
 
     states, losses = [own_state(pipeline)], []
     with patch.object(functional, "binary_cross_entropy_with_logits", loss_of):
-        for step in range(STEPS):
-            poisoned[0] = step == BAD
+        for step in range(STOPPED):
+            poisoned = of_loss if what == "loss" else of_gradient
+            poisoned.fill_(torch.nan if step == BAD and last else 1)
             losses.append(pipeline.train_step(prepared))
             states.append(own_state(pipeline))
     told = bool(pipeline.tallies().not_finite.any())
+    captured = pipeline._train._graph.captured if kind == "captured" else None
+    off = pipeline.describe().get("switched_off", {})
     pipeline.close()
     first, before, after_bad, end = states[0], states[BAD], states[BAD + 1], states[-1]
     return Stopped(
@@ -210,17 +219,21 @@ def stop(ranks: Ranks, what: str, name: str, pipeline_name: str) -> Stopped:
         changed_by_bad=[key for key, value in before.items() if not torch.equal(value, after_bad[key])],
         spoilt=[key for key, value in end.items() if not value.isfinite().all()],
         told=told,
+        captured=captured,
+        off=off,
         learned=any(not torch.equal(value, before[key]) for key, value in first.items() if key.startswith("weights")),
     )
 
 
 def stop_all(ranks: Ranks) -> dict[tuple[str, str, str], Stopped]:
-    return {
-        (what, name, pipeline): stop(ranks, what, name, pipeline)
-        for what in ("loss", "gradient")
-        for name in GUARDED
-        for pipeline in ("torchrec", "five-stage")
-    }
+    stopped = {}
+    for kind in ("torchrec", "five-stage", "captured"):
+        if kind == "captured":
+            dense_graph_on_cpu()  # the last kind, because that stays; it runs HSTU's indices before they are filled
+        for what in ("loss", "gradient"):
+            for name in GUARDED[: 2 if kind == "captured" else 3]:
+                stopped[what, name, kind] = stop(ranks, what, name, kind)
+    return stopped
 
 
 def test_nothing_changes_after_what_is_not_finite(run_ranks: Callable[..., list[Any]]) -> None:
@@ -228,10 +241,11 @@ def test_nothing_changes_after_what_is_not_finite(run_ranks: Callable[..., list[
     for rank, stopped in enumerate(run_ranks(2, stop_all)):
         for case, of_case in stopped.items():
             assert of_case.learned, case
+            assert of_case.captured in (None, True), (case, of_case.off)
             assert of_case.changed == [], case
             assert of_case.spoilt == [], case
             if case[0] == "loss":
-                assert of_case.bad == [rank == 1 and step == BAD for step in range(STEPS)], case
+                assert of_case.bad == [rank == 1 and step == BAD for step in range(STOPPED)], case
                 assert of_case.changed_by_bad == [], case
                 assert not of_case.told, case
             else:
