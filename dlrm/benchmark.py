@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dlrm_bench.dlrm.dense.static_dense import StaticDense
     from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
     from dlrm_bench.dlrm.runtime.ranks import Ranks
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 class Piece(NamedTuple):
@@ -109,6 +110,9 @@ class Parts(Protocol):
     ) -> "StaticDense":
         """Returns stage 3 of the static pipeline, where it trains this benchmark. memory: where options say so.
         Collective."""
+
+    def torchrec_model(self, config: TrainingConfig, ranks: "Ranks") -> "TorchRecModel":
+        """Returns the model for the pipelines over TorchRec's modules, not sharded yet; imports torchrec."""
         ...
 
 

@@ -4,7 +4,6 @@ from typing import Protocol, cast
 
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import Options, Pipeline
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -29,8 +28,8 @@ def build_pipeline(config: OfBenchmark, options: Options, ranks: Ranks) -> Pipel
     training = cast(TrainingConfig, config)
     if isinstance(options, StaticOptions):
         return StaticPipeline(training, options, ranks, named(config.benchmark).parts())
-    dcn = cast(DcnTraining, training)
+    of_benchmark = named(config.benchmark).parts().torchrec_model(training, ranks)
     if isinstance(options, FiveStageSwitches):
-        return TorchRecFiveStagePipeline(dcn, options, ranks)
+        return TorchRecFiveStagePipeline(training, of_benchmark, options, ranks)
     assert isinstance(options, TorchRecOptions)
-    return StockPipeline(dcn, options, ranks)
+    return StockPipeline(training, of_benchmark, options, ranks)

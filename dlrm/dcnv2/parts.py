@@ -1,6 +1,6 @@
 """What trains DLRM-DCNv2; see benchmark.Parts."""
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig
@@ -13,6 +13,9 @@ from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 from dlrm_bench.dlrm.dcnv2.static_stage import DcnStage
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 def open_data(config: TrainingConfig) -> Dataset:
@@ -44,3 +47,10 @@ def static_dense(
 ) -> DcnStage:
     """Returns stage 3 of the static pipeline. Collective."""
     return DcnStage(cast(DcnTraining, config), options, ranks, memory)
+
+
+def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
+    """Returns the model for the pipelines over TorchRec's modules."""
+    from dlrm_bench.dlrm.dcnv2.torchrec import torchrec_model  # the static pipeline needs no torchrec
+
+    return torchrec_model(config, ranks)

@@ -13,10 +13,10 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.dcnv2.torchrec import build_unsharded
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
-from dlrm_bench.pipeline.torchrec.model import _build_unsharded
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
 from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
@@ -162,7 +162,7 @@ def test_bf16_keeps_fp32_masters(moved, run_ranks, gpu):
 
 
 def test_keys_and_shapes_are_those_of_torchrecs_model(moved):
-    theirs = _build_unsharded(MODEL, 0, torch.device("cpu")).state_dict()
+    theirs = build_unsharded(MODEL, 0, torch.device("cpu")).state_dict()
     for state in (moved[0].states["stock"], moved[0].states["static"]):
         for full in (state.weights, state.optimizer):
             assert {key: value.shape for key, value in full.items()} == {k: v.shape for k, v in theirs.items()}
