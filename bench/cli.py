@@ -2,7 +2,8 @@
 `dlrm-bench --version` says which version this is.
 
 Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the command started fails for any reason; 2 for
-bad input and for what --strict refuses; 5 if there are not enough runs for a check; 128 plus its number after a signal.
+bad input and for what --strict refuses; 5 if a check has not enough runs, or runs in an order that allows no verdict;
+128 plus its number after a signal.
 """
 
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
+from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.runtime.command_line import exit_status, printable
@@ -25,35 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # A command imports what it needs when it runs, so that --help and what only reads records start at once.
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Compare:
-    """Compares each side after the first with the first: latency, throughput, intervals, and what is proven.
-
-    A side is a record, a folder of records of the same program, a rung of a ladder with all its rounds (LADDER/RUNG),
-    an MLPerf result log, or a folder of result_*.txt. Two ladders are compared rung by rung, by name.
-    """
-
-    sides: Positional[tuple[Path, ...]]
-    """A B [...]."""
-    strict: bool = False
-    """Refuse to compare sides that differ in what should be equal, that come with a warning, or whose records do not
-    say what ran where: hash of the source, GPU UUIDs, environment, versions."""
-    fail_on: str | None = None
-    """Check that a regression of this percentage, such as 2%, is excluded: exit status 0 only where it is, 1 where a
-    side is proven slower, 5 where there are not enough runs to know."""
-    equivalent: str | None = None
-    """Check that all sides take the first one's time, give or take this percentage: exit status 0 only where that is
-    proven, 1 where the opposite is, 5 where there are not enough runs to know."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Prints the comparisons; returns the exit status."""
-        from dlrm_bench.bench.compare.command import compare_command
-
-        return compare_command(console, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
