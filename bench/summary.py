@@ -42,8 +42,8 @@ def _print(outcome: Outcome) -> int:
         console.print(_latency_table(record, record["latency_ms"]))
         if record["latency_ms"].get("steady") is False:
             console.print(
-                "not steady   the median of the last quarter of the timed iterations is "
-                f"{record['latency_ms']['drift']:+.1%} from that of the first: time longer (--max-time)"
+                "not steady   between two eighths of the timed iterations the median changed by "
+                f"{record['latency_ms']['drift']:+.1%}: time longer (--max-time)"
             )
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
