@@ -92,14 +92,14 @@ class Rerun:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LimitsCommand:
-    """Measures this machine's ceilings and prints the floor of an iteration, and how far records are above it.
+    """Measures this machine's ceilings, and sets records beside the least time that what they compute, move and wait
+    for takes: at the measured rates, or with --above alone at those known of their GPUs. The table says which.
 
-    With --above alone nothing is measured: records stand beside the least time that what they compute, move and wait
-    for takes on their GPUs. Flags from --preset on are those of launch/dlrm.py and give the sizes.
+    Flags from --preset on are those of launch/dlrm.py and give the sizes.
     """
 
     above: tuple[Path, ...] = ()
-    """Records to compare with the floor; for stages, records of `dlrm-bench host`."""
+    """Records to compare with the least time; for stages, records of `dlrm-bench host`."""
     roofline: Path | None = None
     """File (.png or .svg) for a roofline picture of the first record of --above that is profiled."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
@@ -115,15 +115,14 @@ class LimitsCommand:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Measures or reads limits and prints them; returns the exit status."""
-        from dlrm_bench.bench.limits.floor import distance_table, limits_table, work_table
+        from dlrm_bench.bench.limits.bound import NO_BOUND, bound_table, with_batch
+        from dlrm_bench.bench.limits.floor import check_same_work, limits_table, work_table
         from dlrm_bench.bench.records.limits import read_limits
         from dlrm_bench.bench.records.record import read_record
+        from dlrm_bench.bench.report.roofline import print_bounds, write_roofline
 
         runs = [read_record(path).run for path in self.above]
         if self.above and self.measured is None and not forwarded:
-            from dlrm_bench.bench.limits.bound import with_batch
-            from dlrm_bench.bench.report.roofline import print_bounds
-
             limits = None if self.rates is None else read_limits(self.rates)
             if self.batch is not None:
                 runs = [with_batch(run, self.batch) for run in runs]
@@ -140,9 +139,16 @@ class LimitsCommand:
 
             folder = measure("limits", forwarded, processes_of_run(self.nproc), self.results_dir)
         limits = read_limits(folder)
-        for table in (limits_table(limits), distance_table(limits, runs), *(work_table(limits, run) for run in runs)):
-            if table is not None:
-                console.print(table)
+        for run in runs:
+            check_same_work(limits, run)
+        console.print(limits_table(limits))
+        for run in runs:
+            console.print(bound_table(run, limits) or f"warning: {run['id']}: {NO_BOUND}", soft_wrap=True)
+        for kernels in (work_table(limits, run) for run in runs):
+            if kernels is not None:
+                console.print(kernels)
+        if self.roofline is not None:
+            write_roofline(runs, self.roofline)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 

@@ -34,7 +34,7 @@ def confounded(a: Side, b: Side) -> Iterator[str]:
     """Yields what differs between the sides beside the program, so that no verdict on it can be had.
 
     That their runs are on no common machine, and that they came in blocks: all of one side first, or so unevenly that a
-    linear drift alone would pass the test. Two sides of the same runs differ in nothing.
+    linear drift, or one step, would alone pass the test. Two sides of the same runs differ in nothing.
     """
     if a.keys and set(a.keys) == set(b.keys):
         return
@@ -50,8 +50,8 @@ def confounded(a: Side, b: Side) -> Iterator[str]:
         yield (
             f"all runs of {name} came before those of the other side ({first.finished[-1]}, then {second.finished[0]})"
         )
-    elif not are_pairs(a, b) and _drift_alone_differs(order):
-        yield "the runs of one side came so much later than those of the other that a steady drift alone would differ"
+    elif not are_pairs(a, b) and _machine_alone_differs(order):
+        yield "the runs of one side came so much later than the other's that a drift or one step alone would differ"
 
 
 def notes_on_order(a: Side, b: Side) -> Iterator[str]:
@@ -79,8 +79,11 @@ def _alternate(order: Sequence[int]) -> bool:
     return bool(pairs) and len(order) % 2 == 0 and all(first != second for first, second in pairs)
 
 
-def _drift_alone_differs(order: Sequence[int]) -> bool:
-    """Whether Welch's test finds the places of the sides in the order different, as it would times that drift."""
+def _machine_alone_differs(order: Sequence[int]) -> bool:
+    """Whether Welch's test would find times different that differ by a linear drift, or by one step at some run."""
     places = np.arange(len(order), dtype=np.float64)
-    a, b = (places[[side == which for side in order]] for which in (0, 1))
-    return min(len(a), len(b)) > 1 and welch(a, b).p_value < 1 - CONFIDENCE
+    sides = [[side == which for side in order] for which in (0, 1)]
+    if min(map(sum, sides)) < 2:
+        return False
+    changes = [places, *((places >= at).astype(np.float64) for at in range(1, len(order)))]
+    return any(welch(change[sides[0]], change[sides[1]]).p_value < 1 - CONFIDENCE for change in changes)
