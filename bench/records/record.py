@@ -36,7 +36,7 @@ from dlrm_bench.bench.records.schema import (
     TrainingStatus,
 )
 from dlrm_bench.bench.records.upgrade import check_readable, upgraded
-from dlrm_bench.bench.stats.series import drift_within, median_ci95, slowest_rank, summary_statistics
+from dlrm_bench.bench.stats.series import by_clock, drift_within, median_ci95, slowest_rank, summary_statistics
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -126,6 +126,7 @@ def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
     return LatencySummary(
         n=len(slowest),
         mean=metrics["mean"],
+        by_clock=by_clock(iterations_ms, warmup),
         p50=metrics["p50"],
         p90=metrics["p90"],
         p99=metrics["p99"],
@@ -174,7 +175,7 @@ def build_record(
         machine=machine,
         warmup_iterations=warmup,
         latency_ms=latency,
-        samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
+        samples_per_second=global_batch_size / latency["by_clock"] * 1000 if latency else None,
         efficiency=None,
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
         **(profile or dict.fromkeys(Profile.__annotations__)),  # type: ignore[typeddict-item]

@@ -110,7 +110,7 @@ def test_a_floor_of_other_work_or_another_machine_says_so(tmp_path: Path) -> Non
         make_limits(folder / f"limits-{host}", machine={**H200, "hosts": [host]}, created=created)
     text = write_report([folder], tmp_path / "out").read_text()
     assert "on this machine" not in text
-    precision, host = "precision bf16, beside a floor of tf32", "host node1, beside a floor of node2"
+    precision, host = "precision bf16, beside limits of tf32", "host node1, beside limits of node2"
     timed = "median latency beside the floor of limits"
     assert f"{timed}-node2. Doubtful: {precision} (timed). Doubtful: {host} (timed).<" in text
     stages = "stages of profiled beside the floor of limits-node2."

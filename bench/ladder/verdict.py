@@ -1,10 +1,9 @@
-"""Says in plain words what a ladder shows and what it cannot: python -m dlrm_bench.bench.compare.verdict [FOLDER]
+"""Says in plain words what a ladder shows and what it cannot: python -m dlrm_bench.bench.ladder.verdict [FOLDER]
 
 FOLDER is that of a ladder, or one of records (`results` where none is named), of which it takes the ladder that was
 written last. `make bench` ends with it.
 """
 
-import math
 import re
 import sys
 import textwrap
@@ -15,7 +14,8 @@ from dlrm_bench.bench.ladder.analysis import proven, read_judged_ladder
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
-from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
+from dlrm_bench.bench.stats.repetitions import finds
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 _PIPELINES = {
@@ -53,15 +53,15 @@ def verdict(folder: Path) -> list[str]:
     """Returns paragraphs on the ladder in `folder`: its rungs, each against the first, then what limits the answer."""
     ladder, _ = read_judged_ladder(folder)
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
-    first, *others = ladder["rungs"]
     said = [f"{rung['name']}: {_pipeline(rung, run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
-    differing = proven(ladder, "first")
-    said += [_against(first, rung, ladder["rounds"], rung["name"] in differing) for rung in others]
+    said += [_against(ladder, rung) for rung in ladder["rungs"][1:]]
     said.append(_losses(ladder))
     if runs[0]["machine"]["gpu"] is None:
         static = any(run["config"]["pipeline"]["name"] == "static" for run in runs)
         return [*said, _NO_GPU, *([_STATIC_ON_A_CPU] if static else [])]
-    for_any_machine = [rung["name"] for rung in ladder["rungs"]] == [rung.name for rung in LADDERS["cpu"]]
+    benchmark = benchmark_of(runs[0]["config"])
+    of_cpus = [rung.name for rung in benchmark.ladders.get("cpu", ())] if benchmark else []
+    for_any_machine = [rung["name"] for rung in ladder["rungs"]] == of_cpus
     return [*said, *([_RUNGS_FOR_GPUS] if for_any_machine else [])]
 
 
@@ -74,8 +74,9 @@ def _pipeline(rung: RungResult, run: RunRecord) -> str:
     return _PIPELINES.get(name, name)
 
 
-def _against(first: RungResult, rung: RungResult, rounds: int, is_proven: bool) -> str:
+def _against(ladder: Ladder, rung: RungResult) -> str:
     """What the rounds prove of a rung against the first."""
+    first = ladder["rungs"][0]
     times, interval = f"{rung['speedup_vs_first']:.2f} times as fast as {first['name']}", rung["ci95"]
     if interval is None:
         return (
@@ -83,12 +84,16 @@ def _against(first: RungResult, rung: RungResult, rounds: int, is_proven: bool) 
             "runs of the same thing differ. Give --rounds 5 or more."
         )
     low, high = interval
-    runs = f"in {rounds} rounds (95 % interval {low:.2f} to {high:.2f})"
-    if is_proven:
+    confidence = "95 %" if ladder.get("detect") is None else "97 %"
+    runs = f"in {ladder['rounds']} rounds ({confidence} interval {low:.2f} to {high:.2f})"
+    if rung["name"] in proven(ladder, "first"):
         return f"{rung['name']} is {'faster' if rung['speedup_vs_first'] > 1 else 'slower'}, proven: {times} {runs}."
+    least, found = rung["detectable_interval"], rung["detectable"]
+    assert least is not None
+    assert found is not None
     return (
-        f"{rung['name']}: no difference proven, {times} {runs}. Ratios up to about {math.sqrt(high / low):.3g} cannot "
-        "be told from this machine's noise in so few rounds."
+        f"{rung['name']}: no difference proven, {times} {runs}. Rounds that differ like these "
+        f"{finds((least[0], found, least[1]))}."
     )
 
 
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         if len(given) > 1 or any(argument.startswith("-") for argument in given):
-            raise ValueError("name one folder: python -m dlrm_bench.bench.compare.verdict [FOLDER]")
+            raise ValueError("name one folder: python -m dlrm_bench.bench.ladder.verdict [FOLDER]")
         folder = latest_ladder(Path(given[0] if given else "results"))
         print(f"What {folder} shows:\n")
         for paragraph in verdict(folder):
