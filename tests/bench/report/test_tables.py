@@ -27,9 +27,10 @@ def test_a_proven_difference_is_bold_and_another_is_not(tmp_path: Path) -> None:
     lines = ["what | where | a | b", "twice | twice | a | b", "the same | same | a | b"]
     heading, twice, same = KINDS["times"](tmp_path, lines)
     assert heading == ["what", "a, ms", "b, ms", "times faster (95 % interval)", "runs"]
-    assert twice[3].startswith("**2.0")
-    assert same[3].startswith(("0.9", "1.0"))
-    assert "**" not in same[3]
+    assert twice[3].startswith("**")
+    assert twice[3].endswith("**")
+    assert float(twice[3].strip("*").partition(" ")[0]) == pytest.approx(2, rel=0.05)
+    assert "*" not in same[3]
     assert (twice[4], same[4]) == ("[4](twice)", "[4](same)")
     assert float(twice[1]) == pytest.approx(2 * float(twice[2]), rel=0.05)
 
@@ -60,7 +61,7 @@ def test_rungs_show_their_host_costs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_latencies_are_those_of_the_records(tmp_path: Path) -> None:
-    write(tmp_path / "one", np.full((2, 80), 2.0))
+    write(tmp_path / "one", np.full(80, 2.0))
     assert KINDS["latencies"](tmp_path, ["what | path", "words | one"]) == [
         ["what", "runs", "median, ms", "p99, ms", "99.9 %, ms", "mean, ms"],
         ["words", "1", "2.000", "2.000", "2.000", "2.000"],
