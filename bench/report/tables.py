@@ -1,8 +1,8 @@
 """Tables from records, as rows of cells: what a Markdown file shows where it asks for them (markdown.py).
 
 Each kind takes the folder of the file and the lines of its comment, and returns rows, of which the first has the
-headings. ValueError says what a line or a record lacks. What stands in bold is proven: Holm's correction is over all
-comparisons of a table.
+headings. ValueError says what a line or a record lacks. Bold is proven: as the ladder judges it where its own
+table has the comparison, else by `compare`, with Holm's correction over all such comparisons of a table.
 """
 
 import re
@@ -38,13 +38,28 @@ def _times(folder: Path, lines: Sequence[str]) -> Rows:
         raise ValueError("a heading and a line for each comparison are needed")
     words, _, a, b = _cells(lines[0], 4)
     pairs = [_pair(folder, line) for line in lines[1:]]
-    results = compare_all([pair for _, pair in pairs])
+    cells = [_as_in_ladder(record, *sides) for record, (_, *sides) in pairs]
+    others = [place for place, cell in enumerate(cells) if cell is None]
+    for place, result in zip(others, compare_all([pairs[place][1] for place in others]), strict=True):
+        cells[place] = _faster(result)
     rows = [[words, f"{a}, ms", f"{b}, ms", "times faster (95 % interval)", "runs"]]
-    for (record, (name, left, right)), result in zip(pairs, results, strict=True):
-        runs = " and ".join(map(str, dict.fromkeys(result.comparison.runs)))
+    for (record, (name, left, right)), cell in zip(pairs, cells, strict=True):
+        runs = " and ".join(map(str, dict.fromkeys((len(left.series), len(right.series)))))
         link = runs if record.resolve() == folder.resolve() else f"[{runs}]({record.relative_to(folder)})"
-        rows.append([name, milliseconds(_typical(left)), milliseconds(_typical(right)), _faster(result), link])
+        rows.append([name, milliseconds(_typical(left)), milliseconds(_typical(right)), cell or "", link])
     return rows
+
+
+def _as_in_ladder(record: Path, a: Side, b: Side) -> str | None:
+    """The cell that the ladder's own table has for two of its rungs; None where it has none."""
+    if not (record / LADDER_JSON).exists():
+        return None
+    ladder, _ = read_judged_ladder(record)
+    names = [str(record / rung["name"]) for rung in ladder["rungs"]]
+    place = names.index(b.label) if b.label in names else 0
+    if place and a.label == names[0]:
+        return _over(ladder, "first")[place - 1]
+    return _over(ladder, "previous")[place - 1] if place and a.label == names[place - 1] else None
 
 
 def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
@@ -192,7 +207,8 @@ def _ratio_cell(value: float, interval: Sequence[float] | None, is_proven: bool,
 
 
 def _speedup(result: Result) -> Ratio:
-    ratio = result.ratio
+    """How many times faster B is than A, from the estimate of B's time over A's."""
+    ratio = result.estimate.ratio()
     return Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
 
 

@@ -60,6 +60,22 @@ def test_rungs_show_their_host_costs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert same[5:] == ["", ""]  # its profiled run failed
 
 
+def test_a_comparison_that_a_ladder_has_is_the_ladders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = make_results(tmp_path / "results", monkeypatch)
+    rungs = KINDS["rungs"](results / "ladder", [])
+    lines = [
+        "what | where | a | b",
+        "fast | ladder | stock | fast",
+        "same | ladder | stock | same",
+        "last | ladder | fast | same",
+        "back | ladder | same | fast",
+    ]
+    _, fast, same, last, back = KINDS["times"](results, lines)
+    assert [fast[3], same[3], last[3]] == [rungs[2][3], rungs[3][3], rungs[3][4]]
+    assert float(back[3].strip("*").partition(" ")[0]) == pytest.approx(2, rel=0.2)  # none is judged over a later one
+    assert fast[4] == "[3](ladder)"
+
+
 def test_latencies_are_those_of_the_records(tmp_path: Path) -> None:
     write(tmp_path / "one", np.full(80, 2.0))
     assert KINDS["latencies"](tmp_path, ["what | path", "words | one"]) == [
