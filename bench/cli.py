@@ -17,6 +17,7 @@ from tyro.conf import Positional
 
 from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.ladder.arguments import LadderCommand
+from dlrm_bench.bench.report.arguments import Report, Tables
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
@@ -147,27 +148,6 @@ class LimitsCommand:
         if self.roofline is not None:
             write_roofline(runs, self.roofline)
         console.print(f"record {folder}", soft_wrap=True)
-        return 0
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Report:
-    """Writes one self-contained HTML page, and its pictures, from all that it finds in the folders named."""
-
-    paths: Positional[tuple[Path, ...]]
-    """Records, ladders, limits and MLPerf logs, or folders of them."""
-    out: Path = Path("report")
-    """Folder of index.html and the pictures; only files that an earlier report wrote are replaced."""
-
-    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Writes the page; returns the exit status."""
-        from dlrm_bench.bench.instruments.progress import stderr_console
-        from dlrm_bench.bench.report.page import write_report
-
-        report = write_report(self.paths, self.out, stderr_console())
-        for note in report.notes:
-            console.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"page {report.page} ({report.page.stat().st_size / 1e6:.2f} MB)", soft_wrap=True)
         return 0
 
 
@@ -326,6 +306,7 @@ Command = (
     | Annotated[Rerun, tyro.conf.subcommand("rerun")]
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Tables, tyro.conf.subcommand("tables")]
     | Annotated[RecordCommand, tyro.conf.subcommand("record")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Submission, tyro.conf.subcommand("submission")]

@@ -11,7 +11,6 @@ finished suffice to resume an interrupted ladder.
 """
 
 import contextlib
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from dlrm_bench.bench.ladder.judge import precision_of
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.machine.description import readable
 from dlrm_bench.bench.machine.source import git_state
+from dlrm_bench.bench.records.json_file import json_text
 from dlrm_bench.bench.records.ladder import (
     LADDER_JSON,
     LADDER_SCHEMA,
@@ -123,7 +123,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
     host_costs: dict[str, HostCost | None] = {}
     order: list[str] = []
     begun = time.monotonic()
-    (folder / PLAN_JSON).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+    (folder / PLAN_JSON).write_text(json_text(plan) + "\n", encoding="utf-8")
 
     def write() -> None:
         ladder = Ladder(
@@ -137,7 +137,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
             rungs=rung_results(rungs, members, host_costs, by_precision=plan["detect"] is not None),
             order=order,
         )
-        (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
+        (folder / LADDER_JSON).write_text(json_text(ladder) + "\n", encoding="utf-8")
 
     with _naming_what_is_kept(folder, order):
         for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):

@@ -5,7 +5,6 @@ run.json is written last: a folder without it is a run that did not finish.
 """
 
 import contextlib
-import json
 import math
 import os
 import zipfile
@@ -20,7 +19,7 @@ import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.limits.efficiency import efficiency_of
-from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
     RECORD_SCHEMA,
@@ -205,7 +204,7 @@ def write_record(
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
-    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json_text(record)
     write_iterations(folder, latency_ms, loss, before)
     unfinished = path.with_suffix(".json.tmp")
     # A path that is not UTF-8 has surrogates, which JSON writes as escapes.

@@ -78,7 +78,7 @@ def test_round_trip_keeps_every_raw_time(written: Path) -> None:
 def test_run_json_reads_top_down(written: Path) -> None:
     text = (written / RUN_JSON).read_text()
     assert list(json.loads(text)) == list(RunRecord.__annotations__)
-    assert text.startswith('{\n  "schema": 2,\n  "id": "20261121T004512Z-cpu-launch-bound",\n')
+    assert text.startswith('{\n "schema": 2,\n "id": "20261121T004512Z-cpu-launch-bound",\n')
 
 
 @settings(deadline=None, max_examples=25)
