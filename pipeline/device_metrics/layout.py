@@ -1,8 +1,8 @@
-"""What a RecMetricList asks for, as one table of slots: which sum feeds which state of which metric, over which window.
+"""What a RecMetricList asks for, as one table of slots: which sum feeds which state of which metric, for how long.
 
-A slot is one float64 state of one metric ("pos_labels" of NE), held for every task, once over the lifetime and once over
-the metric's window. Metrics share the sums of a batch, never their states: their windows differ, and a checkpoint may
-hold one metric's history and not the other's.
+A slot is one float64 state of one metric ("pos_labels" of NE), held for every task, once over the lifetime and once
+over the metric's window. Metrics share the sums of a batch, never their states: their windows differ, and a checkpoint
+may hold one metric's history and not the other's.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def layout_of(rec_tasks: list[RecTaskInfo], rec_metrics: RecMetricList) -> Layou
     names = [task.name for task in rec_tasks]
     for task in rec_tasks:
         _check_task(task, names)
-    metrics: list[RecMetric] = list(rec_metrics.rec_metrics)  # type: ignore[arg-type]
+    metrics: list[RecMetric] = list(rec_metrics.rec_metrics)
     if not metrics:
         raise ValueError("rec_metrics is empty: name at least one metric in MetricsConfig.rec_metrics")
     of_metrics = {}
@@ -121,7 +121,10 @@ def layout_of(rec_tasks: list[RecTaskInfo], rec_metrics: RecMetricList) -> Layou
         of_metrics[name] = _tasks_of(metric, names)
         _check_metric(metric, name)
     used = sorted({task for tasks in of_metrics.values() for task in tasks})
-    slots, sources, windows, auc = [], [], [], None
+    slots: list[Slots] = []
+    sources: list[int] = []
+    windows: list[int] = []
+    auc = None
     for metric in metrics:
         tasks = tuple(used.index(task) for task in of_metrics[str(metric._namespace)])
         if type(metric) is AUCMetric:
@@ -184,8 +187,8 @@ def _check_metric(metric: RecMetric, name: str) -> None:
         )
     if metric._should_validate_update and metric._compute_mode in _FUSED:
         raise ValueError(
-            f"{name}: should_validate_update under rec_compute_mode {metric._compute_mode.name} leaves a batch out only "
-            "where no task has a weight: use UNFUSED_TASKS_COMPUTATION, whose cost here is the same"
+            f"{name}: should_validate_update under rec_compute_mode {metric._compute_mode.name} leaves a batch out "
+            "only where no task has a weight: use UNFUSED_TASKS_COMPUTATION, whose cost here is the same"
         )
     computation: Any = metric._metrics_computations[0]
     if type(metric) is AUCMetric:

@@ -33,10 +33,10 @@ _NOT_SAVED = ("lifetime", "valid")
 class DeviceRecMetrics(RecMetricModule):
     """Takes RecMetricModule's place: metric_class=DeviceRecMetrics in generate_metric_module, or by its constructor.
 
-    It computes NE, calibration, CTR, MSE, accuracy and AUC, lifetime and windowed, under the same keys. Sums are float64
-    of float64 terms whatever the dtypes of the batch: RecMetricModule's values for the same numbers given as float64.
-    Values come as CPU tensors. rec_metrics stays as the description of what is computed; its states hold nothing but
-    what state_dict() puts there.
+    It computes NE, calibration, CTR, MSE, accuracy and AUC, lifetime and windowed, under the same keys. Sums are
+    float64 of float64 terms whatever the dtypes of the batch: RecMetricModule's values for the same numbers given as
+    float64. Values come as CPU tensors. rec_metrics stays as the description of what is computed; its states hold
+    nothing but what state_dict() puts there.
 
     Within a CUDA graph, update() is one kernel that replays go on with; the graph holds the addresses of the captured
     model_out. Ask for what it was captured with: update once before, and reset() before the first replay.
@@ -56,9 +56,7 @@ class DeviceRecMetrics(RecMetricModule):
     ) -> None:
         """Raises ValueError, which names the metric or the task, for what it cannot compute as TorchRec does."""
         intervals = (compute_interval_steps, min_compute_interval, max_compute_interval)
-        super().__init__(
-            batch_size, world_size, rec_tasks, rec_metrics, throughput_metric, state_metrics, *intervals
-        )
+        super().__init__(batch_size, world_size, rec_tasks, rec_metrics, throughput_metric, state_metrics, *intervals)
         self.layout = layout_of(self.rec_tasks, self.rec_metrics)
         self.device_state = _Buffers(empty_state(self.layout)._asdict(), _NOT_SAVED)
         scratch = scratch_of(self.layout)._asdict()

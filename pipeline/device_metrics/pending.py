@@ -50,7 +50,7 @@ class PendingMetrics:
 
     def result(self) -> dict[str, Any]:
         """The values by TorchRec's keys, as CPU tensors; none but those of throughput and states on ranks that do not
-        report. Waits for the device where it must, and never for what other ranks do after their call of the compute."""
+        report. Waits for the device where it must, and never for what other ranks do after they started the compute."""
         if self._values is None:
             if self._arrived is not None:
                 self._arrived.synchronize()

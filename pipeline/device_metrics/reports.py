@@ -33,9 +33,7 @@ def sum_reports(layout: Layout, lifetime: Tensor, window: Tensor, valid: Tensor,
     return values
 
 
-def auc_reports(
-    layout: Layout, samples: Tensor, seen: list[list[int]], valid: Tensor, scope: str
-) -> dict[str, Tensor]:
+def auc_reports(layout: Layout, samples: Tensor, seen: list[list[int]], valid: Tensor, scope: str) -> dict[str, Tensor]:
     """AUC of each task, from the same samples in the same order as TorchRec's, by its own function.
 
     samples: float32 [ranks, A, 3, C] on any device. seen: by rank and ring. valid: as in `sum_reports`.

@@ -1,9 +1,9 @@
 """An update as one kernel for all tasks, in Triton; plain_update says what it computes.
 
-A thread block, or several for a large batch, reads the samples of one task and adds them up in float64. The last to come
-adds what the blocks have found in a fixed order, so that equal inputs give equal results. It then moves the windows of
-all slots of its task at once, each by its own cursor, which lies on the device: nothing depends on the host, and a
-replayed graph goes on where the last one ended.
+A thread block, or several for a large batch, reads the samples of one task and adds them up in float64. The last to
+come adds what the blocks have found in a fixed order, so that equal inputs give equal results. It then moves the
+windows of all slots of its task at once, each by its own cursor, which lies on the device: nothing depends on the host,
+and a replayed graph goes on where the last one ended.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from .plain_update import Signals, plain_update
 from .state import Scratch, State
 
 _MOST_FORMS = 4096
-_dtype = attrgetter("dtype")
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 class Updater:
     """Adds batches to a state.
 
-    Sizes, strides, dtypes and the device of a batch's tensors are its form. A form is checked when it comes for the first
-    time; later batches of it cost the look-up of their tensors and one launch.
+    Sizes, strides, dtypes and the device of a batch's tensors are its form. A form is checked when it comes for the
+    first time; later batches of it cost the look-up of their tensors and one launch.
     """
 
     def __init__(self, layout: Layout, state: State, scratch: Scratch) -> None:
@@ -91,7 +91,9 @@ class Updater:
 
         def run(tensors: list[Tensor]) -> None:
             flat = [tensors[place].detach() for place in places]
-            flat = [signal.as_strided((signal.numel(),), (stride,)) for signal, stride in zip(flat, strides, strict=True)]
+            flat = [
+                signal.as_strided((signal.numel(),), (stride,)) for signal, stride in zip(flat, strides, strict=True)
+            ]
             batch = [Signals(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
             plain_update(self._layout, self._state, self._scratch, batch)
 
@@ -101,7 +103,9 @@ class Updater:
         self, sizes: list[int], strides: list[int], dtypes: list[torch.dtype]
     ) -> Callable[[list[Tensor]], None]:
         if triton_update.triton is None or triton_update.INTERPRETED:
-            raise ValueError("DeviceRecMetrics on a GPU needs Triton, compiled: pip install triton, no TRITON_INTERPRET")
+            raise ValueError(
+                "DeviceRecMetrics on a GPU needs Triton, compiled: pip install triton, no TRITON_INTERPRET"
+            )
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "the first batch of this form (sizes, strides, dtypes) came within a capture: update once before it, "
@@ -129,7 +133,7 @@ def _form(tensors: list[Tensor]) -> tuple[Any, ...]:
     contiguous = all(map(Tensor.is_contiguous, tensors))
     strides = () if contiguous else tuple((tensor.shape, tensor.stride()) for tensor in tensors)
     sizes, dtypes = tuple(map(Tensor.numel, tensors)), tuple(map(_dtype, tensors))
-    return sizes, dtypes, tuple(map(Tensor.get_device, tensors)), strides
+    return sizes, dtypes, tuple(map(_device, tensors)), strides
 
 
 def _check(name: str, tensor: Tensor, device: torch.device) -> None:

@@ -9,8 +9,8 @@ from torchrec.metrics.metric_module import RecMetricModule, generate_metric_modu
 from torchrec.metrics.metrics_config import MetricsConfig, RecMetricDef, RecMetricEnum, RecTaskInfo
 
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
+from tests.kernels.devices import DEVICE
 
-CPU = torch.device("cpu")
 WINDOWS = {
     RecMetricEnum.NE: 100,
     RecMetricEnum.CALIBRATION: 130,
@@ -48,7 +48,7 @@ def made(
     of: MetricsConfig,
     rank: int = 0,
     world_size: int = 1,
-    device: torch.device = CPU,
+    device: torch.device = DEVICE,
     batch_size: int = 16,
     **options: Any,
 ) -> RecMetricModule:
@@ -73,12 +73,16 @@ def both(of: MetricsConfig, **options: Any) -> tuple[RecMetricModule, DeviceRecM
 
 
 def batch(
-    of: list[RecTaskInfo], size: int, generator: torch.Generator, dtype: torch.dtype = torch.float64
+    of: list[RecTaskInfo],
+    size: int,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = DEVICE,
 ) -> dict[str, Tensor]:
     """Random outputs: labels 0 and 1, predictions within (0, 1), a third of the weights zero."""
     model_out = {}
     for task in of:
-        draw = torch.rand(4, size, generator=generator, dtype=dtype)
+        draw = torch.rand(4, size, generator=generator, dtype=dtype).to(device)
         model_out[task.label_name] = (draw[0] < 0.3).to(dtype)
         model_out[task.prediction_name] = 0.001 + 0.998 * draw[1]
         model_out[task.weight_name] = draw[2] * (draw[3] > 1 / 3)
@@ -97,4 +101,6 @@ def assert_same_values(ours: Mapping[str, Any], theirs: Mapping[str, Any], relat
         value = value.cpu()
         assert (ours[key].shape, ours[key].dtype) == (value.shape, value.dtype), key
         rtol = 0.0 if "|window_auc" in key else relative
-        torch.testing.assert_close(ours[key], value, rtol=rtol, atol=0.0, equal_nan=True, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            ours[key], value, rtol=rtol, atol=0.0, equal_nan=True, msg=lambda m, k=key: f"{k}: {m}"
+        )
