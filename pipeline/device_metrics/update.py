@@ -111,19 +111,25 @@ class Updater:
                 "the first batch of this form (sizes, strides, dtypes) came within a capture: update once before it, "
                 "and reset() after that, so that the kernel is there"
             )
+        device = self._state.lifetime.device
         launches = []
         for first in range(0, len(sizes), triton_update.MAX_TASKS):
             tasks = range(first, min(first + triton_update.MAX_TASKS, len(sizes)))
             signals = slice(3 * tasks.start, 3 * tasks.stop)
             if any(sizes[tasks.start : tasks.stop]):
                 of_tasks = (sizes[tasks.start : tasks.stop], strides[signals], dtypes[signals])
-                launch = triton_update.Launch(self._layout, self._state, self._scratch, tasks, *of_tasks)
+                with torch.cuda.device(device):
+                    launch = triton_update.Launch(self._layout, self._state, self._scratch, tasks, *of_tasks)
                 launches.append((launch, itemgetter(*self._places[signals])))
 
         def run(tensors: list[Tensor]) -> None:
+            if torch.cuda.current_device() != device.index:  # Triton launches on the current one
+                with torch.cuda.device(device):
+                    return run(tensors)
             addresses = triton_update.addresses_of(tensors)
             for launch, of_launch in launches:
                 launch(of_launch(addresses))
+            return None
 
         return run
 
