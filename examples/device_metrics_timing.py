@@ -10,7 +10,8 @@ Rounds go through all cases by turns, each with the same batches. A case has, in
     start     what one call of compute_async() takes of the host; DeviceRecMetrics alone has it
     compute   compute() and all of its values read on the host, with nothing queued before it
 
-Each number is the mean over rounds of each round's median, with its 95 % interval by Student's t of the rounds.
+Each number is the median over rounds of each round's median; beside it is the 95 % interval of the rounds' mean, by
+Student's t.
 """
 
 import argparse
@@ -160,7 +161,7 @@ def table(cases: Sequence[dict[str, dict[str, object]]]) -> str:
     names = ("host", "update", "graph", "start", "compute")
     lines = [f"{'metrics':28}{'tasks':>6}  {'kind':26}" + "".join(f"{name:>12}" for name in names)]
     for case in cases:
-        times = "".join(f"{case[name]['mean'] if name in case else '-':>12}" for name in names)
+        times = "".join(f"{case[name]['median'] if name in case else '-':>12}" for name in names)
         lines.append(f"{case['metrics']:28}{case['tasks']:>6}  {case['kind']:26}{times}")
     return "\n".join(lines)
 

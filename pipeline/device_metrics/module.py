@@ -16,6 +16,7 @@ from torchrec.metrics.throughput import ThroughputMetric
 
 from .layout import Layout, Slots, layout_of
 from .pending import PendingMetrics
+from .reports import Reports
 from .state import Scratch, State, empty_state, scratch_of
 from .update import Updater
 
@@ -58,6 +59,7 @@ class DeviceRecMetrics(RecMetricModule):
         intervals = (compute_interval_steps, min_compute_interval, max_compute_interval)
         super().__init__(batch_size, world_size, rec_tasks, rec_metrics, throughput_metric, state_metrics, *intervals)
         self.layout = layout_of(self.rec_tasks, self.rec_metrics)
+        self._reports = Reports(self.layout)
         self.device_state = _Buffers(empty_state(self.layout)._asdict(), _NOT_SAVED)
         scratch = scratch_of(self.layout)._asdict()
         self.device_scratch = _Buffers(scratch, tuple(scratch))
@@ -135,7 +137,7 @@ class DeviceRecMetrics(RecMetricModule):
     def _start(self, local: bool, also: dict[str, Any]) -> PendingMetrics:
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a compute within a capture: call it beside the graph's replays")
-        return PendingMetrics(self.layout, self._state, local, also)
+        return PendingMetrics(self.layout, self._reports, self._state, local, also)
 
     @property
     def _on_gpu(self) -> bool:

@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout
-from .reports import auc_reports, sum_reports
+from .reports import Reports
 from .state import State
 
 
 class PendingMetrics:
     """Values that a compute will have: those of the moment of its call, though updates go on."""
 
-    def __init__(self, layout: Layout, state: State, local: bool, also: dict[str, Any]) -> None:
+    def __init__(self, layout: Layout, reports: Reports, state: State, local: bool, also: dict[str, Any]) -> None:
         """Starts a compute on the state as the current stream leaves it: a collective, unless local.
 
         local: of this rank alone. also: values that are there already, which come last.
         """
-        self._layout, self._local, self._also = layout, local, also
+        self._layout, self._reports, self._local, self._also = layout, reports, local, also
         self._shape = state.lifetime.shape
-        self._reports = local or layout.reports_everywhere or layout.my_rank == 0
+        self._is_reporting = local or layout.reports_everywhere or layout.my_rank == 0
         sums = torch.cat([state.lifetime.flatten(), state.window.flatten(), state.valid.flatten(), state.seen])
         samples = state.samples.clone() if layout.auc else None
         with _beside(sums.device):
@@ -40,7 +40,7 @@ class PendingMetrics:
             self._arrived = torch.cuda.Event() if sums.is_cuda else None
             if self._arrived is not None:
                 self._arrived.record()
-        if not self._reports:
+        if not self._is_reporting:
             self._samples = None
         self._values: dict[str, Any] | None = None
 
@@ -54,7 +54,7 @@ class PendingMetrics:
         if self._values is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
-            self._values = {**(self._of_sums() if self._reports else {}), **self._also}
+            self._values = {**(self._of_sums() if self._is_reporting else {}), **self._also}
             self._samples = None
         return self._values
 
@@ -65,10 +65,10 @@ class PendingMetrics:
         scope = "local_" if self._local else ""
         lifetime, window = (part.sum(0).view(tasks, slots) for part in (lifetimes, windows))
         has_batch = valid.sum(0).view(tasks, slots + 1)
-        values = sum_reports(layout, lifetime, window, has_batch, scope)
+        values = self._reports.of_sums(lifetime, window, has_batch, scope)
         if self._samples is not None:
             with _beside(self._samples.device, wait=False):
-                values |= auc_reports(layout, self._samples, seen.long().tolist(), has_batch, scope)
+                values |= self._reports.of_samples(self._samples, seen.long().tolist(), has_batch, scope)
         return values
 
 

@@ -112,7 +112,7 @@ class Launch:
         if not INTERPRETED:
             arguments = ((_ANY_ADDRESS,) * (3 * len(tasks)), *((_ANY_NUMBER,) * len(of) for of in self._numbers))
             self._kernel = _update_kernel.warmup(
-                *arguments, *self._tensors, *self._constants, grid=self._grid, num_warps=min(16, block // 32)
+                *arguments, *self._tensors, *self._constants, grid=self._grid, num_warps=min(8, block // 64)
             )
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
