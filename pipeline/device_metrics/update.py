@@ -15,6 +15,7 @@ from .plain_update import Signals, plain_update
 from .state import Scratch, State
 
 _MOST_FORMS = 4096
+_Launches = list[tuple[triton_update.Launch, Callable[[tuple[int, ...]], Any]]]
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
@@ -112,26 +113,35 @@ class Updater:
                 "and reset() after that, so that the kernel is there"
             )
         device = self._state.lifetime.device
-        launches = []
+        with torch.cuda.device(device):
+            launches = self._launches(sizes, strides, dtypes)
+
+        def run(tensors: list[Tensor]) -> None:
+            if torch.cuda.current_device() != device.index:  # Triton launches on the current one
+                with torch.cuda.device(device):
+                    return launch_all(launches, tensors)
+            return launch_all(launches, tensors)
+
+        return run
+
+    def _launches(self, sizes: list[int], strides: list[int], dtypes: list[torch.dtype]) -> _Launches:
+        """Kernels that take up to MAX_TASKS tasks each; none for tasks that have no samples at all."""
+        launches: _Launches = []
         for first in range(0, len(sizes), triton_update.MAX_TASKS):
             tasks = range(first, min(first + triton_update.MAX_TASKS, len(sizes)))
             signals = slice(3 * tasks.start, 3 * tasks.stop)
             if any(sizes[tasks.start : tasks.stop]):
                 of_tasks = (sizes[tasks.start : tasks.stop], strides[signals], dtypes[signals])
-                with torch.cuda.device(device):
-                    launch = triton_update.Launch(self._layout, self._state, self._scratch, tasks, *of_tasks)
+                launch = triton_update.Launch(self._layout, self._state, self._scratch, tasks, *of_tasks)
                 launches.append((launch, itemgetter(*self._places[signals])))
+        return launches
 
-        def run(tensors: list[Tensor]) -> None:
-            if torch.cuda.current_device() != device.index:  # Triton launches on the current one
-                with torch.cuda.device(device):
-                    return run(tensors)
-            addresses = triton_update.addresses_of(tensors)
-            for launch, of_launch in launches:
-                launch(of_launch(addresses))
-            return None
 
-        return run
+def launch_all(launches: _Launches, tensors: list[Tensor]) -> None:
+    """Launches kernels on the current stream, for outputs in the order of the updater's names."""
+    addresses = triton_update.addresses_of(tensors)
+    for launch, of_launch in launches:
+        launch(of_launch(addresses))
 
 
 def _form(tensors: list[Tensor]) -> tuple[Any, ...]:

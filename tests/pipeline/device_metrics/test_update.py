@@ -7,11 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec.metrics.metric_module import RecMetricModule
+from torchrec.metrics.metrics_config import RecMetricEnum
 
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
-from dlrm_bench.pipeline.device_metrics.update import Updater
-from tests.kernels.devices import DEVICE
-from tests.pipeline.device_metrics.made_metrics import assert_same_values, batch, both, config, copied, made, tasks
+from dlrm_bench.pipeline.device_metrics.update import Updater, launch_all
+from tests.kernels.devices import DEVICE, needs_triton
+from tests.pipeline.device_metrics.made_metrics import (
+    WINDOWS,
+    assert_same_values,
+    batch,
+    both,
+    config,
+    copied,
+    made,
+    tasks,
+)
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -142,6 +152,26 @@ def test_a_form_is_checked_once() -> None:
     for size in (8, 16, 8, 16):
         metrics.update(batch(of, size, GENERATOR))
     assert len(updater._forms) == 2
+
+
+@needs_triton
+def test_tasks_beyond_one_launch_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_bench.pipeline.device_metrics.triton_update.MAX_TASKS", 2)
+    of = tasks(7)
+    sums = config(of, {metric: window for metric, window in WINDOWS.items() if metric != RecMetricEnum.AUC})
+    plain, ours = (made(DeviceRecMetrics, sums, device=device) for device in (torch.device("cpu"), DEVICE))
+    model_out = batch(of, 20, GENERATOR)
+    for name in ("label2", "prediction2", "weight2", "label3", "prediction3", "weight3", "label6"):
+        model_out[name] = model_out[name][:0]  # tasks 2 and 3, which would share a launch, have no samples
+    model_out |= {"prediction6": model_out["prediction6"][:0], "weight6": model_out["weight6"][:0]}
+    updater: Updater = ours._updater
+    tensors = [model_out[name] for name in updater._names]
+    sizes = [0 if task in (2, 3, 6) else 20 for task in range(7)]
+    launches = updater._launches(sizes, [1] * 21, [torch.float64] * 21)
+    assert len(launches) == 2
+    launch_all(launches, tensors)
+    plain.update({name: tensor.cpu() for name, tensor in model_out.items()})
+    assert_same_values(ours.compute(), plain.compute())
 
 
 def test_more_forms_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
