@@ -237,7 +237,8 @@ def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset
     """Runs MLPerf's compliance checker over `log` in a process of its own; it leaves no files behind.
 
     The checker passes an aborted run whose AUC had reached the target once (or, in the open division, was evaluated
-    at all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError where the file is missing or the checker does not know the ruleset.
+    at all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError where the file is missing or
+    the checker does not know the ruleset.
     """
     if not log.is_file():
         raise ValueError(f"{log} is not a file: name the MLPerf log to check")
@@ -255,7 +256,8 @@ def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset
         raise ValueError(f"the compliance checker refuses ruleset {ruleset!r}:\n{process.stdout}")
     # Only the word proves that the check ran to its end; a crash also has output.
     if process.returncode != 0 or "INFO - SUCCESS" not in process.stdout:
-        of_data = _refused_keys(process.stdout, pinned) if _run_status(log) == constants.SUCCESS else ()
+        refused = _refused_keys(process.stdout, pinned)
+        of_data = refused if refused and _run_status(log) == constants.SUCCESS else ()
         return ComplianceVerdict(False, process.stdout, of_data)
     status = _run_status(log)
     if status != constants.SUCCESS:

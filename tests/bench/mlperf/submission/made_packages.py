@@ -10,7 +10,7 @@ from dlrm_bench.bench.mlperf.submission.system_description import COUNTS, FIELDS
 TRAIN_SAMPLES, EVAL_SAMPLES = 4195197692, 89137319
 BEGIN_MS = 1_714_641_000_000
 
-EXTRACTS = Path(__file__).parents[2] / "data" / "mlperf_logs" / "nvidia_v4.0_extracts.json"
+EXTRACTS = Path(__file__).parents[3] / "data" / "mlperf_logs" / "nvidia_v4.0_extracts.json"
 
 
 def write_log(
@@ -79,7 +79,7 @@ def description(**changes: Any) -> dict[str, Any]:
 
 def made_package(folder: Path, name: str = "fast", **changes: Any) -> Package:
     """A closed submission that all checkers accept; ten runs of 200, 201, ... 209 s with seeds 0 to 9."""
-    package = Package(folder / "Example", name)
+    package = Package(folder / "Example", name, "dlrm_dcnv2")
     package.results.mkdir(parents=True)
     for run, log in enumerate(RESULT_NAMES):
         begin = BEGIN_MS + 1_000_000 * run
