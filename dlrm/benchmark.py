@@ -87,6 +87,11 @@ class Ruleset(Protocol):
         ...
 
     @property
+    def train_samples(self) -> int:
+        """Training samples of MLPerf's data."""
+        ...
+
+    @property
     def counts_samples(self) -> bool:
         """Whether logs count samples and have a block between two evaluations; otherwise the fraction of the epoch, and
         one epoch."""

@@ -22,6 +22,7 @@ from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.roofline import roofline
 from dlrm_bench.bench.report.sources import Sources
+from dlrm_bench.dlrm.dcnv2.benchmark import DCNV2
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
 """The type of what families.works returns."""
@@ -245,6 +246,8 @@ def published(shown: Sequence[Family], sources: Sources) -> Picture:
     """Shows published results, and first and fastest rung of each preset's newest ladder on each number of GPUs."""
     rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
     for log in sources.logs:
+        if log.settings["benchmark"] not in ([], [DCNV2.name]):
+            continue  # another benchmark's iterations are other work; a table has them
         rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
     seen: set[tuple[str, int]] = set()
     ladders = [family for family in shown if family.ladder is not None]
@@ -270,6 +273,6 @@ def published(shown: Sequence[Family], sources: Sources) -> Picture:
 
 def _our_row(label: str, record: Record, side: Side) -> list[tuple[str, float, bool]]:
     machine = record.run["machine"]
-    if not machine["gpus"] or record.run["config"]["model"]["table_scale"] != 1.0:
+    if not machine["gpus"] or record.run["config"]["model"].get("table_scale") != 1.0:
         return []
     return [(f"{machine_in_words(machine)}, {label}, {side.global_batch_size}", side.metrics()["mean"], True)]

@@ -24,6 +24,7 @@ pinned_to_data: frozenset[str] = frozenset()
 TRAIN_SAMPLES = 4195197692
 EVAL_SAMPLES = 89137319
 EVALUATIONS = 20
+train_samples = TRAIN_SAMPLES
 EPS = 1e-8
 
 

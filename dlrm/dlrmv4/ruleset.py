@@ -18,6 +18,7 @@ versions = ("6.1.0",)
 """Rulesets that know this benchmark, the newest last."""
 version = versions[-1]
 target_auc = MLPERF_TARGET_AUC
+train_samples = TRAIN_SAMPLES
 counts_samples = True
 reference_names = ("hstu",)
 """What the reference's own logs call it; the rules take 'dlrmv4' alone."""
