@@ -118,7 +118,7 @@ class MLPerfRun:
 
     @property
     def minutes_to_target(self) -> float | None:
-        """From run_start to the first AUC that reached MLPerf's target, whatever came then: the reference's logs go on."""
+        """From run_start to the first AUC that reached MLPerf's target, whatever came then: reference logs go on."""
         if self.start_ms is None or self.target_ms is None:
             return None
         return (self.target_ms - self.start_ms) / 60_000
