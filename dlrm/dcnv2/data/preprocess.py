@@ -31,9 +31,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dlrm_bench.dlrm.data.checksums import changed_files
-from dlrm_bench.dlrm.data.disk_space import require_space
 from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.data.disk_space import require_space
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest, sole_writer
 from dlrm_bench.dlrm.dcnv2.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
