@@ -248,11 +248,16 @@ class OptimizerConfig:
         """The optimizer of the tables, as a value."""
         return RowWiseAdagrad(self.adagrad_eps)
 
-    def rate(self, step: int) -> float:
-        """Returns the rate of iteration `step`, counted from 0."""
-        if step >= self.ramp_steps:
+    def rate(self, iteration: int) -> float | None:
+        """Returns the rate of an iteration, counted from 1: 0 of the first, as the reference counts from 0; None where
+        it is constant."""
+        return self.rate_after(iteration - 1) if self.ramp_steps else None
+
+    def rate_after(self, trained: int) -> float:
+        """Returns the rate of the iteration that comes after `trained` others."""
+        if trained >= self.ramp_steps:
             return self.learning_rate
-        return self.learning_rate * step / self.ramp_steps
+        return self.learning_rate * trained / self.ramp_steps
 
 
 def mlperf_learning_rate(global_batch_size: int) -> float:

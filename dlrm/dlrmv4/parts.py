@@ -1,5 +1,7 @@
 """What trains DLRMv4; see benchmark.Parts."""
 
+from typing import TYPE_CHECKING
+
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.checksums import sample_checksum
 from dlrm_bench.dlrm.data.dataset import FileContent
@@ -8,6 +10,10 @@ from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.dataset import EventDataset, WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import map_path
 from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, PackedLayout
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 def open_data(config: TrainingConfig) -> EventDataset:
@@ -35,6 +41,13 @@ def empty_batch(config: TrainingConfig, pin: bool) -> WindowBatch:
     size, longest = config.local_batch_size, _model(config).max_history
     layout = PackedLayout(size, _EVENTS_A_SAMPLE * size + longest)
     return WindowBatch(Packed.empty(layout, tokens=0, candidates=0, longest=longest, pin=pin), size)
+
+
+def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
+    """Returns the model for the pipelines over TorchRec's modules."""
+    from dlrm_bench.dlrm.dlrmv4.torchrec import torchrec_model  # samples are read without torchrec
+
+    return torchrec_model(config, ranks)
 
 
 _EVENTS_A_SAMPLE = 700

@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.dlrmv4.data.packed import Packed
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class WindowBatch:
     """One rank's samples of one iteration, in host memory."""
 

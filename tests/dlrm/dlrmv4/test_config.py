@@ -98,11 +98,14 @@ def test_data_that_cannot_be_are_refused(change: dict[str, Any], message: str) -
 
 def test_the_rate_rises_from_nothing_and_stays() -> None:
     config = OptimizerConfig()
-    assert config.rate(0) == 0
-    assert config.rate(1) == pytest.approx(1e-6 / 24_000)
-    assert config.rate(12_000) == pytest.approx(0.5e-6)
-    assert config.rate(24_000) == config.rate(10**9) == 1e-6
-    assert OptimizerConfig(ramp_steps=0).rate(0) == 1e-6
+    assert config.rate_after(0) == 0
+    assert config.rate_after(1) == pytest.approx(1e-6 / 24_000)
+    assert config.rate_after(12_000) == pytest.approx(0.5e-6)
+    assert config.rate_after(24_000) == config.rate_after(10**9) == 1e-6
+    assert OptimizerConfig(ramp_steps=0).rate_after(0) == 1e-6
+    assert config.rate(1) == 0  # of the first iteration
+    assert config.rate(12_001) == pytest.approx(0.5e-6)
+    assert OptimizerConfig(ramp_steps=0).rate(1) is None
 
 
 def test_mlperfs_rate_grows_with_the_batch() -> None:
