@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,11 +111,17 @@ def test_what_reads_records_imports_neither_torch_nor_what_drives_gpus(room):
     assert done.stdout.split() == []
 
 
-def test_every_package_is_installed():
-    """What pyproject.toml lists is what there is: a package left out would be missing after `pip install`."""
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    there = {f"{PACKAGE}.{'.'.join(path.parent.relative_to(ROOT).parts)}" for path in FILES}
-    assert listed == there
+def test_the_package_links_to_each_floor():
+    """And holds nothing else: whatever finds packages by folders finds every room, by one name."""
+    there = {path.name: str(path.readlink()) for path in (ROOT / PACKAGE).iterdir() if path.is_symlink()}
+    assert there == {floor: f"../{floor}" for floor in FLOORS}
+    beside = {path.name for path in (ROOT / PACKAGE).iterdir()} - {"__pycache__", "py.typed"}
+    assert beside - set(there) == {"__init__.py"}
+
+
+def test_every_folder_of_modules_is_a_package():
+    """A folder without __init__.py would be missing after `pip install`."""
+    assert [path.parent for path in FILES if not path.with_name("__init__.py").exists()] == []
 
 
 def test_nothing_outside_the_tests_imports_them():
