@@ -32,8 +32,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed import TrainPipelineSparseDist
 from workloads import DISTINCT, WORKLOADS, Sharders, build, stream
 
+from dlrm_bench.bench.doctor.trace import ITERATION, read_trace
 from dlrm_bench.bench.machine.description import describe_machine
-from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.profile.trace import summarize_trace
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
 WARM_UP, PROFILED, COMPARED = 2 * DISTINCT + 2, 3, 10  # graphs of all forms are captured in the second turn

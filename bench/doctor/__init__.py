@@ -9,7 +9,7 @@ iterations and measures them (rank.py, marks.py), and the command makes findings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dlrm_bench.bench.doctor import hook
+from . import hook
 
 
 @contextmanager
