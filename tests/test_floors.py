@@ -11,8 +11,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {"kernels": 1, "dlrm": 2, "hstu": 2, "pipeline": 3, "bench": 4, "launch": 5}
 PACKAGE = "dlrm_bench"
-FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-DROP_IN = ROOT / "pipeline" / "five_stage"
+# An installation of a product leaves build/ in its folder.
+FILES = sorted(
+    path
+    for floor in FLOORS
+    for path in (ROOT / floor).rglob("*.py")
+    if "build" not in path.relative_to(ROOT).parts[:-1]
+)
+PRODUCTS = {"pipeline/five_stage": "five_stage", "bench/doctor": "host_doctor", "bench/stats": "run_statistics"}
+"""Folders that install alone, with the name that each is imported by where it does."""
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -21,7 +28,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # Relative imports are the drop-in's alone, which stays whole wherever it is copied to.
+            # Relative imports are the products', which have another name where they are installed alone.
             yield "." * node.level + (node.module or "")
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             argument = node.args[0]
@@ -73,28 +80,51 @@ def test_modules_are_imported_by_one_name():
         assert names == [], path
 
 
-def outside(path: Path) -> list[str]:
-    """Modules of ours that a file of the drop-in imports from outside of it."""
-    depth = len(path.relative_to(DROP_IN).parts)  # dots that stay within it
+def outside(path: Path, product: Path, tree: ast.AST) -> list[str]:
+    """Modules of ours that a file of a product imports from outside of it."""
+    depth = len(path.relative_to(product).parts)  # dots that stay within it
     found = []
-    for name in imported(ast.parse(path.read_text())):
+    for name in imported(tree):
         dots = len(name) - len(name.lstrip("."))
-        if folder_of(name) or dots > depth:
-            found.append(name.lstrip("."))
+        if name.split(".")[0] in (PACKAGE, *FLOORS) or dots > depth:
+            found.append(name)
     return found
 
 
-def test_the_drop_in_imports_nothing_of_ours_but_what_it_names():
-    files = sorted(DROP_IN.rglob("*.py"))
-    assert len(files) > 10
-    assert {name for path in files for name in outside(path)} == {"cuda_graph"}
-    cuda_graph = ast.parse((ROOT / "pipeline" / "cuda_graph.py").read_text())
-    assert [name for name in imported(cuda_graph) if folder_of(name)] == []
+def files_of(product: str) -> list[Path]:
+    return [path for path in FILES if path.is_relative_to(ROOT / product)]
 
 
-def test_relative_imports_are_the_drop_ins_alone():
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_imports_nothing_of_the_rest(product):
+    assert len(files_of(product)) > 4
+    for path in files_of(product):
+        assert outside(path, ROOT / product, ast.parse(path.read_text())) == [], path
+
+
+def test_the_check_sees_what_lies_outside_of_a_product():
+    product = ROOT / "bench" / "doctor"
+    for source in ("from dlrm_bench.bench import ROOT", "from .. import ROOT", "from ..report.plots import WIDTH"):
+        assert outside(product / "frames.py", product, ast.parse(source)) != []
+    assert outside(product / "frames.py", product, ast.parse("from .rank_file import Frame")) == []
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_has_its_front_page_version_and_changes(product):
+    folder = ROOT / product
+    (version,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse((folder / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    )
+    assert f"\n## {version}\n" in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"pip install ./{product}" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_relative_imports_are_the_products_alone():
+    products = {path for product in PRODUCTS for path in files_of(product)}
     for path in FILES:
-        if not path.is_relative_to(DROP_IN):
+        if path not in products:
             assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(".")] == [], path
 
 

@@ -88,7 +88,12 @@ def test_the_wheel_holds_one_name_and_every_file(wheel):
         f"{PACKAGE}/{path.relative_to(ROOT).as_posix()}" for path in FILES
     } | {f"{PACKAGE}/__init__.py"}
     others = [path for folder in FLOORS for path in (ROOT / folder).rglob("*") if path.is_file() and path not in FILES]
-    needed = {path.relative_to(ROOT).as_posix() for path in others if path.suffix not in (".pyc", ".md")}
+    of_products = ("pyproject.toml", "LICENSE")
+    needed = {
+        path.relative_to(ROOT).as_posix()
+        for path in others
+        if path.suffix not in (".pyc", ".md") and path.name not in of_products
+    }
     assert "bench/report/templates/report.html" in needed
     assert {f"{PACKAGE}/{name}" for name in needed} <= set(names)
 

@@ -9,7 +9,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.cuda_graph import captures
+from dlrm_bench.pipeline.five_stage.cuda_graph import captures
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBC, TrimmedEBCSharder
