@@ -12,9 +12,10 @@ import tyro
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.benchmarks import PRESETS
 
 
-def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str | None, prints: bool) -> RunConfig:
+def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str, prints: bool) -> RunConfig:
     """Returns the configuration that a preset, a pipeline and further flags give; exits after --help.
 
     text: begins the help. prints: whether this process prints the help. ValueError names a bad flag, in one line.
@@ -23,6 +24,8 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
         raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
     default = replace(preset(preset_name), pipeline=PIPELINES[pipeline]())
     _refuse_flags_of_other_pipelines(pipeline, arguments)
+    presets = "\n".join(f"{name}: {each.text}" for name, (_, each) in PRESETS.items())
+    text = f"{text}\n\nPresets\n\n{presets}"
     kinds = tuple(type(options) for options in (default.model, default.data, default.optimizer))
     narrowed: Any = RunConfig[kinds]  # type: ignore[valid-type]  # so that tyro sees the fields of this benchmark's
     kind: Any = tyro.conf.AvoidSubcommands[narrowed]  # type: ignore[misc]

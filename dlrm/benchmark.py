@@ -133,13 +133,15 @@ class Benchmark:
     parts: Callable[[], Parts]
     """Imports what trains it."""
 
+    @property
+    def option_types(self) -> dict[str, type]:
+        """The dataclass of each block of the configuration that is the benchmark's own, by the block's name."""
+        default = next(iter(self.presets.values())).training
+        return {block: type(getattr(default, block)) for block in ("model", "data", "optimizer")}
+
     def restored(self, config: Mapping[str, Any]) -> TrainingConfig:
         """Returns the training configuration of a record's config. What this version does not know is left out."""
-        default = next(iter(self.presets.values())).training
-        options = {
-            name: _restored(type(getattr(default, name)), config.get(name, {}))
-            for name in ("model", "data", "optimizer")
-        }
+        options = {block: _restored(kind, config.get(block, {})) for block, kind in self.option_types.items()}
         known = {name: config[name] for name in ("local_batch_size", "precision", "seed") if name in config}
         return TrainingConfig(**options, **known)
 

@@ -6,12 +6,12 @@ Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of 
 when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the target was missed, 4 when
 the compliance checker refuses the log; torchrun turns all but 0 into 1.
 
---preset takes one of those in dlrm/*/presets.py, such as smoke, and gives the defaults below. --pipeline takes
-torchrec (stock, the default), five-stage or static, and adds the options of that pipeline. Two flags show what a run
-would do and stop, without torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the
-static pipeline would hold which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are
-those of an H200; with --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have
---gpus-per-node GPUS, 8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
+--preset names one of the presets below and gives the defaults. --pipeline takes torchrec (stock, the default),
+five-stage or static, and adds the options of that pipeline. Two flags show what a run would do and stop, without
+torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the static pipeline would hold
+which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are those of an H200; with
+--limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have --gpus-per-node GPUS,
+8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parse(arguments: list[str]) -> RunConfig:
     first.add_argument("--network-gb-s", type=float, metavar="RATE")
     first.add_argument("--limits", type=Path, metavar="FILE")
     chosen, rest = first.parse_known_args(arguments)
-    config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__, os.environ.get("LOCAL_RANK", "0") == "0")
+    config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__ or "", os.environ.get("LOCAL_RANK", "0") == "0")
     if chosen.print_config:
         print(json.dumps(as_json(config), indent=2))
         sys.exit()

@@ -19,7 +19,7 @@ from tests.test_floors import FILES, FLOORS, PACKAGE, ROOT, imported
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NOT_IN_THE_CORE = ("torch", "torchrec", "fbgemm_gpu", "triton", "mlperf_logging", "pynvml")
-DISTRIBUTION_OF = {"PIL": "pillow"}
+DISTRIBUTION_OF = {"PIL": "pillow", "typing_extensions": "typing-extensions"}
 """Where the name to import is not the name to install."""
 
 

@@ -6,12 +6,13 @@ refused here, before any code of any commit reads it.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 _OF_A_RECORD = {"world_size": int, "global_batch_size": int}
 """What a record's configuration has beside the fields of RunConfig."""
@@ -38,13 +39,20 @@ def _wrong(config: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is {config[name]!r}, expected {text or 'a positive one'}"
     if "preset" not in config:
         yield "preset is missing"
+    benchmark = benchmark_of(config)
+    if benchmark is None:
+        yield f"benchmark is {config.get('benchmark')!r}, which this version does not know"
+        return
     others = {name: value for name, value in config.items() if name != "pipeline" and name not in _OF_A_RECORD}
-    yield from _wrong_fields(others, RunConfig, "")
+    yield from _wrong_fields(others, RunConfig, "", benchmark.option_types)
 
 
-def _wrong_fields(values: dict[str, Any], form: type, prefix: str) -> Iterator[str]:
-    """Yields a sentence about each value that is none of the dataclass's fields, or not of its field's type."""
-    hints = get_type_hints(form)
+def _wrong_fields(
+    values: dict[str, Any], form: type, prefix: str, blocks: Mapping[str, type] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yields a sentence about each value that is none of the dataclass's fields, or not of its field's type. blocks:
+    types of fields whose type the form leaves open."""
+    hints = {**get_type_hints(form), **blocks}
     for name, value in values.items():
         if name not in hints or name not in {field.name for field in dataclasses.fields(form)}:
             yield f"{prefix}{name!a} is no field that this version knows"

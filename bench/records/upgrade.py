@@ -54,10 +54,9 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     if "iterations" in rest:
         rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
         rest.setdefault("max_time", None)
-    known = defaults(options["name"])
-    if known:  # an option that was removed had one value in all records
-        options = {name: value for name, value in options.items() if name in known or name == "name"}
-    return rest | {"pipeline": {"name": options["name"], **known, **options}}
+    if options.get("plan") == "balanced":
+        del options["plan"]  # an option of former versions, which had this value in all records
+    return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}
 
 
 def defaults(pipeline: str) -> dict[str, Any]:

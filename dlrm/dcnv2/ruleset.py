@@ -25,25 +25,23 @@ def hyperparameters(
     config: TrainingConfig, global_batch_size: int, train_samples: int, eval_samples: int
 ) -> list[tuple[str, Any]]:
     """Returns the keys and values that the closed division fixes or asks to know."""
-    from mlperf_logging.mllog import constants  # not installed where records are only read
-
     optimizer = config.optimizer
     assert isinstance(optimizer, OptimizerConfig)
     return [
-        (constants.SEED, config.seed),
-        (constants.GLOBAL_BATCH_SIZE, global_batch_size),
-        (constants.OPT_NAME, _optimizer_name(optimizer)),
-        (constants.OPT_BASE_LR, optimizer.learning_rate),
-        (constants.OPT_ADAGRAD_LR_DECAY, 0),
-        (constants.OPT_WEIGHT_DECAY, 0),
-        (constants.OPT_ADAGRAD_INITIAL_ACCUMULATOR_VALUE, 0),
-        (constants.OPT_ADAGRAD_EPSILON, optimizer.eps),
-        (constants.OPT_LR_WARMUP_STEPS, 0),
-        (constants.OPT_LR_DECAY_START_STEP, 0),
-        (constants.OPT_LR_DECAY_STEPS, 0),
-        (constants.GRADIENT_ACCUMULATION_STEPS, 1),
-        (constants.TRAIN_SAMPLES, train_samples),
-        (constants.EVAL_SAMPLES, eval_samples),
+        ("seed", config.seed),
+        ("global_batch_size", global_batch_size),
+        ("opt_name", _optimizer_name(optimizer)),
+        ("opt_base_learning_rate", optimizer.learning_rate),
+        ("opt_adagrad_learning_rate_decay", 0),
+        ("opt_weight_decay", 0),
+        ("opt_adagrad_initial_accumulator_value", 0),
+        ("opt_adagrad_epsilon", optimizer.eps),
+        ("opt_learning_rate_warmup_steps", 0),
+        ("opt_learning_rate_decay_start_step", 0),
+        ("opt_learning_rate_decay_steps", 0),
+        ("gradient_accumulation_steps", 1),
+        ("train_samples", train_samples),
+        ("eval_samples", eval_samples),
     ]
 
 

@@ -3,9 +3,9 @@
 Neighbouring anchors of a user share nearly all of their histories. The events of one user that a batch needs, in order
 of time, are a segment; all segments are joined. A sample's history are the events of its segment that lie before `end`
 and not before the first one of their own pool, `first`: so three pools and one order of time need four numbers a
-sample. The reference sends each history whole, as eight-byte numbers: 216 MB for 1,024 samples. Here, of made users dealt
-among eight ranks, these are 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298 (4.1), and 6.6 (6.9) in the
-last window, an hour in which users have few anchors each; a rank alone sends 0.4 MB.
+sample. The reference sends each history whole, as eight-byte numbers: 216 MB for 1,024 samples. Here, of made users
+dealt among eight ranks, these are 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298 (4.1), and 6.6
+(6.9) in the last window, an hour in which users have few anchors each; a rank alone sends 0.4 MB.
 """
 
 from dataclasses import dataclass

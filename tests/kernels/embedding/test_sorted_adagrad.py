@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.embedding.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, sorted_adagrad
-from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
+from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from tests.kernels.devices import DEVICE, needs_triton
 
 EPS = 1e-8
@@ -32,8 +32,7 @@ def make_case(
 def in_order(ids: torch.Tensor, bags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sorted ids, of which those below 0 are padding, and their bags."""
     sorted_ids, sorted_bags = torch.empty_like(ids), torch.empty_like(bags)
-    table = SortTable(torch.full_like(ids, -1), bags, max(int(ids.max()) + 1, 1), padded=True)
-    sort_ids(ids + 1, table, sorted_ids, sorted_bags)
+    sort_rows(ids, bags, sorted_ids, sorted_bags)
     return sorted_ids, sorted_bags
 
 

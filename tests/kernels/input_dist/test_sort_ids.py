@@ -21,27 +21,22 @@ CASES = [
 ]
 
 
-def make_case(tables: list[int], count: int, padded: bool) -> tuple[torch.Tensor, SortTable]:
+def make_case(tables: list[int], count: int) -> tuple[torch.Tensor, SortTable]:
     """Skewed ids of `tables` one after another, each with a bag of its own."""
     generator = torch.Generator().manual_seed(count)
     table = torch.arange(count) * len(tables) // count
     rows = torch.tensor(tables)[table]
     ids = (torch.rand(count, generator=generator, dtype=torch.float64) ** 9 * rows).long().clamp(max=rows - 1)
-    if padded:
-        ids[::3] = 0
     starts = torch.tensor([sum(tables[:i]) for i in range(len(tables))])[table]
     bags = torch.randperm(count, generator=generator)
     ids, starts, bags = (tensor.to(DEVICE, torch.int32) for tensor in (ids, starts, bags))
-    return ids, SortTable(starts, bags, sum(tables), padded)
+    return ids, SortTable(starts, bags, sum(tables))
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("tables", "count"), CASES[:3])
-def test_is_stable_and_keeps_padding_first(tables: list[int], count: int, padded: bool) -> None:
-    ids, table = make_case(tables, count, padded)
-    rows = [
-        -1 if padded and i == 0 else i + start for i, start in zip(ids.tolist(), table.first_rows.tolist(), strict=True)
-    ]
+def test_is_stable(tables: list[int], count: int) -> None:
+    ids, table = make_case(tables, count)
+    rows = [i + start for i, start in zip(ids.tolist(), table.first_rows.tolist(), strict=True)]
     expected = sorted(zip(rows, table.bags.tolist(), strict=True), key=lambda pair: pair[0])
     outputs = torch.empty_like(ids), torch.empty_like(ids)
     for sort in (sort_ids, plain_sort_ids):
@@ -51,11 +46,10 @@ def test_is_stable_and_keeps_padding_first(tables: list[int], count: int, padded
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("digit_bits", [8, 7, 9])
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("tables", "count"), CASES)
-def test_cuda_equals_plain(tables: list[int], count: int, padded: bool, digit_bits: int) -> None:
-    ids, table = make_case(tables, count, padded)
-    table = SortTable(table.first_rows, table.bags, table.rows, padded, digit_bits)
+def test_cuda_equals_plain(tables: list[int], count: int, digit_bits: int) -> None:
+    ids, table = make_case(tables, count)
+    table = SortTable(table.first_rows, table.bags, table.rows, digit_bits)
     if table.memory is None:
         pytest.skip("not a Hopper GPU")
     for divisor in (1, 1, 3):  # what one sort leaves behind, the next one finds
@@ -67,6 +61,6 @@ def test_cuda_equals_plain(tables: list[int], count: int, padded: bool, digit_bi
 
 
 def test_ids_of_another_shape_are_refused() -> None:
-    ids, table = make_case([3], 5, False)
+    ids, table = make_case([3], 5)
     with pytest.raises(AssertionError, match="int32"):
         sort_ids(ids[:4], table, ids[:4].clone(), ids[:4].clone())

@@ -10,7 +10,7 @@ from dlrm_bench.bench.mlperf.submission.system_description import COUNTS, FIELDS
 TRAIN_SAMPLES, EVAL_SAMPLES = 4195197692, 89137319
 BEGIN_MS = 1_714_641_000_000
 
-EXTRACTS = Path(__file__).parents[2] / "data" / "mlperf_logs" / "nvidia_v4.0_extracts.json"
+EXTRACTS = Path(__file__).parents[3] / "data" / "mlperf_logs" / "nvidia_v4.0_extracts.json"
 
 
 def write_log(

@@ -77,7 +77,7 @@ def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
 
 
 def test_many_more_ranks_than_shards_are_refused_at_once():
-    work = _Work(MLPERF_MODEL, Topology.one_node(100_000), 512, 2, DEFAULT, UNIFORM)
+    work = _Work(MLPERF_MODEL.tables, Topology.one_node(100_000), 512, 2, DEFAULT, UNIFORM)
     assert next(_by_columns(work, (), [128, 64, 32, 16]), None) is None
 
 

@@ -97,7 +97,7 @@ def test_a_device_that_fails_is_not_waited_for(monkeypatch):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     shape = BatchShape(samples=4, dtype=torch.float32)
-    picked = RowParts(MODEL, (Shard(0, 0, 0, 16, 1, 2),), RANKS, shape, torch.device("cpu")).empty()
+    picked = RowParts(MODEL.tables, (Shard(0, 0, 0, 16, 1, 2),), RANKS, shape, torch.device("cpu")).empty()
     picked.reset()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", Failed)
