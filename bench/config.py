@@ -104,12 +104,15 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
 
     def __post_init__(self) -> None:
         TrainingConfig.__post_init__(self)
-        offered = named(self.benchmark).pipelines
+        benchmark = named(self.benchmark)
         require(
-            self.pipeline.name in offered,
-            f"--pipeline {self.pipeline.name} does not train {self.preset}: choose one of {', '.join(offered)}",
+            self.pipeline.name in benchmark.pipelines,
+            f"--pipeline {self.pipeline.name} does not train {self.preset}: choose one of "
+            f"{', '.join(benchmark.pipelines)}",
         )
         self.pipeline.check(self)
+        if isinstance(self.pipeline, StaticOptions) and benchmark.check_static is not None:
+            benchmark.check_static(self, self.pipeline.dense)
         require(
             self.iterations is not None or self.min_time is not None or not self.data.is_random,
             "--iterations or --min-time is missing: random batches have no end",

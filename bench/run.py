@@ -80,8 +80,12 @@ class Run:
         with self._read(self.dataset.train_batches, self.pipeline.prepare, self.first) as batches, frozen_gc():
             self.clock.start()
             iteration, last = self.first, self.schedule.iterations
+            rate = self.config.optimizer.rate
+            scheduled = rate(iteration + 1) is not None
             while iteration < last:
                 iteration += 1
+                if scheduled and (value := rate(iteration)) is not None:
+                    self.pipeline.set_learning_rate(value)
                 self.losses.add(self.pipeline.train_step(batches))
                 self.clock.lap()
                 evaluates, saves = self.schedule.evaluates_after(iteration), self.checkpoints.due_after(iteration)

@@ -12,6 +12,10 @@ from dlrm_bench.dlrm.config import TrainingConfig
 
 if TYPE_CHECKING:
     from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
+    from dlrm_bench.dlrm.dense.static_dense import StaticDense
+    from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+    from dlrm_bench.dlrm.runtime.ranks import Ranks
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 class Piece(NamedTuple):
@@ -70,6 +74,18 @@ class Ruleset(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticDenseOptions:
+    """The options of the static pipeline that its stage 3 depends on."""
+
+    eight_bits: bool
+    """Whether the largest products have factors of eight bits (--fp8)."""
+    peer_memory: bool
+    """Whether ranks exchange gradients and weights through peer memory."""
+    may_go_in_parts: bool
+    """Whether the embedding stages take the batch in several parts."""
+
+
 class Parts(Protocol):
     """What trains a benchmark; importing it imports torch."""
 
@@ -87,6 +103,16 @@ class Parts(Protocol):
 
     def empty_batch(self, config: TrainingConfig, pin: bool) -> "HostBatch":
         """Returns a batch of uninitialised host memory. pin: page-locked."""
+        ...
+
+    def static_dense(
+        self, config: TrainingConfig, options: StaticDenseOptions, ranks: "Ranks", memory: "PeerMemory | None"
+    ) -> "StaticDense":
+        """Returns stage 3 of the static pipeline, where it trains this benchmark. memory: where options say so.
+        Collective."""
+
+    def torchrec_model(self, config: TrainingConfig, ranks: "Ranks") -> "TorchRecModel":
+        """Returns the model for the pipelines over TorchRec's modules, not sharded yet; imports torchrec."""
         ...
 
 
@@ -132,6 +158,9 @@ class Benchmark:
     """None where nobody has counted its work."""
     parts: Callable[[], Parts]
     """Imports what trains it."""
+    check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
+    """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
+    the static pipeline does not train the benchmark."""
 
     @property
     def option_types(self) -> dict[str, type]:

@@ -6,8 +6,10 @@ from typing import Any
 from dlrm_bench.dlrm.benchmark import Benchmark, Preset
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.dcnv2.benchmark import DCNV2
+from dlrm_bench.dlrm.zoo.benchmark import ZOO
+from dlrm_bench.dlrm.zoo.hstu.benchmark import HSTU
 
-BENCHMARKS: tuple[Benchmark, ...] = (DCNV2,)
+BENCHMARKS: tuple[Benchmark, ...] = (DCNV2, *ZOO, HSTU)
 
 PRESETS: Mapping[str, tuple[Benchmark, Preset]] = {
     name: (benchmark, preset) for benchmark in BENCHMARKS for name, preset in benchmark.presets.items()

@@ -4,6 +4,7 @@ A field's docstring is its help text. Errors name the flag to change. The config
 and optimizer stand beside it; the protocols here are what the harness asks of them.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, Protocol
@@ -21,6 +22,15 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def check_learning_rate(value: float) -> None:
+    """Raise ValueError unless `value` is a learning rate that every optimizer takes."""
+    require(0 < value < math.inf, "--optimizer.learning-rate must be finite and positive")
+    require(
+        2**-149 <= value < 2**128,
+        f"--optimizer.learning-rate is {value}: it must be a number that float32 holds, as weights do",
+    )
 
 
 class ModelOptions(Protocol):
@@ -82,6 +92,11 @@ class OptimizerOptions(Protocol):
     @property
     def tables(self) -> TableOptimizer:
         """The optimizer of the tables."""
+        ...
+
+    def rate(self, iteration: int) -> float | None:
+        """Returns the learning rate of an iteration, counted from 1 over the whole training; None, for every iteration,
+        where `learning_rate` is constant."""
         ...
 
 

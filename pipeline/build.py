@@ -1,9 +1,9 @@
 """Builds the pipeline whose options a configuration holds."""
 
-from typing import cast
+from typing import Protocol, cast
 
+from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.dcnv2.config import DcnTraining
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import Options, Pipeline
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -13,12 +13,23 @@ from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecOpti
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 
 
-def build_pipeline(config: TrainingConfig, options: Options, ranks: Ranks) -> Pipeline:
-    """Returns the pipeline of these options, ready to train what `config` says. Collective over all ranks."""
-    config = cast(DcnTraining, config)
+class OfBenchmark(Protocol):
+    """What names a benchmark, beside what it trains."""
+
+    @property
+    def benchmark(self) -> str:
+        """Its name."""
+        ...
+
+
+def build_pipeline(config: OfBenchmark, options: Options, ranks: Ranks) -> Pipeline:
+    """Returns the pipeline of these options, ready to train what `config`, a TrainingConfig too, says. Collective over
+    all ranks."""
+    training = cast(TrainingConfig, config)
     if isinstance(options, StaticOptions):
-        return StaticPipeline(config, options, ranks)
+        return StaticPipeline(training, options, ranks, named(config.benchmark).parts())
+    of_benchmark = named(config.benchmark).parts().torchrec_model(training, ranks)
     if isinstance(options, FiveStageSwitches):
-        return TorchRecFiveStagePipeline(config, options, ranks)
+        return TorchRecFiveStagePipeline(training, of_benchmark, options, ranks)
     assert isinstance(options, TorchRecOptions)
-    return StockPipeline(config, options, ranks)
+    return StockPipeline(training, of_benchmark, options, ranks)

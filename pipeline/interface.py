@@ -56,6 +56,11 @@ class Pipeline(Protocol):
         """Yields logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
         ...
 
+    def set_learning_rate(self, value: float) -> None:
+        """Sets the learning rate of tables and dense weights from the next step on, the same on all ranks. ValueError
+        names a bad one."""
+        ...
+
     def tallies(self) -> Tallies:
         """Returns this rank's counts of numbers that went wrong so far, on the device. Where any was not finite, no
         weight on any rank changes from the next step on."""

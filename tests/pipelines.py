@@ -5,6 +5,8 @@ from typing import Any, cast
 
 from dlrm_bench.bench.config import PIPELINES, PipelineOptions, RunConfig
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
+from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
+from dlrm_bench.dlrm.dcnv2.static_stage import DcnStage
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
@@ -29,6 +31,11 @@ def changed(config: RunConfig, pipeline: str | None = None, **changes: Any) -> R
 def static_pipeline(config: RunConfig, ranks: Ranks) -> StaticPipeline:
     """The static pipeline of a configuration that has its options."""
     return cast(StaticPipeline, build_pipeline(config, config.pipeline, ranks))
+
+
+def dense_of(pipeline: StaticPipeline) -> ExplicitDense:
+    """The dense network of DLRM-DCNv2's stage 3."""
+    return cast(DcnStage, pipeline.dense).dense
 
 
 def stock_pipeline(config: RunConfig, ranks: Ranks) -> StockPipeline:

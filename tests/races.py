@@ -19,9 +19,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
+from dlrm_bench.dlrm.runtime.streams import MAIN, Branch, Stream
 from dlrm_bench.kernels.peer_tensors import PeerTensors
-from dlrm_bench.pipeline.static.streams import MAIN, Branch, IterationStreams
+from dlrm_bench.pipeline.static.streams import IterationStreams
 
 
 class Access(NamedTuple):
@@ -43,16 +44,18 @@ class Wait(NamedTuple):
     others: tuple[str, ...]
 
 
-class Barrier(NamedTuple):
+class Meeting(NamedTuple):
+    """All ranks' streams of this name wait for one another."""
+
     stream: str
-    name: str
+    barrier: Barrier
 
 
 class Everything(NamedTuple):
     """All streams of all ranks, and their hosts, wait for one another."""
 
 
-Event = Access | Wait | Barrier | Everything
+Event = Access | Wait | Meeting | Everything
 
 
 class Race(NamedTuple):
@@ -67,7 +70,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._streams = [MAIN]
+        self.streams: set[Stream] = {MAIN}
+        """All that were launched on."""
+        self._streams = [MAIN.name]
         self._allocations = 0
         self._memory: dict[int, tuple[int, int]] = {}
         self._kept: list[PeerTensors] = []  # so that no other memory gets their addresses
@@ -123,19 +128,20 @@ class Recorder(TorchDispatchMode):
         return recorded
 
     def _barrier(self, barrier: Callable[..., None]) -> Callable[..., None]:
-        def recorded(memory: PeerMemory, name: str) -> None:
-            self.events.append(Barrier(self._streams[-1], name))
-            barrier(memory, name)
+        def recorded(memory: PeerMemory, which: Barrier) -> None:
+            self.events.append(Meeting(self._streams[-1], which))
+            barrier(memory, which)
 
         return recorded
 
     def _beside(self, beside: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
-        def recorded(streams: IterationStreams, name: str, *after: Branch, **priority: Any) -> Iterator[Branch]:
-            with beside(streams, name, *after, **priority) as branch:
-                if name != MAIN:
-                    self.events.append(Wait(name, (self._streams[-1], *(other.name for other in after))))
-                self._streams.append(self._streams[-1] if name == MAIN else name)
+        def recorded(streams: IterationStreams, stream: Stream, *after: Branch) -> Iterator[Branch]:
+            self.streams.add(stream)
+            with beside(streams, stream, *after) as branch:
+                if stream != MAIN:
+                    self.events.append(Wait(stream.name, (self._streams[-1], *(other.name for other in after))))
+                self._streams.append(self._streams[-1] if stream == MAIN else stream.name)
                 yield branch
                 self._streams.pop()
 
@@ -194,16 +200,16 @@ class _Order:
             mine[key] = max(mine.get(key, 0), value)
 
 
-def races(logs: Sequence[Sequence[Event]], without: str | None = None) -> list[Race]:
-    """Returns the races among the events of all ranks, if no barrier were called `without`; of each access the first
+def races(logs: Sequence[Sequence[Event]], without: Barrier | None = None) -> list[Race]:
+    """Returns the races among the events of all ranks, as if there were no barrier `without`; of each access the first
     few."""
-    kept = [[event for event in log if not (isinstance(event, Barrier) and event.name == without)] for log in logs]
+    kept = [[event for event in log if not (isinstance(event, Meeting) and event.barrier == without)] for log in logs]
     order, at = _Order(), [0] * len(logs)
     accesses: defaultdict[tuple[int, int], list[tuple[tuple[int, str], int, Access]]] = defaultdict(list)
     found: list[Race] = []
     while any(place < len(log) for place, log in zip(at, kept, strict=True)):
         for rank, log in enumerate(kept):
-            while at[rank] < len(log) and not isinstance(log[at[rank]], Barrier | Everything):
+            while at[rank] < len(log) and not isinstance(log[at[rank]], Meeting | Everything):
                 event = log[at[rank]]
                 at[rank] += 1
                 if isinstance(event, Wait):
@@ -225,7 +231,7 @@ def races(logs: Sequence[Sequence[Event]], without: str | None = None) -> list[R
 
 
 def _meet(order: _Order, meeting: Event, ranks: int) -> None:
-    of_barrier = [(rank, meeting.stream) for rank in range(ranks)] if isinstance(meeting, Barrier) else None
+    of_barrier = [(rank, meeting.stream) for rank in range(ranks)] if isinstance(meeting, Meeting) else None
     streams = of_barrier or list(order.clocks)
     clocks = [dict(order.now(stream)) for stream in streams]
     for stream in streams:

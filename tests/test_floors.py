@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = {"kernels": 1, "dlrm": 2, "hstu": 2, "pipeline": 3, "bench": 4, "launch": 5}
+FLOORS = {"kernels": 1, "dlrm": 2, "pipeline": 3, "bench": 4, "launch": 5}
 PACKAGE = "dlrm_bench"
 # An installation of a product leaves build/ in its folder.
 FILES = sorted(
@@ -71,6 +71,63 @@ def test_no_file_imports_from_a_higher_floor(path):
 def test_the_check_sees_every_form_of_import(source):
     assert higher_floors(Path("dlrm/dcnv2/network.py"), ast.parse(source)) != []
     assert higher_floors(Path("launch/dlrm.py"), ast.parse(source)) == []
+
+
+def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
+    """They ask the benchmark for it."""
+    rooms = ("pipeline/static", "dlrm/tables", "dlrm/dense", "dlrm/runtime", "dlrm/data")
+    files = [path for path in FILES if any(path.is_relative_to(ROOT / room) for room in rooms)]
+    models = tuple(f"{PACKAGE}.{name}" for name in ("dlrm.dcnv2", "dlrm.zoo", "dlrm.benchmarks", "hstu"))
+    assert len(files) > 40
+    for path in files:
+        assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(models)] == [], path
+
+
+MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zoo", "torchrec.models")
+"""Packages of single benchmarks, which the floors above know as values alone."""
+MODELS_STILL_KNOWN = {
+    "bench/cli.py": "data commands",
+    "bench/compare/verdict.py": "notes of rungs",
+    "bench/mlperf/submission/log_sense.py": "MLPerf's target",
+    "launch/auc_over_seeds.py": "planted data",
+}
+"""Files that import a model all the same, and for what: to shrink, never to grow."""
+
+
+def models_imported(tree: ast.AST) -> list[str]:
+    """Imports of a model's package or of a part of it."""
+    names = [*imported(tree)]
+    for node in ast.walk(tree):  # `from dlrm_bench.dlrm import dcnv2`
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names += [f"{node.module}.{name.name}" for name in node.names]
+    return sorted({name for name in names if any(f"{name}.".startswith(f"{model}.") for model in MODELS)})
+
+
+def test_bench_launch_and_pipeline_know_no_model():
+    """The drop-in and everything above dlrm/ ask a benchmark, which is a value; see dlrm/benchmark.py."""
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] in ("pipeline", "bench", "launch")
+        and models_imported(ast.parse(path.read_text()))
+    }
+    assert knowing - MODELS_STILL_KNOWN.keys() == set(), "ask the benchmark (dlrm/benchmark.py) in place of its model"
+    assert MODELS_STILL_KNOWN.keys() - knowing == set(), "these import no model any more: take them off the list"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import dlrm_bench.dlrm.zoo.models",
+        "from dlrm_bench.dlrm import dcnv2",
+        "from dlrm_bench.dlrm.dcnv2.config import ModelConfig",
+        "def f():\n    from torchrec.models.dlrm import DLRM",
+        "import_module('dlrm_bench.dlrm.dlrmv4.model')",
+    ],
+)
+def test_the_check_sees_every_import_of_a_model(source):
+    assert models_imported(ast.parse(source)) != []
+    assert models_imported(ast.parse("from dlrm_bench.dlrm.benchmarks import named\nimport torchrec")) == []
 
 
 def test_modules_are_imported_by_one_name():

@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = sorted(
-    path for folder in ("dlrm", "hstu", "kernels", "pipeline") for path in (ROOT / "tests" / folder).rglob("test_*.py")
+    path for folder in ("dlrm", "kernels", "pipeline") for path in (ROOT / "tests" / folder).rglob("test_*.py")
 )
 
 

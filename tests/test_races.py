@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.races import Access, Barrier, Event, Everything, Wait, _elements, races
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier
+from tests.races import Access, Event, Everything, Meeting, Wait, _elements, races
 
 BUFFER = (0, 0)
 """Rank 0's part of the first allocation."""
@@ -13,7 +14,8 @@ def access(stream: str, writes: bool, elements: int = 1) -> Access:
     return Access(stream, "copy_", BUFFER, elements, writes)
 
 
-WRITE, READ, MET = access("main", True), access("main", False), Barrier("main", "met")
+BARRIER = Barrier("met", "the write before the read")
+WRITE, READ, MET = access("main", True), access("main", False), Meeting("main", BARRIER)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +48,10 @@ def test_finds_what_nothing_orders(logs: list[list[Event]], expected: int) -> No
 
 def test_without_a_barrier_it_is_as_if_it_were_not_there() -> None:
     logs: list[list[Event]] = [[WRITE, MET], [MET, READ]]
-    (race,) = races(logs, without="met")
+    (race,) = races(logs, without=BARRIER)
     assert race.first == (0, WRITE)
     assert race.second == (1, READ)
-    assert races(logs, without="another") == []
+    assert races(logs, without=Barrier("another", "nothing")) == []
 
 
 def test_elements_are_those_of_a_view() -> None:

@@ -108,6 +108,10 @@ class ProfiledPipeline:
         """See prepare."""
         return self._pipeline.describe()
 
+    def set_learning_rate(self, value: float) -> None:
+        """See Pipeline."""
+        self._pipeline.set_learning_rate(value)
+
     def tallies(self) -> "Tallies":
         """See prepare."""
         return self._pipeline.tallies()

@@ -1,4 +1,4 @@
-"""One rank's samples of one iteration, in one contiguous buffer."""
+"""One rank's samples of one iteration, in one contiguous buffer whose fields the benchmark names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,22 +7,27 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.dcnv2.config import ModelConfig
+from dlrm_bench.dlrm.data.batch_fields import BatchFields
 
 ALIGNMENT = 256  # Bytes; what CUDA allocations guarantee, so parts copied to the GPU stay aligned for any kernel.
+_DTYPES = {"float32": torch.float32, "int32": torch.int32}
+_ITEM_BYTES = 4
 
 
 class BatchLayout:
-    """Where the parts of a batch lie in its buffer, in bytes. Dense features start at 0."""
+    """Where the fields of a batch lie in its buffer: one after the other, each aligned."""
 
-    def __init__(self, batch_size: int, model: ModelConfig) -> None:
+    def __init__(self, batch_size: int, model: BatchFields) -> None:
         self.batch_size = batch_size
-        self.dense_columns = model.dense_in_features
-        self.dense_end = batch_size * self.dense_columns * 4
-        self.labels_start = _align(self.dense_end)
-        self.labels_end = self.labels_start + batch_size * 4
-        self.ids_start = _align(self.labels_end)
-        self.end = self.ids_start + batch_size * model.ids_per_sample * 4
+        self.places: dict[str, slice] = {}
+        """The bytes of each field."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.end = 0
+        """Bytes of the buffer."""
+        for field in model.batch_fields:
+            start = -(-self.end // ALIGNMENT) * ALIGNMENT
+            self.end = start + batch_size * field.columns * _ITEM_BYTES
+            self.places[field.name], self.dtypes[field.name] = slice(start, self.end), _DTYPES[field.dtype]
 
 
 @dataclass(eq=False)
@@ -33,30 +38,34 @@ class Batch:
     """
 
     storage: Tensor
-    """uint8 [storage_bytes(B, model)], the one buffer that dense, labels and ids are views of."""
+    """uint8 [storage_bytes(B, model)], the one buffer that all fields are views of."""
     layout: BatchLayout
     """Where these lie in it."""
     num_valid: int
     """The first num_valid samples are real; the others pad the last evaluation batch."""
 
+    def flat(self, name: str) -> Tensor:
+        """Returns a field, [B * its columns]."""
+        return self.storage[self.layout.places[name]].view(self.layout.dtypes[name])
+
     @cached_property
     def dense(self) -> Tensor:
-        """float32 [B, dense_in_features]."""
-        return self.storage[: self.layout.dense_end].view(torch.float32).view(-1, self.layout.dense_columns)
+        """float32 [B, columns], of a benchmark whose samples have dense features."""
+        return self.flat("dense").view(self.layout.batch_size, -1)
 
     @cached_property
     def labels(self) -> Tensor:
         """float32 [B], 0 or 1."""
-        return self.storage[self.layout.labels_start : self.layout.labels_end].view(torch.float32)
+        return self.flat("labels")
 
     @cached_property
     def ids(self) -> Tensor:
         """int32 [B * ids_per_sample], feature-major: feature f is a row-major [B, multi_hot_sizes[f]] block, the blocks
         in table order. These are the values of a KJT."""
-        return self.storage[self.layout.ids_start :].view(torch.int32)
+        return self.flat("ids")
 
     @classmethod
-    def empty(cls, batch_size: int, model: ModelConfig, pin: bool = False) -> "Batch":
+    def empty(cls, batch_size: int, model: BatchFields, pin: bool = False) -> "Batch":
         """A batch of uninitialised host memory, with num_valid = batch_size, as of_layout makes it."""
         return cls.of_layout(BatchLayout(batch_size, model), pin)
 
@@ -70,14 +79,13 @@ class Batch:
         return cls(torch.empty(layout.end, dtype=torch.uint8, pin_memory=pin), layout, layout.batch_size)
 
     @classmethod
-    def over(cls, storage: Tensor, batch_size: int, model: ModelConfig, num_valid: int | None = None) -> "Batch":
+    def over(cls, storage: Tensor, layout: BatchLayout, num_valid: int | None = None) -> "Batch":
         """The batch that `storage` holds, on whatever device: for a copy of another batch's whole buffer."""
-        layout = BatchLayout(batch_size, model)
         assert storage.shape == (layout.end,)
-        return cls(storage, layout, batch_size if num_valid is None else num_valid)
+        return cls(storage, layout, layout.batch_size if num_valid is None else num_valid)
 
 
-def storage_bytes(batch_size: int, model: ModelConfig) -> int:
+def storage_bytes(batch_size: int, model: BatchFields) -> int:
     """Bytes of a batch's buffer."""
     return BatchLayout(batch_size, model).end
 
@@ -87,7 +95,3 @@ def feature_blocks(ids: Tensor, multi_hot_sizes: Sequence[int]) -> list[Tensor]:
     batch_size = ids.numel() // sum(multi_hot_sizes)
     blocks = ids.split([batch_size * size for size in multi_hot_sizes])
     return [block.view(batch_size, size) for block, size in zip(blocks, multi_hot_sizes, strict=True)]
-
-
-def _align(position: int) -> int:
-    return -(-position // ALIGNMENT) * ALIGNMENT

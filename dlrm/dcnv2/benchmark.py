@@ -7,6 +7,7 @@ from dlrm_bench.dlrm.benchmark import Benchmark, Parts
 from dlrm_bench.dlrm.dcnv2 import ruleset, work
 from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.dlrm.dcnv2.presets import PRESETS
+from dlrm_bench.dlrm.dcnv2.static_check import check_static
 
 
 def _parts() -> Parts:
@@ -22,4 +23,5 @@ DCNV2 = Benchmark(
     ruleset=ruleset,
     work=work,
     parts=_parts,
+    check_static=check_static,
 )

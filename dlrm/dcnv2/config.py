@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate, require
+from dlrm_bench.dlrm.data.batch_fields import Field
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad, TableOptimizer
 from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.tables import Tables
@@ -85,6 +86,15 @@ class ModelConfig:
             columns=self.embedding_dim,
             hot=self.multi_hot_sizes,
             scale=self.table_scale,
+        )
+
+    @property
+    def batch_fields(self) -> tuple[Field, ...]:
+        """The fields of a batch, in the order in which they lie in its buffer."""
+        return (
+            Field("dense", "float32", self.dense_in_features),
+            Field("labels", "float32", 1),
+            Field("ids", "int32", self.ids_per_sample),
         )
 
     @property
@@ -175,11 +185,7 @@ class OptimizerConfig:
     """Adagrad's epsilon."""
 
     def __post_init__(self) -> None:
-        require(0 < self.learning_rate < math.inf, "--optimizer.learning-rate must be finite and positive")
-        require(
-            2**-149 <= self.learning_rate < 2**128,
-            f"--optimizer.learning-rate is {self.learning_rate}: it must be a number that float32 holds, as weights do",
-        )
+        check_learning_rate(self.learning_rate)
         require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
         # A quotient of 0 by less is NaN in float32, and one by a subnormal number on some GPUs' fast paths.
         require(
@@ -187,6 +193,9 @@ class OptimizerConfig:
             f"--optimizer.eps is {self.eps}: it must be a normal number of float32, 1.2e-38 to 3.4e38, as gradients of "
             "0 are divided by it",
         )
+
+    def rate(self, iteration: int) -> None:
+        """Returns None: the learning rate is constant, as MLPerf's is."""
 
     @property
     def tables(self) -> TableOptimizer:

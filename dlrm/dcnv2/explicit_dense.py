@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.dcnv2.concurrency import bucket_gradients
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
 from dlrm_bench.dlrm.dense.buckets import Bucket, CollectiveBucket, DenseState, NodeBucket, PeerBucket
@@ -79,8 +80,8 @@ class ExplicitDense:
             if memory is None:
                 return CollectiveBucket(mine, dtype, ranks, sharded)
             if across is None:
-                return PeerBucket(names[0], mine, dtype, ranks, memory)
-            return NodeBucket(names[0], mine, dtype, ranks, memory, across)
+                return PeerBucket(bucket_gradients(names[0]), mine, dtype, ranks, memory)
+            return NodeBucket(bucket_gradients(names[0]), mine, dtype, ranks, memory, across)
 
         def buckets(part: str, *groups: range) -> dict[tuple[int, ...], Bucket]:
             apart = groups if memory else [range(groups[-1].stop)]

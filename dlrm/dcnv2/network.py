@@ -74,21 +74,3 @@ class DenseNetwork(nn.Module):
         for linear in hidden:
             x = functional.relu(linear(x))
         return last(x).squeeze(1)
-
-
-def torchrec_names(config: ModelConfig) -> dict[str, str]:
-    """Returns the key of each DenseNetwork weight in the state_dict of torchrec.models.dlrm.DLRM_DCN, by its key
-    here."""
-    names = {}
-    top = len(config.top_mlp)
-    for kind in ("weight", "bias"):
-        for i in range(len(config.bottom_mlp)):
-            names[f"bottom_mlp.{i}.{kind}"] = f"dense_arch.model._mlp.{i}._linear.{kind}"
-        for i in range(top - 1):
-            names[f"top_mlp.{i}.{kind}"] = f"over_arch.model.0._mlp.{i}._linear.{kind}"
-        names[f"top_mlp.{top - 1}.{kind}"] = f"over_arch.model.1.{kind}"
-    for i in range(config.cross_layers):
-        names[f"cross.{i}.w"] = f"inter_arch.crossnet.W_kernels.{i}"
-        names[f"cross.{i}.v"] = f"inter_arch.crossnet.V_kernels.{i}"
-        names[f"cross.{i}.bias"] = f"inter_arch.crossnet.bias.{i}"
-    return names

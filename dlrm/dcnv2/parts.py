@@ -1,12 +1,21 @@
 """What trains DLRM-DCNv2; see benchmark.Parts."""
 
+from typing import TYPE_CHECKING, cast
+
+from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.dataset import Dataset, FileContent
 from dlrm_bench.dlrm.dcnv2 import work
-from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, DcnTraining, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import content
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
+from dlrm_bench.dlrm.dcnv2.static_stage import DcnStage
+from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
 def open_data(config: TrainingConfig) -> Dataset:
@@ -31,3 +40,17 @@ def empty_batch(config: TrainingConfig, pin: bool) -> Batch:
     """Returns a batch of uninitialised host memory. pin: page-locked."""
     assert isinstance(config.model, ModelConfig)
     return Batch.empty(config.local_batch_size, config.model, pin)
+
+
+def static_dense(
+    config: TrainingConfig, options: StaticDenseOptions, ranks: Ranks, memory: PeerMemory | None
+) -> DcnStage:
+    """Returns stage 3 of the static pipeline. Collective."""
+    return DcnStage(cast(DcnTraining, config), options, ranks, memory)
+
+
+def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
+    """Returns the model for the pipelines over TorchRec's modules."""
+    from dlrm_bench.dlrm.dcnv2.torchrec import torchrec_model  # the static pipeline needs no torchrec
+
+    return torchrec_model(config, ranks)

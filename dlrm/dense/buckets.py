@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.dense.peer_sums import peer_sums
@@ -136,12 +136,18 @@ class CollectiveBucket(Bucket):
 
 class PeerBucket(Bucket):
     """A sharded bucket in peer memory: one kernel sums the slice's gradients from where the ranks have them, updates,
-    and writes the new weights to where the ranks read them."""
+    and writes the new weights to where the ranks read them.
+
+    Needs, of the barrier `gradients`: it comes after every rank has written its gradient and read its working weights
+    for the last time, and before any rank's kernel reads the gradients and writes the weights; `update` launches it.
+    Needs another barrier of all ranks between that kernel and the next reading of the weights or writing of the
+    gradient: the caller launches it.
+    """
 
     def __init__(
-        self, name: str, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
+        self, gradients: Barrier, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
     ) -> None:
-        """Collective. name: no other bucket's."""
+        """Collective. gradients: no other bucket's."""
         peers: list[PeerTensors] = []
 
         def zeros(size: int) -> Tensor:
@@ -149,15 +155,13 @@ class PeerBucket(Bucket):
             return peers[-1].own
 
         super().__init__(weights, ranks, True, zeros)
-        self._name, self._memory = name, memory
+        self._barrier, self._memory = gradients, memory
         self._workings, grads = peers
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
     def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
-        """Updates this rank's slice, and writes it to all ranks' working weights: a rank calls it when it has read its
-        own for the last time. Before anybody reads them again, or writes gradients, the caller puts a barrier: one
-        after the updates of all buckets. Collective."""
-        self._memory.barrier(f"{self._name} gradients")
+        """Updates this rank's slice, and writes it to all ranks' working weights. Collective."""
+        self._memory.barrier(self._barrier)
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
         sharded_adagrad(*share, learning_rate, eps, watch)
 
@@ -168,18 +172,18 @@ class PeerBucket(Bucket):
 class NodeBucket(Bucket):
     """A bucket over several nodes, sharded inside each, where it lies in peer memory: a rank adds up its slice's
     gradients of the node, the ranks that have this slice on all nodes add up these sums, and each updates the slice and
-    writes it to its node."""
+    writes it to its node. Needs PeerBucket's barriers, of the ranks of a node."""
 
     def __init__(
         self,
-        name: str,
+        gradients: Barrier,
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         ranks: Ranks,
         memory: PeerMemory,
         across: dist.ProcessGroup | None,
     ) -> None:
-        """Collective. name: no other bucket's. across: the ranks of this local rank on all nodes."""
+        """Collective. gradients: no other bucket's. across: the ranks of this local rank on all nodes."""
         peers: list[PeerTensors] = []
 
         def zeros(size: int) -> Tensor:
@@ -187,7 +191,7 @@ class NodeBucket(Bucket):
             return peers[-1].own
 
         super().__init__(weights, ranks, True, zeros, of_node=memory.group)
-        self._name, self._memory, self._across = name, memory, across
+        self._barrier, self._memory, self._across = gradients, memory, across
         workings, grads = peers
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.local_rank)
         self._summed = torch.zeros_like(self._grads_of_share.own)
@@ -205,9 +209,8 @@ class NodeBucket(Bucket):
         return [*super().tensors(), self._summed]
 
     def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
-        """Updates this rank's slice, and writes it to the working weights of all ranks of the node; when, and the
-        barrier after it: see PeerBucket. Collective."""
-        self._memory.barrier(f"{self._name} gradients")
+        """Updates this rank's slice, and writes it to the working weights of all ranks of the node. Collective."""
+        self._memory.barrier(self._barrier)
         peer_sums(self._grads_of_share, self._summed)
         dist.all_reduce(self._summed, group=self._across)
         mine = self.working[self._mine]

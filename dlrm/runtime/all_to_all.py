@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
@@ -45,23 +45,23 @@ class FlatAllToAll:
 class NodeAllToAll:
     """An exchange inside each node through peer memory, then one between ranks of equal local rank.
 
-    After an exchange a rank still reads what was staged for it: before the next one on any rank of its node the caller
-    puts a barrier of theirs. In the pipeline there is one already: in training that of the other direction's exchange,
-    after an evaluated batch "evaluated".
+    Needs, of the barrier `staged`: it comes after the chunks of all ranks of the node are staged, and before the
+    exchange between nodes reads them; `exchange` launches it. Needs another barrier of the node's ranks between that
+    exchange and the next writing to the stage, by the next `exchange` on any of them: the caller launches it.
     """
 
     def __init__(
         self,
-        name: str,
+        staged: Barrier,
         ranks: Ranks,
         memory: PeerMemory,
         splits: Splits,
         dtype: torch.dtype,
         across: dist.ProcessGroup,
     ) -> None:
-        """name: no other exchange's. dtype: of all elements; chunks are multiples of 4 bytes. across: the ranks of this
-        local rank on all nodes. Collective."""
-        self._name, self._memory, self._group = name, memory, across
+        """staged: no other exchange's. dtype: of all elements; chunks are multiples of 4 bytes. across: the ranks of
+        this local rank on all nodes. Collective."""
+        self._barrier, self._memory, self._group = staged, memory, across
         locals_, nodes = range(ranks.local_world_size), range(ranks.nodes)
         words = _words(dtype)
 
@@ -105,7 +105,7 @@ class NodeAllToAll:
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """See AllToAll."""
         push_segments(sent.view(torch.int32), self._push, self._words)
-        self._memory.barrier(f"{self._name} staged")
+        self._memory.barrier(self._barrier)
         staged = self._staged.own[: sum(self._send)]
         dist.all_to_all_single(received, staged, self._receive, self._send, group=self._group)
 
@@ -119,11 +119,12 @@ class AllToAlls:
         self._ranks, self._memory = ranks, memory
         self._group = ranks.new_group() if memory is None else ranks.new_group_across_nodes()
 
-    def make(self, name: str, splits: Splits, dtype: torch.dtype) -> AllToAll:
-        """Returns an exchange. name, dtype: see NodeAllToAll. Collective."""
+    def make(self, staged: Barrier | None, splits: Splits, dtype: torch.dtype) -> AllToAll:
+        """Returns an exchange. staged, dtype: see NodeAllToAll; a flat exchange has no barrier. Collective."""
         if self._memory is None:
             return FlatAllToAll(self._ranks, splits, self._group)
-        return NodeAllToAll(name, self._ranks, self._memory, splits, dtype, self._group)
+        assert staged is not None, "an exchange inside nodes has a barrier"
+        return NodeAllToAll(staged, self._ranks, self._memory, splits, dtype, self._group)
 
 
 def _words(dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ needs a value does in one pass what a collective does in three: put in order, ex
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,6 +18,16 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """A place in an iteration where the streams of all ranks of a node wait for one another."""
+
+    name: str
+    """No other barrier's."""
+    orders: str
+    """The accesses that it keeps apart: those before it on any rank, and those after it on every rank."""
 
 
 class PeerMemory:
@@ -30,7 +41,7 @@ class PeerMemory:
         world = dist.GroupMember.WORLD
         self.group = ranks.new_group_of_node() if ranks.nodes > 1 else world
         """The ranks of the node, by local rank; what runs in it waits for what else does."""
-        self._channels: dict[str, int] = {}
+        self._channels: dict[Barrier, int] = {}
         self._handles: list[Any] = []
         """Handles of all allocations; the signals of the first one serve the barriers."""
         self.own: list[Tensor] = []
@@ -56,17 +67,17 @@ class PeerMemory:
         dist.barrier(self.group)
         return PeerTensors(tensors, self._index)
 
-    def barrier(self, name: str) -> None:
+    def barrier(self, barrier: Barrier) -> None:
         """Makes the current stream wait until the streams of all ranks of the node have come here: what any of them
         did before is then done, and seen by all.
 
-        All ranks use the names for the first time in one order, and launch each name's barriers in one order. Those of
-        different names may wait at the same time. A rank that never comes is waited for without end.
+        All ranks come to the different barriers for the first time in one order, and to each of them in one order.
+        Different barriers may wait at the same time. A rank that never comes is waited for without end.
         """
         if self._alone:
             return
         if self._cuda:
-            self._handles[0].barrier(channel=self._channels.setdefault(name, len(self._channels)))
+            self._handles[0].barrier(channel=self._channels.setdefault(barrier, len(self._channels)))
         else:
             dist.barrier(self.group)
 

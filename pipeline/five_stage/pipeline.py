@@ -63,14 +63,9 @@ class FiveStagePipeline(Generic[In, Out]):
     field of it. Between calls nothing in the model is replaced: it can be called, saved and loaded, and another
     pipeline can evaluate it.
 
-    Memory without record_stream: batches come from the copy stream's memory and what the input dist makes of them from
-    the input dist's, but the caller's stream reads both, last in the embedding backward. References to a batch are held
-    until the next call. Then, first of all, the copy stream waits for what the caller's stream has been given so far,
-    its reads of an output that shares memory with the batch included; whatever is freed from there on can be reused by
-    the copy stream at once. References to what the input dist made, which no output shares, are held for one call more,
-    and the input dist's stream waits for what the caller's had been given before the last call: did it wait for all,
-    then an input dist that the host reads would keep the host from running ahead of the GPU. Gradients are the caller's
-    memory, which waits for the dense update at the end of an iteration.
+    Without record_stream the caching allocator does not know which streams read a batch: this class keeps references to
+    what is read, and has streams wait before its memory is used again. README.md draws the four streams ("Whose memory
+    a batch is").
 
     launch_threads=2 has kernels of several communicators in flight, in an order that differs between ranks. They must
     not queue after one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
@@ -352,7 +347,7 @@ class FiveStagePipeline(Generic[In, Out]):
         return [follow(batch, path) for path in self._paths.values()]
 
     def _release(self) -> None:
-        """Lets go of the last batch, and of what the input dist made of the one before; see the class's docstring.
+        """Lets go of the last batch, and of what the input dist made of the one before; README.md draws it.
 
         Without either, too: after two ends of data a caller may still let go of outputs that share a batch's memory.
         """

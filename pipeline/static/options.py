@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
-from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.optimizers import Adagrad
 
 
@@ -57,11 +57,16 @@ class StaticOptions:
         exchanges that add parts up are those of collectives."""
         return self.presort_ids and (nodes > 1 or not self.peer_memory)
 
+    @property
+    def dense(self) -> StaticDenseOptions:
+        """What stage 3, the benchmark's, depends on. FBGEMM's fused backward would update the tables once for each part
+        of a batch: parts need ids that are sorted ahead."""
+        return StaticDenseOptions(eight_bits=self.fp8, peer_memory=self.peer_memory, may_go_in_parts=self.presort_ids)
+
     def check(self, config: TrainingConfig) -> None:
-        """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
-        assert isinstance(config.model, ModelConfig)  # --pipeline static trains no other benchmark yet
-        tables, optimizer = config.model.tables, config.optimizer.tables
-        dim, features = tables.columns, tables.count
+        """Raise ValueError, naming the flag, where the embedding stages cannot train what `config` says; of stage 3 see
+        Benchmark.check_static."""
+        dim, optimizer = config.model.tables.columns, config.optimizer.tables
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "
@@ -71,34 +76,8 @@ class StaticOptions:
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
         )
-        if self.fp8:
-            self._check_fp8(config)
         require(
-            (features + 1) * dim % 8 == 0,
-            f"--pipeline static needs (features + 1) * --model.embedding-dim to be a multiple of 8, and "
-            f"({features} + 1) * {dim} is not: choose a multiple of 8",
-        )
-
-    def _check_fp8(self, config: TrainingConfig) -> None:
-        model = config.model
-        assert isinstance(model, ModelConfig)
-        require(config.precision == "bf16", f"--fp8 needs --precision bf16, not {config.precision}")
-        width = (model.num_features + 1) * model.embedding_dim
-        require(
-            width % 16 == 0,
-            f"--fp8 needs (features + 1) * --model.embedding-dim to be a multiple of 16, and ({model.num_features} + 1)"
-            f" * {model.embedding_dim} is not: choose a multiple of 16, or leave --fp8 out",
-        )
-        require(
-            model.cross_rank % 16 == 0 and model.cross_rank <= 512,
-            f"--fp8 needs --model.cross-rank to be a multiple of 16 up to 512, not {model.cross_rank}",
-        )
-        require(
-            len(model.top_mlp) > 1 and model.top_mlp[0] % 16 == 0 and model.top_mlp[0] <= 1024,
-            f"--fp8 needs --model.top-mlp to have more than one layer, the first a multiple of 16 up to 1024, not "
-            f"{' '.join(map(str, model.top_mlp))}",
-        )
-        require(
-            config.local_batch_size % 32 == 0,
-            f"--fp8 needs --local-batch-size to be a multiple of 32, not {config.local_batch_size}",
+            self.presort_ids or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
+            f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, which here changes with "
+            "the iterations: add --presort-ids, or choose --cuda-graph none",
         )

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.benchmark import Parts
+from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate
 from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.dcnv2.config import DcnTraining
-from dlrm_bench.dlrm.dcnv2.explicit_dense import LOSSES_KEPT, ExplicitDense
-from dlrm_bench.dlrm.dcnv2.fp8_dense import Fp8Dense
-from dlrm_bench.dlrm.dcnv2.network import torchrec_names
 from dlrm_bench.dlrm.dense.buckets import DenseState
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.dense.static_dense import DenseContext
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.gpu_costs import costs_of
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
@@ -25,18 +23,17 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
-from dlrm_bench.dlrm.tables.pooled.pooled_exchange import PeerInputs
-from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC, TableUpdates
+from dlrm_bench.dlrm.tables.pooled.ways import Collectives, InPeerMemory, Layout, OverNodes, Way
 from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
-from dlrm_bench.kernels.dense import fp8
 from dlrm_bench.pipeline.interface import check_device
-from dlrm_bench.pipeline.state import ModelState, StateBlocks, TensorBlock, TensorBlocks, gather, scatter, table_key
-from dlrm_bench.pipeline.static.batch_schedule import batch_schedule
+from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.check_ids import check_ids
+from dlrm_bench.pipeline.static.concurrency import embedding_barriers
 from dlrm_bench.pipeline.static.evaluation import EAGER_BATCHES, Evaluation
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
-from dlrm_bench.pipeline.static.iteration import Iteration, Slot
+from dlrm_bench.pipeline.static.iteration import Iteration, Slot, Stages
 from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
@@ -52,21 +49,13 @@ _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
 class StaticPipeline:
     """See dlrm_bench.pipeline.interface.Pipeline."""
 
-    def __init__(self, config: DcnTraining, options: StaticOptions, ranks: Ranks) -> None:
-        """Collective over all ranks. ValueError where the options need a GPU and there is none."""
+    def __init__(self, config: TrainingConfig, options: StaticOptions, ranks: Ranks, parts: Parts) -> None:
+        """Collective over all ranks. parts: the benchmark's, whose dense network is stage 3. ValueError where the
+        options need a GPU and there is none."""
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
-        if options.fp8 and device.type == "cuda" and not fp8.applies(device):
-            name = torch.cuda.get_device_name(device)
-            raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, and this is {name}: leave --fp8 out")
-        model, batch_size = config.model, config.local_batch_size
-        check_tables_fit(model.tables, config.optimizer.tables, device_memory_bytes(ranks), device)
-        schedule = batch_schedule(batch_size, options)
-        shape = BatchShape(
-            samples=batch_size,
-            dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
-            parts=schedule.parts,
-        )
+        tables, optimizer = config.model.tables, config.optimizer
+        check_tables_fit(tables, optimizer.tables, device_memory_bytes(ranks), device)
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self._plan = plan_for(
             config,
@@ -76,34 +65,23 @@ class StaticPipeline:
             split_rows=options.splits_rows(ranks.nodes),
             costs=costs_of(self._gpu),
         )
-        memory = PeerMemory(ranks) if options.peer_memory else None
-        self._memory = memory
-        make_dense = Fp8Dense if options.fp8 else ExplicitDense
-        self.dense: ExplicitDense = make_dense(model, config.seed, shape, ranks, memory)
-        inputs = self.dense.x0s
-        self._rate = torch.tensor([config.optimizer.learning_rate], device=device)
+        self._memory = PeerMemory(ranks) if options.peer_memory else None
+        self.dense = parts.static_dense(config, options.dense, ranks, self._memory)
+        self._rate = torch.tensor([optimizer.learning_rate], device=device)
         """The learning rate of all weights on the device, fp32 [1]."""
-        self.ebc = StaticEBC(
-            model.tables,
-            config.optimizer.tables,
-            self._rate,
-            self._plan,
-            ranks,
-            shape,
-            config.seed,
-            options.presort_ids,
-            PeerInputs(memory, inputs) if memory and inputs else None,
-            memory if ranks.nodes > 1 else None,
-        )
-        self._learning_rate = config.optimizer.learning_rate
+        layout = Layout(tables, self._plan, ranks, self.dense.shape)
+        updates = TableUpdates(optimizer.tables, self._rate, options.presort_ids)
+        self.ebc = StaticEBC(layout, updates, self._way(), config.seed)
+        self._learning_rate = optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
         # Its flags are read at once, on all nodes.
-        self._guard = LossGuard(ranks, memory if ranks.nodes == 1 else None, self.dense.tallies)
-        parts = (self.dense, self.ebc, memory, self._guard, self._streams, self._fetcher)
-        self._iteration = Iteration(config, schedule, self._rate, *parts)
+        self._guard = LossGuard(ranks, self._memory if ranks.nodes == 1 else None, self.dense.tallies)
+        context = DenseContext(self._streams, self._rate, self._guard)
+        stages = Stages(self._fetcher, self.ebc, self.dense, self._memory)
+        self._iteration = Iteration(stages, self._streams, context)
         make_graphs = None
         if options.cuda_graph != "none":
             fallback = options.cuda_graph == "try"
@@ -116,12 +94,22 @@ class StaticPipeline:
         self._launched = 0
         """Iterations of the warm-up, too."""
 
+    def _way(self) -> Way:
+        """Returns the way in which ids, pooled vectors and their gradients travel."""
+        if self._memory is None:
+            return Collectives()
+        barriers = embedding_barriers(self.dense.shape.parts, self._ranks.nodes)
+        if self._ranks.nodes > 1:
+            return OverNodes(self._memory, barriers)
+        assert self.dense.peer_inputs is not None, "on one node all ranks reach the inputs in peer memory"
+        return InPeerMemory(self._memory, barriers, *self.dense.peer_inputs)
+
     def warm_up(self, evaluates: bool) -> None:
         """Trains on batches of its own until the iterations are captured, and evaluates some where the run will;
         weights and optimizer state are as before afterwards. See pipeline/interface.py."""
         assert self._named == 0, "a warm-up comes before the first batch"
         pin = self._ranks.device.type == "cuda"
-        batch = warm_up_batch(self._config.local_batch_size, self._config.model, pin)
+        batch = warm_up_batch(self.dense.layout, self._config.model.tables, pin)
         with unchanged(list(self.ebc.table_shards()), self.dense.buckets, self._guard, self._ranks):
             steps = _EAGER_ITERATIONS + len(self._slots)  # which replay the graph of each slot
             batches = repeat(batch, steps)
@@ -165,12 +153,11 @@ class StaticPipeline:
         self._streams.end_iteration()
         self._step += 1
         self._launched += 1
-        return self.dense.mean_losses[(self._launched - 1) % LOSSES_KEPT]
+        return self.dense.loss(self._launched - 1)
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs forward passes only; the batches of the training in flight keep their slots."""
-        for bucket in (*self.dense.cross.values(), *self.dense.top.values()):
-            bucket.all_gather()
+        self.dense.gather()
         yield from self._eval.run(batches)
 
     def tallies(self) -> Tallies:
@@ -178,13 +165,12 @@ class StaticPipeline:
         return self.dense.tallies
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of all weights from the next step on, the same on all ranks. ValueError names a bad
-        one.
+        """See dlrm_bench.pipeline.interface.Pipeline.
 
         Nearly everything reads it from the device. FBGEMM's update, without presort_ids, has it built into the captured
         iteration, which is then captured anew; rank 0 says so.
         """
-        replace(self._config.optimizer, learning_rate=value)  # its checks
+        check_learning_rate(value)
         if value == self._learning_rate:
             return
         self._learning_rate = value
@@ -231,11 +217,12 @@ class StaticPipeline:
     def _describe_eight_bits(self) -> dict[str, Any]:
         """How many numbers, evaluations' among them, were too large for eight bits and became the largest, by tensor;
         of all ranks. Collective."""
-        if not self.dense.in_eight_bits:
+        rounded = self.dense.tallies.names[1:]
+        if not rounded:
             return {}
         counts = self.dense.tallies.counts.clone()
         dist.all_reduce(counts)
-        large = zip(self.dense.tallies.names[1:], counts[1:, 0].tolist(), strict=True)
+        large = zip(rounded, counts[1:, 0].tolist(), strict=True)
         return {"too_large_for_eight_bits": {name: count for name, count in large if count}}
 
     def close(self) -> None:
@@ -246,61 +233,44 @@ class StaticPipeline:
 
     # State
 
-    def state_dict(self) -> ModelState:
-        """Returns weights and optimizer state after the last step, whole, on rank 0. Collective; see
-        pipeline/state.py."""
-        return gather(*self.state_blocks(), self._ranks)
-
-    def load_state_dict(self, state: ModelState) -> None:
-        """Continues from rank 0's `state`, of any pipeline; batches in flight stay. Collective; see pipeline/state.py.
-
-        ValueError where it is of another model.
-        """
-        blocks = self.state_blocks()
-        scatter(state, *blocks, self._ranks)
-        self.take_blocks(blocks)
-
     def state_blocks(self) -> StateBlocks:
         """See dlrm_bench.pipeline.interface.Pipeline: dense tensors are whole copies on every rank."""
-        blocks = StateBlocks(*(self._blocks(which, self.dense.state_dict(which)) for which in _MASTER_AND_STATE))
+        blocks = StateBlocks(*(self._blocks(which) for which in _MASTER_AND_STATE))
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize()
         return blocks
 
     def take_blocks(self, blocks: StateBlocks) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline."""
-        names = torchrec_names(self._config.model)
         for which, of_which in zip(_MASTER_AND_STATE, blocks, strict=True):
-            values = {name: of_which[key][0].local for name, key in names.items()}
-            self.dense.load_state_dict({name: value for name, value in values.items() if value is not None}, which)
+            values = {key: of_which[key][0].local for key in self.dense.dense_keys}
+            self.dense.load_state_dict({key: value for key, value in values.items() if value is not None}, which)
 
-    def _blocks(self, which: DenseState, dense: dict[str, Tensor]) -> TensorBlocks:
+    def _blocks(self, which: DenseState) -> TensorBlocks:
         """Returns weights or optimizer state of the tables, as they lie, and of the dense network, from whole
         copies."""
-        model, names = self._config.model, torchrec_names(self._config.model)
+        tables, keys = self._config.model.tables, self.dense.table_keys
         held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.table_shards()}
-        blocks = {names[name]: [TensorBlock.whole(value)] for name, value in dense.items()}
+        blocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.state_dict(which).items()}
         state_columns = self._config.optimizer.tables.state_columns
         for s in self._plan.shards:
             columns = s.columns if which == "master" else state_columns(s.columns)
             if columns == 0:
                 continue
-            block = TensorBlock(
-                s.rank, (s.row_part, s.column), (s.rows(model.tables), columns), held.get(s), s.row_parts
-            )
-            blocks.setdefault(table_key(model, s.table), []).append(block)
+            block = TensorBlock(s.rank, (s.row_part, s.column), (s.rows(tables), columns), held.get(s), s.row_parts)
+            blocks.setdefault(keys[s.table], []).append(block)
         for shard, tensor in held.items():
             if shard.table in self._plan.replicated:
-                blocks[table_key(model, shard.table)] = [TensorBlock.whole(tensor)]
+                blocks[keys[shard.table]] = [TensorBlock.whole(tensor)]
         return blocks
 
     # Batches in flight
 
     def _new_slot(self, sorts: bool = True) -> Slot:
         """sorts: whether its ids are sorted, where the training sorts ids."""
-        size, model = self._config.local_batch_size, self._config.model
-        batch = Batch.over(Batch.empty(size, model).storage.zero_().to(self._ranks.device), size, model)
-        return Slot(batch, self.ebc.empty_ids(sorts))
+        layout = self.dense.layout
+        storage = Batch.of_layout(layout, pin=False).storage.zero_().to(self._ranks.device)
+        return Slot(Batch.over(storage, layout), self.ebc.empty_ids(sorts))
 
     def _prime(self, batches: Iterator[Batch]) -> None:
         first = next(batches, None)

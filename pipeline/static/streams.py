@@ -2,25 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 
-MAIN = "main"
-"""The name of the branch that an iteration starts on."""
-
-
-class Priority(IntEnum):
-    """CUDA priorities of streams, lower first: what everything waits for goes before what fills gaps."""
-
-    CHAIN = -2
-    WEIGHT_GRADIENTS = -1
-    FILL = 0
-    """The table update is bound by memory and leaves the multiprocessors to nobody; small kernels must not queue after
-    it, nor those of a batch's first half after the second one's lookup."""
-
+from dlrm_bench.dlrm.runtime.streams import MAIN, Branch, Priority, Stream
 
 # Every so many iterations the host sleeps until the iteration as many before has ended. Further ahead it would gain
 # nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU is. A sleep costs
@@ -30,26 +16,17 @@ MAX_IN_FLIGHT = 2 * _RUN_AHEAD
 """Iterations that the host may have launched and that have not ended, the one that it launches next included."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Branch:
-    """Everything launched on one stream in one iteration: a handle for later work to wait for."""
-
-    name: str
-    stream: "torch.cuda.Stream | None"
-    """The CUDA stream; None where everything is in order anyway."""
-
-
 class IterationStreams:
     """The streams of an iteration; on the CPU, or without overlap, everything is in order.
 
-    A side stream comes into being when its name is first used, and keeps its name for all iterations. Dependencies are
-    between branches, which `beside` gives; waiting for anything else is an error, wherever the work runs.
+    A CUDA stream is made when its Stream is first used, and serves all iterations. Dependencies are between branches,
+    which `beside` gives; waiting for anything else is an error, wherever the work runs.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self._cuda = device.type == "cuda"
         self._overlap = self._cuda and overlap
-        self._side: dict[str, torch.cuda.Stream] = {}
+        self._side: dict[Stream, torch.cuda.Stream] = {}
         self._branches: dict[str, Branch] = {}
         """The branches of the iteration that is being launched, by name."""
         self._iterations = 0
@@ -62,8 +39,8 @@ class IterationStreams:
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """Launches an iteration from the current stream, its MAIN branch, which waits for all others at the end."""
-        main = Branch(MAIN, torch.cuda.current_stream() if self._overlap else None)
-        self._branches = {MAIN: main}
+        main = Branch(MAIN.name, torch.cuda.current_stream() if self._overlap else None)
+        self._branches = {MAIN.name: main}
         try:
             yield
             for branch in self._branches.values():
@@ -72,19 +49,15 @@ class IterationStreams:
             self._branches = {}
 
     @contextmanager
-    def beside(self, name: str, *after: Branch, priority: Priority = Priority.CHAIN) -> Iterator[Branch]:
-        """Launches what is inside on side stream `name`, after all launched so far on the current stream and on the
-        branches `after`; gives its branch. MAIN is no side stream: what is inside stays on the current stream.
-
-        priority: of the stream, the same at each use of its name.
-        """
+    def beside(self, stream: Stream, *after: Branch) -> Iterator[Branch]:
+        """See dlrm_bench.dlrm.runtime.streams.Streams."""
         self._check(*after)
         assert self._branches, "side streams are an iteration's"
-        if name == MAIN:
-            yield self._branches[MAIN]
+        if stream == MAIN:
+            yield self._branches[MAIN.name]
             return
-        branch = self._branches.get(name) or Branch(name, self._stream(name, priority))
-        self._branches[name] = branch
+        branch = self._branches.get(stream.name) or Branch(stream.name, self._stream(stream))
+        self._branches[stream.name] = branch
         if branch.stream is None:
             yield branch
             return
@@ -97,12 +70,12 @@ class IterationStreams:
             yield branch
 
     def on(self, branch: Branch) -> AbstractContextManager[Any]:
-        """Launches what is inside on a branch, after nothing more than what is on it already."""
+        """See dlrm_bench.dlrm.runtime.streams.Streams."""
         self._check(branch)
         return nullcontext() if branch.stream is None else torch.cuda.stream(branch.stream)
 
     def join(self, *branches: Branch) -> None:
-        """Makes the current stream wait for branches."""
+        """See dlrm_bench.dlrm.runtime.streams.Streams."""
         self._check(*branches)
         for branch in branches:
             if branch.stream is not None and branch.stream != torch.cuda.current_stream():
@@ -113,12 +86,12 @@ class IterationStreams:
             known = isinstance(branch, Branch) and self._branches.get(branch.name) is branch
             assert known, f"{branch!r} is no branch of this iteration"
 
-    def _stream(self, name: str, priority: Priority) -> "torch.cuda.Stream | None":
+    def _stream(self, stream: Stream) -> "torch.cuda.Stream | None":
         if not self._overlap:
             return None
-        if name not in self._side:
-            self._side[name] = torch.cuda.Stream(priority=priority)
-        return self._side[name]
+        if stream not in self._side:
+            self._side[stream] = torch.cuda.Stream(priority=stream.priority)
+        return self._side[stream]
 
     def limit_run_ahead(self) -> None:
         """Every _RUN_AHEAD iterations the host waits for the one that it launched as many iterations ago."""

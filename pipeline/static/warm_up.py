@@ -7,23 +7,23 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
-from dlrm_bench.dlrm.dcnv2.config import ModelConfig
+from dlrm_bench.dlrm.data.batch import Batch, BatchLayout, feature_blocks
 from dlrm_bench.dlrm.dense.buckets import Bucket
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.pooled.static_ebc import TableShard
+from dlrm_bench.dlrm.tables.tables import Tables
 
 ROWS = 4096
 """Rows of each table that a warm-up batch names: its ids are below this. Few enough to keep copies of, many enough that
 no row takes longer than those of a usual batch."""
 
 
-def warm_up_batch(batch_size: int, model: ModelConfig, pin: bool) -> Batch:
-    """Returns a batch of dense features 0 and labels 0, whose ids go through the first ROWS rows of each table."""
-    batch = Batch.empty(batch_size, model, pin)
+def warm_up_batch(layout: BatchLayout, tables: Tables, pin: bool) -> Batch:
+    """Returns a batch of zeros but for its ids, which go through the first ROWS rows of each table."""
+    batch = Batch.of_layout(layout, pin)
     batch.storage.zero_()
-    for rows, block in zip(model.rows, feature_blocks(batch.ids, model.multi_hot_sizes), strict=True):
+    for rows, block in zip(tables.rows, feature_blocks(batch.ids, tables.hot), strict=True):
         block.copy_((torch.arange(block.numel()) % min(rows, ROWS)).view_as(block))
     return batch
 

@@ -1,41 +1,44 @@
 """The five-stage pipeline on TorchRec's modules: what the stock pipeline trains, under our schedule."""
 
 import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from dlrm_bench.dlrm.dcnv2.config import DcnTraining
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.torchrec_model import DeclaredSizes, TorchRecModel
 from dlrm_bench.pipeline.five_stage.cuda_graph import captures
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedEC, TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBC, TrimmedEBCSharder
-from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
+from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline
 from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches
+from dlrm_bench.pipeline.torchrec.sharding import Codecs, Sharders, quantized_codecs
 
 logger = logging.getLogger(__name__)
 
-ALL_TO_ALLS = 3
-"""All-to-alls of an iteration: ids, pooled vectors, their gradients."""
+_ALL_TO_ALLS = {TrimmedEBC: 3, TrimmedEC: 1}
+"""All-to-alls of an iteration that a graph may hold: ids, pooled vectors, their gradients; of sequences the ids."""
 
 
 class TorchRecFiveStagePipeline(TorchRecPipeline):
-    """TorchRec's sharded DLRM_DCN under FiveStagePipeline; see pipeline/interface.py."""
+    """A model that TorchRec has sharded, under FiveStagePipeline; see pipeline/interface.py."""
 
-    def __init__(self, config: DcnTraining, options: FiveStageSwitches, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainingConfig, of_benchmark: TorchRecModel, options: FiveStageSwitches, ranks: Ranks
+    ) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same configuration."""
         self._switches = options
         self._caches_casts = options.cuda_graph == "none"
-        codecs, model = quantized_codecs(options, ranks.device), config.model
+        codecs = quantized_codecs(options, ranks.device)
+        sharders = Sharders.of_torchrec(codecs)
         if options.trim_input_dist:
-            sizes = dict(zip(model.feature_names, model.multi_hot_sizes, strict=True))
-            sharder = TrimmedEBCSharder(sizes, qcomm_codecs_registry=codecs, cuda_graph=options.graph_dists)
-        else:
-            sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs)
-        super().__init__(config, options, ranks, sharder)
+            sharders = _trimming(of_benchmark.sizes, codecs, options.graph_dists)
+        super().__init__(config, of_benchmark, options, ranks, sharders)
 
     def close(self) -> None:
         """Ends launching threads and destroys graphs."""
@@ -51,23 +54,32 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         everyone: list[dict[str, str]] = [{}] * self._ranks.world_size
         dist.all_gather_object(everyone, dict(self._train.switched_off))
         described = {**super().describe(), "switched_off": merged_reasons(everyone)}
-        for module in self._model.modules():
-            if isinstance(module, TrimmedEBC):
-                described["input_dist"] = module.trimmed_features()
-                if self._switches.graph_dists:
-                    described["graphed_dists"], why_not = self._graphed_dists(module)
-                    if why_not is not None:
-                        described["switched_off"]["graph_dists"] = why_not
-                        if self._ranks.rank == 0:
-                            logger.warning("graph_dists is off, or in part: %s", why_not)
+        trimmed = {
+            path: module for path, module in self._model.named_modules() if isinstance(module, TrimmedEBC | TrimmedEC)
+        }
+        if trimmed:
+            described["input_dist"] = _merged(module.trimmed_features() for module in trimmed.values())
+            if self._switches.graph_dists:
+                described["graphed_dists"], why_not = self._graphed_dists(trimmed)
+                if why_not is not None:
+                    described["switched_off"]["graph_dists"] = why_not
+                    if self._ranks.rank == 0:
+                        logger.warning("graph_dists is off, or in part: %s", why_not)
         return described
 
-    def _graphed_dists(self, collection: TrimmedEBC) -> tuple[list[str], str | None]:
-        """Returns what every rank replays, and why that is not everything. Collective."""
+    def _graphed_dists(self, trimmed: Mapping[str, TrimmedEBC | TrimmedEC]) -> tuple[list[str], str | None]:
+        """Returns what every rank replays, of several modules with their names, and why that is not everything.
+        Collective."""
+        own = [
+            {**graphed.describe(), "name": _named(graphed.describe()["name"], path, len(trimmed))}
+            for path, module in trimmed.items()
+            for graphed in module.graphed()
+        ]
         everyone: list[list[dict[str, Any]]] = [[]] * self._ranks.world_size
-        dist.all_gather_object(everyone, [graphed.describe() for graphed in collection.graphed()])
+        dist.all_gather_object(everyone, own)
         replayed = sorted(set.intersection(*({of["name"] for of in rank if of["replayed"]} for rank in everyone)))
-        if len(replayed) == ALL_TO_ALLS:
+        most = sum(_ALL_TO_ALLS[type(module)] for module in trimmed.values())
+        if len(replayed) == most:
             return replayed, None
         if not captures(self._device):
             return replayed, f"there are no CUDA graphs on {self._device}"
@@ -75,7 +87,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             f"rank {r}, {of['name']}: {of['failure']}" for r, n in enumerate(everyone) for of in n if of["failure"]
         ]
         return replayed, "; ".join(failures) or (
-            f"{len(replayed)} of {ALL_TO_ALLS} all-to-alls are replayed: the others are not of fixed sizes and one "
+            f"{len(replayed)} of {most} all-to-alls are replayed: the others are not of fixed sizes and one "
             "sharding type, are quantised, or have not run twice; a rank alone has none"
         )
 
@@ -87,6 +99,33 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             chosen |= {"cuda_graph": "none", "launch_threads": 1}
         options = FiveStageOptions(**chosen)
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
+
+
+def _trimming(sizes: DeclaredSizes, codecs: Codecs | None, cuda_graph: bool) -> Sharders:
+    """Returns sharders that leave out of input dists what declared sizes make constant."""
+    return Sharders(
+        TrimmedEBCSharder(sizes.bags, qcomm_codecs_registry=codecs, cuda_graph=cuda_graph),
+        TrimmedECSharder(
+            sizes.sequences,
+            qcomm_codecs_registry=codecs,
+            cuda_graph=cuda_graph,
+            batch_ids=list(sizes.batches) or None,
+        ),
+    )
+
+
+def _merged(everything: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:
+    """Returns the lists under each key in one, sorted."""
+    merged: dict[str, set[str]] = {}
+    for one in everything:
+        for key, names in one.items():
+            merged.setdefault(key, set()).update(names)
+    return {key: sorted(names) for key, names in merged.items()}
+
+
+def _named(what: str, path: str, modules: int) -> str:
+    """Returns the name of an all-to-all, with its module where there are several."""
+    return what if modules == 1 else f"{path}: {what}"
 
 
 def merged_reasons(everyone: list[dict[str, str]]) -> dict[str, str]:

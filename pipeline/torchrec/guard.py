@@ -2,10 +2,10 @@
 
 Nothing waits for the host, and nothing of TorchRec is replaced: hooks on the model and one more optimizer turn the
 gradients of such an iteration into zeros before any update, which change nothing under Adagrad, rowwise Adagrad and
-SGD. The host learns of it when it reads the losses.
+SGD; an optimizer with momentum reads a flag beside them. The host learns of it when it reads the losses.
 
 The backward updates tables before the dense gradients are known: of an iteration whose dense gradients are not finite,
-no dense weight changes, and tables do. Gradients by pooled vectors are known on one rank alone: those that are not
+no dense weight changes, and tables do. Gradients by looked-up vectors are known on one rank alone: those that are not
 finite become zeros, all else of their iteration changes, and from the next one on nothing does on any rank.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import DLRMTrain
+from torchrec import KeyedTensor
+from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
@@ -27,19 +28,35 @@ _DENSE = f"dense {GRADIENTS}"
 
 
 class TorchRecLossGuard:
-    """Watches losses and gradients of one DLRMTrain, before it is sharded."""
+    """Watches losses and gradients of one model."""
 
-    def __init__(self, model: DLRMTrain, ranks: Ranks) -> None:
-        """Collective."""
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        """model: returns its loss first; not sharded yet. Collective."""
         self.tallies = Tallies((_DENSE,), ranks.device)
-        """Of this rank's gradients by pooled vectors, and of the dense gradients, which are equal on all ranks."""
+        """Of this rank's gradients by looked-up vectors, and of the dense gradients, which are equal on all ranks."""
+        self._skip: list[Tensor] = []
         self._guard = LossGuard(ranks, None, self.tallies)
         model.register_forward_hook(self._look)
-        model.model.sparse_arch.register_forward_hook(self._gate_tables)
+
+    def watch_lookups(self, sharded: nn.Module) -> None:
+        """Gates the tables of all sharded modules: the gradients of what these give, by which the backward updates
+        tables."""
+        paths = [path for path, module in sharded.named_modules() if isinstance(module, ShardedModule)]
+        for path in paths:
+            if not any(path.startswith(f"{outer}.") for outer in paths):
+                sharded.get_submodule(path).register_forward_hook(self._gate_tables)
+
+    def skip(self) -> Tensor:
+        """Returns a flag, fp32 [], that is 1 from the step on in which no dense weight may change, and 0 before; the
+        gate writes it before that step."""
+        if not self._skip:
+            self._skip.append(torch.zeros((), device=self.tallies.counts.device))
+        return self._skip[0]
 
     def gate(self, parameters: Iterable[nn.Parameter]) -> KeyedOptimizer:
         """Returns an optimizer to step before the one that updates `parameters`, whose gradients it gates."""
-        return _GradientGate(Watch(self._guard.watch.stopped, self.tallies.of(_DENSE)[1:]), list(parameters))
+        watch = Watch(self._guard.watch.stopped, self.tallies.of(_DENSE)[1:])
+        return _GradientGate(watch, list(parameters), self._skip)
 
     @runs_in_graphs
     def _look(self, model: nn.Module, arguments: Any, output: Any) -> None:
@@ -48,11 +65,18 @@ class TorchRecLossGuard:
         if model.training and isinstance(loss, Tensor):
             self._guard.look(loss.detach().float().view(1))
 
-    @runs_in_graphs
-    def _gate_tables(self, sparse_arch: nn.Module, arguments: Any, pooled: Any) -> None:
-        """Through the gradient of the pooled vectors, by which the backward updates tables."""
-        if isinstance(pooled, Tensor) and pooled.requires_grad:
-            pooled.register_hook(self._gated)
+    def _gate_tables(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Of a module of the drop-in too, whose forward runs within what its graphs capture. Nothing waits here for
+        what is on its way."""
+        if isinstance(output, Awaitable):
+            output.callbacks.append(self._gate_vectors)
+
+    def _gate_vectors(self, output: Any) -> Any:
+        """Returns `output`, a KeyedTensor or a JaggedTensor for each feature."""
+        for of in (output,) if isinstance(output, KeyedTensor) else output.values():
+            if (vectors := of.values()).requires_grad:
+                vectors.register_hook(self._gated)
+        return output
 
     def _gated(self, gradient: Tensor) -> Tensor:
         # A copy: autograd's own may be another's too.
@@ -64,13 +88,16 @@ class TorchRecLossGuard:
 class _GradientGate(KeyedOptimizer):
     """Has no parameters of its own, so that it adds nothing to the state of those it is combined with."""
 
-    def __init__(self, watch: Watch, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor]) -> None:
+        """skip: the flags to write; empty where nobody asked for one."""
         super().__init__({}, {}, [])
-        self._watch, self._gated, self._tables = watch, parameters, GradientTables()
+        self._watch, self._gated, self._skip, self._tables = watch, parameters, skip, GradientTables()
 
     def step(self, closure: Any = None) -> None:
-        """Sets all gradients to zero where a loss or one of them was not finite."""
+        """Sets all gradients to zero, and flags to one, where a loss or one of them was not finite."""
         clear_together(self._watch, [p.grad for p in self._gated if p.grad is not None], self._tables)
+        for flag in self._skip:
+            torch.maximum(self._watch.stopped[0], self._watch.bad[0], out=flag)  # one flag stands for all ranks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the gradients are another optimizer's."""

@@ -1,11 +1,10 @@
-"""The set-up of TorchRec's planner that every use of it shares: the tables, their optimizer and the machine."""
+"""The set-up of TorchRec's planner: the tables' optimizer, whose state it counts, and the machine."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 import torchrec.optim
-from torchrec import EmbeddingBagConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -13,15 +12,6 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from dlrm_bench.dlrm.config import OptimizerOptions
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
-from dlrm_bench.dlrm.tables.tables import Tables
-
-
-def table_configs(tables: Tables, prefix: str = "") -> list[EmbeddingBagConfig]:
-    """The tables, each called by `prefix` and the name of its one feature."""
-    return [
-        EmbeddingBagConfig(name=prefix + name, embedding_dim=tables.columns, num_embeddings=rows, feature_names=[name])
-        for name, rows in zip(tables.names, tables.rows, strict=True)
-    ]
 
 
 def table_optimizer(config: OptimizerOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

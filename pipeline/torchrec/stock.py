@@ -1,7 +1,7 @@
-"""The baseline: DLRM-DCNv2 as the MLPerf reference trains it, on today's TorchRec, nothing patched.
+"""The baseline: a model as TorchRec itself trains it, nothing patched.
 
-TrainPipelineSparseDist is the reference's schedule. What else TorchRec offers in public stands beside it, so that a
-gain can be one over the best that its user could have. Its other train pipelines are left out:
+TrainPipelineSparseDist is the schedule of MLPerf's reference for DLRM-DCNv2. What else TorchRec offers in public stands
+beside it, so that a gain can be one over the best that its user could have. Its other train pipelines are left out:
 
 - TrainPipelineSemiSync trains on embeddings that miss the last update: another algorithm.
 - PrefetchTrainPipelineSparseDist fills caches of tables in host memory; these tables lie in GPU memory.
@@ -16,17 +16,17 @@ from typing import Any
 
 import torch._dynamo
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ShardingType
-from torchrec.models.dlrm import DenseArch, InteractionDCNArch, OverArch
 
-from dlrm_bench.dlrm.dcnv2.config import DcnTraining
+from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 from dlrm_bench.pipeline.interface import check_device
-from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline, quantized_codecs
+from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
+from dlrm_bench.pipeline.torchrec.sharding import Sharders, quantized_codecs
 
 _SCHEDULES = {
     "base": TrainPipelineBase,
@@ -38,30 +38,47 @@ _COMPILER = "inductor"
 
 
 class StockPipeline(TorchRecPipeline):
-    """TorchRec's own sharded DLRM_DCN under one of its own schedules; see pipeline/interface.py."""
+    """A model under one of TorchRec's own schedules; see pipeline/interface.py."""
 
-    def __init__(self, config: DcnTraining, options: TorchRecOptions, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainingConfig, of_benchmark: TorchRecModel, options: TorchRecOptions, ranks: Ranks
+    ) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same configuration.
 
-        ValueError where the schedule needs a GPU and there is none.
+        ValueError where the schedule needs a GPU and there is none, or nothing of the model can be compiled.
         """
         check_device(options, ranks.device)
+        require(
+            bool(of_benchmark.compiled) or not options.compile_dense,
+            "--compile-dense: torch.compile takes no part of this model; leave it out",
+        )
         self._options = options
         fused = options.schedule == "fused-sparse-dist"
-        sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=quantized_codecs(options, ranks.device))
+        sharders = Sharders.of_torchrec(quantized_codecs(options, ranks.device))
         # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
         left_out = {ShardingType.DATA_PARALLEL} if fused else ()
-        super().__init__(config, options, ranks, sharder, left_out, _data_parallel(options, ranks.device))
+        super().__init__(
+            config, of_benchmark, options, ranks, sharders, left_out, _data_parallel(options, ranks.device)
+        )
         if options.compile_dense:
             self._compile_dense()
 
     def _compile_dense(self) -> None:
         # TorchRec's schedules trace the model by torch.fx, to find what feeds its sharded modules: the plain forward.
         torch._dynamo.config.error_on_nested_fx_trace = False
-        for module in self._model.modules():
-            if isinstance(module, DenseArch | InteractionDCNArch | OverArch):
-                module.compile(backend=_COMPILER, dynamic=False)
+        for module in self._of_benchmark.compiled:
+            module.compile(backend=_COMPILER, dynamic=False)
+
+    def set_learning_rate(self, value: float) -> None:
+        """See TorchRecPipeline. ValueError under a schedule whose tables would take the rate a step late: FBGEMM hands
+        a lookup the rate of its own update."""
+        if self._options.schedule == "fused-sparse-dist":
+            raise ValueError(
+                "--schedule fused-sparse-dist looks up tables a batch ahead, with the learning rate of then: with a "
+                "rate that changes choose --schedule sparse-dist"
+            )
+        super().set_learning_rate(value)
 
     def close(self) -> None:
         """Nothing to free."""

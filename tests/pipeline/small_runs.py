@@ -11,8 +11,8 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig, TableOptimizerName
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.state import ModelState
 from tests.cases import SMALL_MODEL
+from tests.pipeline.whole_state import ModelState
 from tests.pipelines import run_config
 
 BATCHES = 16

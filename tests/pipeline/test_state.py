@@ -13,14 +13,14 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
+from dlrm_bench.dlrm.dcnv2.torchrec import build_unsharded
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
-from dlrm_bench.pipeline.torchrec.model import _build_unsharded
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
-from tests.pipelines import changed, static_pipeline, stock_pipeline
+from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
+from tests.pipelines import changed, dense_of, static_pipeline, stock_pipeline
 
 STEPS = 10
 MODEL = SMALL_MODEL
@@ -80,36 +80,36 @@ def move(ranks: Ranks) -> Moved:
     losses, states = {}, {}
     stock = Training(stock_pipeline(CONFIG, ranks), batches)
     stock.train()
-    states["stock"] = stock.pipeline.state_dict()
+    states["stock"] = whole_state(stock.pipeline)
 
     dlrm_bench.pipeline.static.pipeline.plan_for = lambda *_, **__: HALVES  # type: ignore[assignment]
     config = changed(STATIC, cuda_graph="iteration", overlap=True) if ranks.device.type == "cuda" else STATIC
     static = Training(static_pipeline(config, ranks), batches[2 * STEPS :][:4] + batches[STEPS:])
     static.train(4)  # past the capture on a GPU; what it has learned is to be forgotten
-    static.pipeline.load_state_dict(states["stock"])
-    states["static"] = static.pipeline.state_dict()
+    load_whole_state(static.pipeline, states["stock"])
+    states["static"] = whole_state(static.pipeline)
     losses["stock trains on"], losses["static goes on from stock"] = stock.train(), static.train()
-    states["static, later"] = static.pipeline.state_dict()
+    states["static, later"] = whole_state(static.pipeline)
 
     again = Training(stock_pipeline(changed(CONFIG, seed=1), ranks), batches[STEPS:])
     again.train()
-    again.pipeline.load_state_dict(states["static, later"])
-    states["stock again"] = again.pipeline.state_dict()
+    load_whole_state(again.pipeline, states["static, later"])
+    states["stock again"] = whole_state(again.pipeline)
     losses["stock trains on, still"], losses["stock goes on from static"] = stock.train(), again.train()
     return Moved(losses, states)
 
 
 def through_bf16(ranks: Ranks, state: ModelState) -> ModelState:
     static = static_pipeline(changed(STATIC, precision="bf16", presort_ids=False, peer_memory=False, seed=3), ranks)
-    static.load_state_dict(state)
-    working = static.dense.working["cross.0.w"].float()
-    torch.testing.assert_close(working, static.dense.state_dict()["cross.0.w"], rtol=0.01, atol=1e-6)
-    return static.state_dict()
+    load_whole_state(static, state)
+    working = dense_of(static).working["cross.0.w"].float()
+    torch.testing.assert_close(working, dense_of(static).state_dict()["cross.0.w"], rtol=0.01, atol=1e-6)
+    return whole_state(static)
 
 
 def go_on_alone(ranks: Ranks, state: ModelState) -> list[float]:
     static = static_pipeline(changed(STATIC, local_batch_size=2 * CONFIG.local_batch_size, seed=2), ranks)
-    static.load_state_dict(state)
+    load_whole_state(static, state)
     batches = [joined(parts) for parts in zip(*map(local_batches, range(2)), strict=True)]
     return Training(static, batches[2 * STEPS :]).train()
 
@@ -162,7 +162,7 @@ def test_bf16_keeps_fp32_masters(moved, run_ranks, gpu):
 
 
 def test_keys_and_shapes_are_those_of_torchrecs_model(moved):
-    theirs = _build_unsharded(MODEL, 0, torch.device("cpu")).state_dict()
+    theirs = build_unsharded(MODEL, 0, torch.device("cpu")).state_dict()
     for state in (moved[0].states["stock"], moved[0].states["static"]):
         for full in (state.weights, state.optimizer):
             assert {key: value.shape for key, value in full.items()} == {k: v.shape for k, v in theirs.items()}
@@ -176,7 +176,7 @@ def refused(ranks: Ranks, weights: dict[str, torch.Tensor]) -> list[str]:
     errors = []
     for pipeline in (stock_pipeline(CONFIG, ranks), static_pipeline(STATIC, ranks)):
         with pytest.raises(ValueError, match="--model") as raised:
-            pipeline.load_state_dict(ModelState(weights) if ranks.rank == 0 else ModelState())
+            load_whole_state(pipeline, ModelState(weights) if ranks.rank == 0 else ModelState())
         errors.append(str(raised.value))
     return errors
 

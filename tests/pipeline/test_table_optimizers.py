@@ -12,14 +12,15 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig, TableOptimizerName
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.dcnv2.state_keys import table_key
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import rank_loads
 from dlrm_bench.dlrm.tables.plan.planner import make_plan
-from dlrm_bench.pipeline.state import ModelState, table_key
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import SMALL_MODEL
+from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
 from tests.pipelines import changed, run_config, static_pipeline, stock_pipeline
 
 STEPS = 40
@@ -53,9 +54,9 @@ def train(pipeline: StockPipeline | StaticPipeline, config: RunConfig, ranks: Ra
     dataset = RandomDataset(config.data, config.model, config.seed)
     batches = dataset.train_batches(ranks.rank, ranks.world_size, config.local_batch_size)
     training = map(pipeline.prepare, islice(batches, STEPS))
-    before = pipeline.state_dict()
+    before = whole_state(pipeline)
     losses = [pipeline.train_step(training).item() for _ in range(STEPS)]
-    return Trained(losses, before, pipeline.state_dict())
+    return Trained(losses, before, whole_state(pipeline))
 
 
 def train_all(ranks: Ranks) -> dict[str, dict[str, Trained]]:
@@ -64,8 +65,8 @@ def train_all(ranks: Ranks) -> dict[str, dict[str, Trained]]:
         stock = train(stock_pipeline(config(embedding), ranks), config(embedding), ranks)
         static = static_pipeline(config(embedding, pipeline="static"), ranks)
         results[embedding] = {"stock": stock, "static": train(static, config(embedding), ranks)}
-        static.load_state_dict(stock.state)
-        stock.loaded = static.state_dict()
+        load_whole_state(static, stock.state)
+        stock.loaded = whole_state(static)
     return results
 
 
@@ -132,7 +133,7 @@ def refused(ranks: Ranks) -> str:
     pipeline = static_pipeline(config("rowwise_adagrad", pipeline="static"), ranks)
     other = static_pipeline(changed(config("sgd"), "static"), ranks)
     with pytest.raises(ValueError, match="optimizer of sparse_arch") as raised:
-        pipeline.load_state_dict(other.state_dict())
+        load_whole_state(pipeline, whole_state(other))
     return str(raised.value)  # rank 0's on both
 
 

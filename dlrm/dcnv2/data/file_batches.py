@@ -34,15 +34,16 @@ class FileBatches(Sequence[Batch]):
         self._rank, self._world_size = rank, world_size
         self._layout = layout = BatchLayout(batch_size, model)
         sizes = np.array(model.multi_hot_sizes)
-        first_ids = layout.ids_start + 4 * batch_size * (sizes.cumsum() - sizes)
-        self._starts = np.array([0, layout.labels_start, *first_ids])
+        labels_start = layout.places["labels"].start
+        first_ids = layout.places["ids"].start + 4 * batch_size * (sizes.cumsum() - sizes)
+        self._starts = np.array([layout.places["dense"].start, labels_start, *first_ids])
         """First bytes of dense features, labels, and each feature's ids."""
         self._sample_bytes = 4 * np.array([model.dense_in_features, 1, *sizes])
         # All words of 32 bits from the labels on, unsigned, where negative numbers are large: where each part starts
         # that has a limit of its own, and the largest number that it may hold. What pads the labels may be anything.
-        limits = {layout.labels_start: 1, layout.labels_end: 2**32 - 1}
+        limits = {labels_start: 1, layout.places["labels"].stop: 2**32 - 1}
         limits |= {int(first): rows - 1 for first, rows in zip(first_ids, model.rows, strict=True)}
-        self._words = (np.array([*limits]) - layout.labels_start) // 4
+        self._words = (np.array([*limits]) - labels_start) // 4
         self._largest = np.array([*limits.values()], dtype=np.uint32)
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class FileBatches(Sequence[Batch]):
                 dense, labels, *ids = self._arrays(memory, begin, count)
                 day.check_values(first, dense, labels[:, 0], ids)
             raise AssertionError("check_values finds nothing")
-        labels = memory[self._layout.labels_start : self._layout.labels_end]
+        labels = memory[self._layout.places["labels"]]
         labels.view(np.float32)[:] = labels.view(np.int32)
 
     def _plausible(self, memory: NDArray[np.uint8]) -> bool:
@@ -98,8 +99,8 @@ class FileBatches(Sequence[Batch]):
         In two passes, over all words but the dense features and over these: each pass gives Python's interpreter lock
         up and has to win it back. No sum of finite float32 numbers exceeds float64's range.
         """
-        largest = np.maximum.reduceat(memory[self._layout.labels_start :].view(np.uint32), self._words)
-        dense = memory[: self._layout.dense_end].view(np.float32).sum(dtype=np.float64)
+        largest = np.maximum.reduceat(memory[self._layout.places["labels"].start :].view(np.uint32), self._words)
+        dense = memory[self._layout.places["dense"]].view(np.float32).sum(dtype=np.float64)
         return math.isfinite(dense) and bool((largest <= self._largest).all())
 
     def _arrays(self, memory: NDArray[np.uint8], begin: int, count: int) -> list[NDArray[Any]]:

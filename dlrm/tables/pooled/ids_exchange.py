@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
-from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.plan.plan import Plan
+from dlrm_bench.dlrm.tables.pooled.ways import Collectives, InPeerMemory, Layout, OverNodes, Way
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
@@ -42,11 +39,23 @@ class IdsExchange(Protocol):
         """
 
 
+def ids_exchange(layout: Layout, way: Way) -> IdsExchange:
+    """Returns the exchange of this way. Collective."""
+    match way:
+        case InPeerMemory():
+            return PeerIdsExchange(layout, way)
+        case OverNodes():
+            return NodeIdsExchange(layout, way)
+        case Collectives():
+            return CollectiveIdsExchange(layout)
+
+
 class CollectiveIdsExchange:
     """An exchange by an all-to-all with constant splits, between two kernels that put the ids in order."""
 
-    def __init__(self, tables: Tables, plan: Plan, ranks: Ranks, shape: BatchShape) -> None:
+    def __init__(self, layout: Layout) -> None:
         """Makes a process group. Collective."""
+        tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
         self._device, self._group = ranks.device, ranks.new_group()
         hot, starts, at = tables.hot, _feature_starts(tables, shape.samples), 0
         send, self._send_splits = [], []
@@ -87,35 +96,14 @@ class CollectiveIdsExchange:
 class PeerIdsExchange:
     """An exchange by one kernel that writes ids to where the ranks that own their tables read them, and a barrier.
 
-    The barrier "ids" orders the writes of all ranks before what the owner does with its ids after it: the change in
-    place by `FixedTBE.shift`, the sort, the lookup. It launches in order on every rank, as exchanges do.
-
-    Before an exchange into a buffer, on any rank, a barrier of all ranks must come after the owner's last use of that
-    buffer. In the pipeline there is one already:
-
-    Training. Iteration n exchanges the ids of batch n + 1 into slot (n + 1) % 2, where those of batch n - 1 were. Their
-    owner shifted and sorted them in iteration n - 2, whose streams join before iteration n - 1, and looked them up in
-    iteration n - 1; what its update reads, `sorted_ids` and `sorted_bags`, no other rank writes. After the lookup of
-    each part the owner comes to the part's barrier "pooled". Every rank passes those of iteration n - 1 in its own
-    iteration n - 1, whose streams join before iteration n: its writes come after the lookup.
-
-    The first batches. Slot 0 gets batch 0 before iteration 0; when `empty` returns on any rank, the memory of all is
-    zero. Iteration 0 writes to slot 1, which nobody has read. Iteration 1 writes to slot 0 again, whose batch was
-    looked up in iteration 0, before that one's barriers "pooled".
-
-    Evaluation has two slots of its own, and runs in order on one stream. A slot's last reader is the lookup of the
-    batch in it, after which the owner comes to the barriers "pooled" and "evaluated"; every rank passes both before it
-    exchanges the ids of another batch, of this evaluation or the next.
-
-    Training after an evaluation. The evaluation touched no slot of the training, and ran in order between two
-    iterations: what holds of them holds with it between them.
-
-    `embedding_load` sorts and looks up ids of the training between two iterations, without barriers: after it each
-    host waits for its GPU, then for the other hosts.
+    Needs, of the barrier `ids`: it comes after all ranks' writes to a buffer, and before the owner changes, sorts or
+    looks up the ids; `exchange` launches it. Needs another barrier of all ranks between the owner's last use of a
+    buffer and the next exchange into it, on any rank: the caller launches it.
     """
 
-    def __init__(self, tables: Tables, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
-        self._memory = memory
+    def __init__(self, layout: Layout, way: InPeerMemory) -> None:
+        tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
+        self._memory, self._barrier = way.memory, way.barriers.ids
         hot, starts = tables.hot, _feature_starts(tables, shape.samples)
         num_ids, segments = [], []
         for owner in range(ranks.world_size):
@@ -139,7 +127,7 @@ class PeerIdsExchange:
         """Writes the ids to all ranks, and waits for theirs."""
         assert out.peers is not None, "a buffer of this exchange's"
         push_segments(ids, self._segments, out.peers)
-        self._memory.barrier("ids")
+        self._memory.barrier(self._barrier)
 
 
 class NodeIdsExchange:
@@ -148,13 +136,14 @@ class NodeIdsExchange:
 
     However many ranks of a node hold rows or columns of one table, its ids cross the network once.
 
-    The barrier "ids", and why there need be none before an exchange: see PeerIdsExchange, whose barriers "pooled" are
-    NodeAllToAll's here.
+    Needs PeerIdsExchange's barriers, of the ranks of a node.
     """
 
-    def __init__(self, tables: Tables, plan: Plan, ranks: Ranks, shape: BatchShape, memory: PeerMemory) -> None:
-        """memory: of the nodes. Collective."""
-        self._memory, self._device, self._group = memory, ranks.device, ranks.new_group_across_nodes()
+    def __init__(self, layout: Layout, way: OverNodes) -> None:
+        """Collective."""
+        tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
+        self._memory, self._barrier = way.memory, way.barriers.ids
+        self._device, self._group = ranks.device, ranks.new_group_across_nodes()
         hot, starts = tables.hot, _feature_starts(tables, shape.samples)
         size = ranks.local_world_size
         owners = [range(node * size, (node + 1) * size) for node in range(ranks.nodes)]
@@ -203,7 +192,7 @@ class NodeIdsExchange:
         received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)
         dist.all_to_all_single(received, sent, self._receive_splits, self._send_splits, group=self._group)
         push_segments(received, self._push_segments, out.peers)
-        self._memory.barrier("ids")
+        self._memory.barrier(self._barrier)
 
 
 def _feature_starts(tables: Tables, batch_size: int) -> list[int]:

@@ -4,17 +4,15 @@ Shapes are StaticEBC's. Columns of the interaction's input, [B, num_features * d
 pooled columns in the order of its shards.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.runtime.all_to_all import AllToAlls
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
-from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
+from dlrm_bench.dlrm.tables.pooled.ways import Collectives, InPeerMemory, Layout, OverNodes
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
@@ -26,7 +24,6 @@ from dlrm_bench.kernels.embedding.regroup import (
     regroup_forward,
     regroup_sum,
 )
-from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class PooledExchange(Protocol):
@@ -48,27 +45,19 @@ class PooledExchange(Protocol):
 class CollectiveExchange:
     """An exchange by FBGEMM's lookup and an all-to-all each way."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        plan: Plan,
-        ranks: Ranks,
-        tbe: FixedTBE,
-        shape: BatchShape,
-        autograd: bool,
-        memory: PeerMemory | None = None,
-    ) -> None:
-        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables.
-        memory: inside the nodes, where there are several."""
+    def __init__(self, layout: Layout, tbe: FixedTBE, way: Collectives | OverNodes, autograd: bool) -> None:
+        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables."""
+        plan, ranks, shape = layout.plan, layout.ranks, layout.shape
         self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
-        widths, runs = _columns(tables, plan)
-        own, world_size = widths[ranks.rank], ranks.world_size
-        make, dtype, parts = AllToAlls(ranks, memory).make, shape.dtype, range(shape.parts)
-        self._forward = [make(f"pooled {p}", lambda s, _: batch_size * widths[s], dtype) for p in parts]
-        self._backward = [make(f"gradients {p}", lambda _, d: batch_size * widths[d], dtype) for p in parts]
+        widths, runs = _columns(layout.tables, plan)
+        own, world_size, dtype, parts = widths[ranks.rank], ranks.world_size, shape.dtype, range(shape.parts)
+        barriers = way.barriers if isinstance(way, OverNodes) else None
+        make = AllToAlls(ranks, way.memory if isinstance(way, OverNodes) else None).make
+        forward, backward = (barriers.pooled, barriers.gradients) if barriers else ([None] * shape.parts,) * 2
+        self._forward = [make(forward[p], lambda s, _: batch_size * widths[s], dtype) for p in parts]
+        self._backward = [make(backward[p], lambda _, d: batch_size * widths[d], dtype) for p in parts]
         self._regroup = RegroupTable(batch_size, widths, runs, ranks.device)
-        in_parts = any(shard.row_parts > 1 for shard in plan.shards)
-        self._regroup_sum = RegroupSumTable(batch_size, widths, runs, ranks.device) if in_parts else None
+        self._regroup_sum = RegroupSumTable(batch_size, widths, runs, ranks.device) if layout.in_row_parts else None
         self.gradients = torch.zeros(shape.parts, world_size * batch_size, own, dtype=shape.dtype, device=ranks.device)
 
     def lookup(self, ids: Tensor, part: int) -> Tensor:
@@ -94,38 +83,24 @@ class CollectiveExchange:
         self._backward[part].exchange(self.gradients[part].view(-1), sent)
 
 
-class PeerInputs(NamedTuple):
-    """Memory that the exchanges through peer memory share with the dense network."""
-
-    memory: PeerMemory
-    inputs: PeerTensors
-    """The interaction's inputs of all ranks, after dim other columns: [local batch, (num_features + 1) * dim]."""
-
-
 class PeerExchange:
     """An exchange by kernels that write to where the values are needed: a lookup that ends in the other ranks'
     interaction inputs, and one copy of gradients to the other ranks.
 
-    A lookup overwrites the other ranks' interaction inputs: a barrier must lie between their last readers and it. In
-    the pipeline that is the one before the update of cross layer 0, whose weight gradients read the input last; after
-    an evaluated batch, one of its own.
+    Needs, of the barriers `pooled` and `gradients` of a part: each comes after all ranks' writes of the part, and
+    before they are read; `forward` and `backward` launch them. Needs another barrier of all ranks between the last
+    reader of a part's inputs and the next lookup, and one between the last reader of its gradients and the next
+    `backward`: the caller launches these.
     """
 
-    def __init__(
-        self,
-        tables: Tables,
-        plan: Plan,
-        ranks: Ranks,
-        tbe: FixedTBE,
-        shape: BatchShape,
-        peers: PeerInputs,
-    ) -> None:
+    def __init__(self, layout: Layout, tbe: FixedTBE, way: InPeerMemory) -> None:
         """Collective."""
+        tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
         parts, batch_size = shape.parts, shape.part_samples
-        self._tbe, self._peers, self._batch_size = tbe, peers, batch_size
+        self._tbe, self._way, self._batch_size = tbe, way, batch_size
         dim, world_size = tables.columns, ranks.world_size
         looked_up = [
-            PooledTable(tables.hot[shard.table], first_row, dim + shard.table * dim + shard.column)
+            PooledTable(tables.hot[shard.table], first_row, way.first_column + shard.table * dim + shard.column)
             for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.first_row, strict=True)
         ]
         self._table = LookupTable(looked_up, batch_size, world_size, ranks.device)
@@ -137,22 +112,22 @@ class PeerExchange:
             for rows in rows_before
         ]
         # Of one size on all ranks; a rank of fewer columns leaves some of it out.
-        self._received = peers.memory.zeros(parts * global_batch * max(widths), dtype=peers.inputs.own.dtype)
+        self._received = way.memory.zeros(parts * global_batch * max(widths), dtype=way.inputs.own.dtype)
         self.gradients = self._received.own[: parts * global_batch * own].view(parts, global_batch, own)
 
     def lookup(self, ids: Tensor, part: int) -> None:
         """Writes a part's pooled vectors to all ranks."""
         weights, of_part = self._tbe.weights, self._tbe.of_part(ids, part)
-        pooled_lookup(weights, of_part, self._table, self._peers.inputs, part * self._batch_size)
+        pooled_lookup(weights, of_part, self._table, self._way.inputs, part * self._batch_size)
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
         """Waits for what the other ranks write."""
-        self._peers.memory.barrier(f"pooled {part}")
+        self._way.memory.barrier(self._way.barriers.pooled[part])
 
     def backward(self, grad: Tensor, part: int) -> None:
         """Writes the gradients to all ranks, and waits for theirs."""
         push_columns(grad, self._push[part], self._received)
-        self._peers.memory.barrier(f"gradients {part}")
+        self._way.memory.barrier(self._way.barriers.gradients[part])
 
 
 def _columns(tables: Tables, plan: Plan) -> tuple[list[int], list[Run]]:

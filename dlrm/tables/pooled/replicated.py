@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.optimizers import Adagrad
-from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
-from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.embedding.regroup import RegroupTable, Run, regroup_backward, regroup_forward
 from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
@@ -38,18 +36,10 @@ class ReplicatedIds:
 class ReplicatedTables:
     """Lookup, gradient and update of the replicated tables of one rank."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        replicated: tuple[int, ...],
-        optimizer: Adagrad,
-        learning_rate: Tensor,
-        shape: BatchShape,
-        seed: int,
-        ranks: Ranks,
-    ) -> None:
-        """Collective. replicated: the numbers of these tables. learning_rate: fp32 [1] on the device, which every
-        update reads. shape: its parts make no difference, as lookup and update are local."""
+    def __init__(self, layout: Layout, optimizer: Adagrad, learning_rate: Tensor, seed: int) -> None:
+        """Collective. layout: its plan says which tables these are; parts of the batch make no difference, as lookup
+        and update are local. learning_rate: fp32 [1] on the device, which every update reads."""
+        tables, ranks, shape, replicated = layout.tables, layout.ranks, layout.shape, layout.plan.replicated
         batch_size = shape.samples
         self._tables, self._eps, self._rate = replicated, optimizer.eps, learning_rate
         dim = tables.columns

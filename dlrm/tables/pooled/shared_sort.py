@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
-from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
-from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.input_dist.sort_ids import sort_ids
@@ -32,15 +30,12 @@ def sorts_are_shared(plan: Plan) -> bool:
 class SharedSort:
     """What `FixedTBE.sort` does, to the bit, with the other ranks that hold the same tables.
 
-    It writes to other ranks' buffers, and needs no barrier of its own in the pipeline. A slot's buffer is written in
-    the iteration before the one whose update reads it: after that writing every rank comes to the barriers "gradients"
-    of the latter, which the update waits for. The next writing to it comes after the barrier "ids" of the same input
-    dist, to which its reader comes when that update is through, as the streams of an iteration join before the next.
+    Needs two barriers of all ranks for each buffer, which the caller launches: one between the sorts that write it and
+    the update that reads it, and one between that update and the next sorts that write it.
     """
 
-    def __init__(
-        self, tables: Tables, plan: Plan, tbe: FixedTBE, ranks: Ranks, shape: BatchShape, memory: PeerMemory
-    ) -> None:
+    def __init__(self, layout: Layout, tbe: FixedTBE, memory: PeerMemory) -> None:
+        tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
         held = [_tables(plan, rank) for rank in range(ranks.world_size)]
         sharers = [rank for rank, of_rank in enumerate(held) if of_rank == held[ranks.rank]]
         self._memory, self._alone = memory, len(sharers) == 1

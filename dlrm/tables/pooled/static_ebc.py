@@ -28,29 +28,33 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.optimizers import Adagrad, TableOptimizer
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
-from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
-from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.pooled.ids_exchange import (
-    CollectiveIdsExchange,
-    IdsBuffer,
-    IdsExchange,
-    NodeIdsExchange,
-    PeerIdsExchange,
-)
-from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PeerInputs, PooledExchange
+from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.dlrm.tables.pooled.ids_exchange import IdsBuffer, ids_exchange
+from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PooledExchange
 from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedIds, ReplicatedTables
 from dlrm_bench.dlrm.tables.pooled.row_parts import Overflows, PickedIds, RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
-from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.pooled.ways import InPeerMemory, Layout, Way
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from dlrm_bench.kernels.non_finite import Watch, clear_gradients
 from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+
+@dataclass(frozen=True, slots=True)
+class SortedIds:
+    """One batch's ids in the order of the table update."""
+
+    ids: Tensor
+    """int32, flat: rows of all tables, counted one table after another, in ascending order; of picked ids, -1 after the
+    last."""
+    bags: Tensor
+    """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
+    peers: PeerTensors | None = None
+    """The memory of `ids` and `bags` on all ranks, where these share the sort: see SharedSort."""
 
 
 @dataclass(slots=True)
@@ -58,13 +62,8 @@ class DistributedIds:
     """Model-parallel ids of one batch: what the input dist leaves for lookup and update."""
 
     received: IdsBuffer
-    sorted_ids: Tensor | None = None
-    """int32, flat: rows of all tables, counted one table after another, in ascending order; of picked ids, -1 after the
-    last."""
-    sorted_bags: Tensor | None = None
-    """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
-    sorted_peers: PeerTensors | None = None
-    """Where other ranks write shares of `sorted_ids` and `sorted_bags`, which are then views of it: see SharedSort."""
+    sorted: SortedIds | None = None
+    """Where the table update takes sorted ids, and this batch is for an update."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
     picked: PickedIds | None = None
@@ -90,42 +89,43 @@ class TableShard:
     """fp32, Adagrad's sum of squared gradients: [rows, columns], or rowwise [rows, 1]; of SGD [rows, 0]."""
 
 
+@dataclass(frozen=True, slots=True)
+class TableUpdates:
+    """How the tables of a rank are updated."""
+
+    optimizer: TableOptimizer
+    learning_rate: Tensor
+    """fp32 [1] on the device, which every update of ours reads; FBGEMM's has a copy, see `set_learning_rate`."""
+    presort: bool
+    """Whether ids are sorted after the input dist and tables updated from sorted ids, by exact Adagrad alone; otherwise
+    FBGEMM's fused backward sorts and updates."""
+
+
 class StaticEBC:
     """The embedding stages of one rank. Its methods launch work and never wait for it."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        optimizer: TableOptimizer,
-        learning_rate: Tensor,
-        plan: Plan,
-        ranks: Ranks,
-        shape: BatchShape,
-        seed: int,
-        presort: bool,
-        peers: PeerInputs | None = None,
-        memory: PeerMemory | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, updates: TableUpdates, way: Way, seed: int) -> None:
         """Collective: makes the process groups of its all-to-alls.
 
-        learning_rate: fp32 [1] on the device, which every update of ours reads. presort: sort ids after the input dist
-        and update tables from sorted ids, by Adagrad alone; otherwise FBGEMM's fused backward sorts and updates.
-        Replicated tables are for Adagrad too. Several parts need presort, because FBGEMM's backward updates once for
-        each. peers: where ids, pooled vectors and their gradients go through peer memory, which needs presort too.
-        memory: where they go through peer memory inside nodes, and by collectives between them.
+        Replicated tables are for exact Adagrad, as sorted updates are. Several parts need sorted updates, because
+        FBGEMM's backward updates once for each; so does peer memory on one node.
         """
+        tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
+        optimizer, in_peer_memory = updates.optimizer, isinstance(way, InPeerMemory)
         exact = isinstance(optimizer, Adagrad)
-        assert exact or not (presort or plan.replicated), "exact Adagrad alone"
-        assert presort or (shape.parts == 1 and peers is None)
-        in_parts = any(shard.row_parts > 1 for shard in plan.shards)
-        assert not in_parts or (presort and peers is None), "parts of rows: sorted updates and collectives"
-        if peers is not None:
-            width = (tables.count + 1) * tables.columns
-            assert peers.inputs.own.shape == (shape.samples, width), "inputs: [B, (num_features + 1) * dim]"
-            assert peers.inputs.own.dtype == shape.dtype, "pooled vectors are written as they travel"
+        assert exact or not (updates.presort or plan.replicated), "exact Adagrad alone"
+        assert updates.presort or (shape.parts == 1 and not in_peer_memory)
+        assert not layout.in_row_parts or (updates.presort and not in_peer_memory), (
+            "parts of rows: sorted updates and collectives"
+        )
+        if isinstance(way, InPeerMemory):
+            samples, columns = way.inputs.own.shape
+            assert samples == shape.samples
+            assert columns >= way.first_column + tables.count * tables.columns, "inputs take all pooled vectors"
+            assert way.inputs.own.dtype == shape.dtype, "pooled vectors are written as they travel"
         self.tables, self.plan, self.shape = tables, plan, shape
-        self.device, self.presort = ranks.device, presort
-        self._rate = learning_rate
+        self.device, self.presort = ranks.device, updates.presort
+        self._rate = updates.learning_rate
         self._eps = optimizer.eps if isinstance(optimizer, Adagrad) else 0.0
         self.shards = plan.of_rank(ranks.rank)
         self.columns = self.shards[0].columns
@@ -133,37 +133,30 @@ class StaticEBC:
         self._row_parts: RowParts | None = None
         if any(shard.row_parts > 1 for shard in self.shards):
             self._row_parts = RowParts(tables, self.shards, ranks.world_size, shape, ranks.device)
-        self._overflows = Overflows(ranks) if in_parts else None
+        self._overflows = Overflows(ranks) if layout.in_row_parts else None
         tbe_shape = TBEShape(
             rows=tuple(shard.rows(tables) for shard in self.shards),
             hot=tuple(tables.hot[shard.table] for shard in self.shards),
             columns=self.columns,
-            samples=shape.part_samples * ranks.world_size,
+            samples=self._part_samples,
             dtype=shape.dtype,
             parts=shape.parts,
         )
-        self._tbe = FixedTBE(
-            tbe_shape, optimizer, float(learning_rate), ranks.device, sorted_updates=presort, fbgemm=peers is None
-        )
-        layout = (tables, plan, ranks, shape)
-        self._ids_exchange: IdsExchange
-        if peers is not None:
-            self._ids_exchange = PeerIdsExchange(*layout, peers.memory)
-        elif memory is not None:
-            self._ids_exchange = NodeIdsExchange(*layout, memory)
-        else:
-            self._ids_exchange = CollectiveIdsExchange(*layout)
-        sizes = (tables, plan, ranks, self._tbe, shape)
-        self._exchange: PooledExchange = (
-            PeerExchange(*sizes, peers) if peers else CollectiveExchange(*sizes, autograd=not presort, memory=memory)
-        )
+        rate = float(updates.learning_rate)
+        self._tbe = FixedTBE(tbe_shape, optimizer, rate, ranks.device, updates.presort, fbgemm=not in_peer_memory)
+        self._ids_exchange = ids_exchange(layout, way)
         self._shared_sort: SharedSort | None = None
-        if peers is not None and sorts_are_shared(plan):
-            self._shared_sort = SharedSort(tables, plan, self._tbe, ranks, shape, peers.memory)
+        self._exchange: PooledExchange
+        if isinstance(way, InPeerMemory):
+            self._exchange = PeerExchange(layout, self._tbe, way)
+            if sorts_are_shared(plan):
+                self._shared_sort = SharedSort(layout, self._tbe, way.memory)
+        else:
+            self._exchange = CollectiveExchange(layout, self._tbe, way, autograd=not updates.presort)
         self._replicated: ReplicatedTables | None = None
         self._fill(seed)
         if plan.replicated and isinstance(optimizer, Adagrad):
-            self._replicated = ReplicatedTables(tables, plan.replicated, optimizer, learning_rate, shape, seed, ranks)
+            self._replicated = ReplicatedTables(layout, optimizer, updates.learning_rate, seed)
 
     # Stage 1
 
@@ -192,16 +185,16 @@ class StaticEBC:
             self._overflows.exchange(ids.picked, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
-        """Fills `sorted_ids` and `sorted_bags`, where there are any, from `ids`, for the update; where ranks share it,
-        after a barrier of theirs."""
-        if ids.sorted_ids is None or ids.sorted_bags is None:
+        """Fills `sorted`, where there is any, from `ids`, for the update; ranks that share the sort write one
+        another's, see SharedSort."""
+        if ids.sorted is None:
             return
-        if self._shared_sort is not None and ids.sorted_peers is not None:
-            self._shared_sort.sort(ids.ids, ids.sorted_peers)
+        if self._shared_sort is not None and ids.sorted.peers is not None:
+            self._shared_sort.sort(ids.ids, ids.sorted.peers)
         elif ids.picked is not None:
-            sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted_ids, ids.sorted_bags)
+            sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted.ids, ids.sorted.bags)
         else:
-            self._tbe.sort(ids.ids, ids.sorted_ids, ids.sorted_bags)
+            self._tbe.sort(ids.ids, ids.sorted.ids, ids.sorted.bags)
 
     def empty_ids(self, sorts: bool = True) -> DistributedIds:
         """Returns memory for one batch's ids, all zero. Collective in peer memory.
@@ -217,16 +210,15 @@ class StaticEBC:
         if self._overflows is not None and sorts:
             ids.overflow = self._overflows.empty()
         if self.presort and sorts:
-            self._make_sorted(ids)
+            ids.sorted = self._empty_sorted(ids)
         return ids
 
-    def _make_sorted(self, ids: DistributedIds) -> None:
+    def _empty_sorted(self, ids: DistributedIds) -> SortedIds:
         if self._shared_sort is not None:
-            ids.sorted_peers = self._shared_sort.empty()
-            ids.sorted_ids, ids.sorted_bags = self._shared_sort.views(ids.sorted_peers)
-            return
+            peers = self._shared_sort.empty()
+            return SortedIds(*self._shared_sort.views(peers), peers)
         size = ids.received.own if ids.picked is None else ids.picked.rows
-        ids.sorted_ids, ids.sorted_bags = torch.zeros_like(size), torch.zeros_like(size)
+        return SortedIds(torch.zeros_like(size), torch.zeros_like(size))
 
     def expect(self, ids: DistributedIds) -> None:
         """Says that an input dist into `ids`, and `agree`, come next, before they are launched: `eager_ids` waits for
@@ -248,7 +240,7 @@ class StaticEBC:
         if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
             return ids
         whole = replace(ids, picked=self._row_parts.empty(whole=True))
-        self._make_sorted(whole)
+        whole.sorted = self._empty_sorted(whole)
         assert whole.picked is not None
         self._row_parts.pick(whole.ids, whole.picked)
         self.sort(whole)
@@ -290,14 +282,13 @@ class StaticEBC:
         watch: a LossGuard's; where a flag is raised, no weight or state changes.
         """
         if self.presort:
-            assert ids.sorted_ids is not None
-            assert ids.sorted_bags is not None
+            assert ids.sorted is not None, "ids of an evaluation update nothing"
             sorted_adagrad(
                 self._tbe.weights,
                 self._tbe.state,
                 self.gradients.view(-1, self.columns),
-                ids.sorted_ids,
-                ids.sorted_bags,
+                ids.sorted.ids,
+                ids.sorted.bags,
                 self._rate,
                 self._eps,
                 watch,

@@ -82,6 +82,11 @@ class TrimmedEC(ShardedEmbeddingCollection):
         group = own_group(self._env.process_group)
         self._rank_group = RankGroup(group=group, rank=self._env.rank, world_size=self._env.world_size, device=device)
 
+    def trimmed_features(self) -> dict[str, list[str]]:
+        """Features by what their input dist is: "static" or TorchRec's own ("torchrec")."""
+        names = sorted({name for config in self._embedding_configs for name in config.feature_names})
+        return {"static" if self.why_not_trimmed is None else "torchrec": names}
+
     @property
     def input_dist_waits(self) -> bool:
         """Whether the host waits for the device between the steps of an input dist."""

@@ -32,7 +32,7 @@ def test_parts_are_aligned_and_disjoint(size: int) -> None:
 def test_one_copy_of_the_buffer_carries_everything(model: ModelConfig) -> None:
     batch = Batch.empty(8, model)
     batch.storage.random_(0, 100)
-    copy = Batch.over(batch.storage.clone(), 8, model, num_valid=5)
+    copy = Batch.over(batch.storage.clone(), batch.layout, num_valid=5)
     assert copy.num_valid == 5
     assert torch.equal(copy.dense, batch.dense)
     assert torch.equal(copy.labels, batch.labels)

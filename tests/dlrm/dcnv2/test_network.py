@@ -12,8 +12,9 @@ from torchrec.models.dlrm import DLRM_DCN
 
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
-from dlrm_bench.dlrm.dcnv2.network import DenseNetwork, torchrec_names
+from dlrm_bench.dlrm.dcnv2.network import DenseNetwork
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
+from dlrm_bench.dlrm.dcnv2.state_keys import torchrec_names
 
 
 def torchrec_model(config: ModelConfig, device: str = "cpu") -> DLRM_DCN:

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from dlrm_bench.dlrm.runtime.all_to_all import AllToAlls
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 ROUNDS = 3
+
+BETWEEN = Barrier("between exchanges", "the reads of one before the writes of the next")
 
 
 def splits(source: int, destination: int) -> int:
@@ -21,14 +23,14 @@ def exchange(ranks: Ranks) -> bool:
     memory, everyone = PeerMemory(ranks), range(ranks.world_size)
     assert (ranks.nodes, ranks.local_world_size) == (2, ranks.world_size // 2)
     for dtype in (torch.int32, torch.float32, torch.bfloat16):
-        flat = AllToAlls(ranks, None).make("flat", splits, dtype)
-        nodes = AllToAlls(ranks, memory).make(f"nodes {dtype}", splits, dtype)
+        flat = AllToAlls(ranks, None).make(None, splits, dtype)
+        nodes = AllToAlls(ranks, memory).make(Barrier(f"staged {dtype}", "chunks"), splits, dtype)
         to = sum(splits(ranks.rank, other) for other in everyone)
         of = sum(splits(other, ranks.rank) for other in everyone)
         for turn in range(ROUNDS):
             sent = (torch.arange(to, device=ranks.device) % 50 + 10 * ranks.rank + turn).to(dtype)
             got, expected = (torch.zeros(of, dtype=dtype, device=ranks.device) for _ in range(2))
-            memory.barrier("between exchanges")
+            memory.barrier(BETWEEN)
             nodes.exchange(got, sent)
             flat.exchange(expected, sent)
             assert torch.equal(got, expected), f"{dtype} in turn {turn} on rank {ranks.rank}"

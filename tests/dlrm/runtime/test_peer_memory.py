@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory, _register_nothing
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory, _register_nothing
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.cuda_graph import record
 from tests.cases import PLACES
 
 ROUNDS = 50
+READ = Barrier("read", "reads before the next writes")
+WRITTEN = Barrier("written", "writes before reads")
 
 
 def pass_on(ranks: Ranks) -> list[list[Tensor]]:
@@ -23,15 +25,15 @@ def pass_on(ranks: Ranks) -> list[list[Tensor]]:
     small, large = memory.zeros(ranks.world_size, 3, dtype=torch.bfloat16), memory.zeros(1 << 22, dtype=torch.float32)
     assert not small.own.any()
     assert not large.own.any()
-    memory.barrier("read")
+    memory.barrier(READ)
     found = []
     for number in range(ROUNDS):
         for tensor in small.tensors:
             tensor[ranks.rank] = 100 * ranks.rank + number
         large.tensors[(ranks.rank + 1) % ranks.world_size].fill_(number + ranks.rank)
-        memory.barrier("written")
+        memory.barrier(WRITTEN)
         found.append([small.own.clone(), large.own[[0, -1]]])
-        memory.barrier("read")
+        memory.barrier(READ)
     return [[tensor.cpu() for tensor in tensors] for tensors in found]
 
 

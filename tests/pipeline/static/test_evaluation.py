@@ -14,6 +14,7 @@ from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import BATCHES, batches_of, equal_states, small
+from tests.pipeline.whole_state import whole_state
 from tests.pipelines import static_pipeline
 
 HELD_OUT = 7
@@ -53,7 +54,7 @@ def evaluate(ranks: Ranks) -> None:
             if step % 5 == 3:
                 assert torch.equal(logits(graph, ranks, 3), logits(eager, ranks, 3))
         assert not torch.equal(logits(eager, ranks), torch.stack(alone))
-        states = [p.state_dict() for p in (never, eager, graph)]
+        states = [whole_state(p) for p in (never, eager, graph)]
         assert equal_states(states[0], states[1])
         assert equal_states(states[0], states[2])
         captures = {name: graphs["captures"] for name, graphs in graph.describe()["cuda_graphs"].items()}

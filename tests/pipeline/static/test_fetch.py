@@ -21,7 +21,7 @@ def batch(number: int, pin: bool = False) -> Batch:
 
 
 def on(device: torch.device) -> Batch:
-    return Batch.over(batch(0).storage.to(device), 8, SMALL_MODEL)
+    return Batch.over(batch(0).storage.to(device), batch(0).layout)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,10 +12,10 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS
-from dlrm_bench.pipeline.state import ModelState
 from tests.cases import GPU_PLACES, PLACES, SMALL_MODEL
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import BATCHES, batches_of, equal_states, small
+from tests.pipeline.whole_state import ModelState, whole_state
 from tests.pipelines import static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
@@ -37,7 +37,7 @@ def train(ranks: Ranks, config: RunConfig, changes: dict[int, float] = CHANGES) 
         if step in changes:
             trained.set_learning_rate(changes[step])
         losses.append(trained.train_step(batches).item())
-    graphs, state = trained.describe()["cuda_graphs"], trained.state_dict()
+    graphs, state = trained.describe()["cuda_graphs"], whole_state(trained)
     trained.close()
     return Trained(losses, state, graphs["iteration"]["captures"] if graphs else None)
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.dcnv2.state_keys import table_key
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.pipeline.state import table_key
 from dlrm_bench.pipeline.static import pipeline as static
 from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
+from tests.pipeline.whole_state import whole_state
 from tests.pipelines import changed, static_pipeline
 
 STEPS, LARGE_BATCH, LARGE_STEPS = 20, 2048, 3
@@ -45,7 +46,7 @@ def train(ranks: Ranks, name: str, config: RunConfig, steps: int) -> dict[str, A
     evaluated = trained.evaluate(map(trained.prepare, batches[-EVALUATION_BATCHES:]))
     logits = torch.stack([values for values, _ in evaluated]).cpu()
     losses.append(trained.train_step(training).item())
-    state = trained.state_dict()
+    state = whole_state(trained)
     trained.describe()
     trained.close()
     return {"losses": losses, "logits": logits, "weights": state.weights}

@@ -1,16 +1,15 @@
 """Options of the static pipeline."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from dlrm_bench.dlrm.benchmark import StaticDenseOptions
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.pipeline.static.options import StaticOptions
-from tests.cases import SMALL_MODEL
 from tests.pipeline.small_runs import small
 from tests.pipelines import changed
-
-FP8_MODEL = replace(SMALL_MODEL, cross_rank=16, top_mlp=(32, 16, 1))
 
 
 def test_peer_memory_needs_presorted_ids() -> None:
@@ -26,23 +25,24 @@ def test_graphs_need_a_gpu(graph: str) -> None:
     assert StaticOptions().needs_gpu is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"precision": "fp32"}, "--fp8 needs --precision bf16, not fp32"),
-        ({"model": replace(FP8_MODEL, cross_rank=24)}, "--model.cross-rank to be a multiple of 16 up to 512, not 24"),
-        ({"model": replace(FP8_MODEL, cross_rank=528)}, "--model.cross-rank to be a multiple of 16 up to 512, not 528"),
-        ({"model": replace(FP8_MODEL, top_mlp=(24, 1))}, "the first a multiple of 16 up to 1024, not 24 1"),
-        ({"model": replace(FP8_MODEL, top_mlp=(1040, 1))}, "the first a multiple of 16 up to 1024, not 1040 1"),
-        ({"model": replace(FP8_MODEL, top_mlp=(1,))}, "--model.top-mlp to have more than one layer, .* not 1"),
-        ({"local_batch_size": 48}, "--local-batch-size to be a multiple of 32, not 48"),
-        (
-            {"model": replace(FP8_MODEL, embedding_dim=8, bottom_mlp=(8,))},
-            r"--model.embedding-dim to be a multiple of 16, and \(6 \+ 1\) \* 8",
-        ),
-    ],
-)
-def test_fp8_needs_bf16_and_aligned_widths(changes: dict[str, Any], message: str) -> None:
-    config = small(model=FP8_MODEL, precision="bf16", fp8=True, local_batch_size=32)
-    with pytest.raises(ValueError, match=message):
-        changed(config, **changes)
+@pytest.mark.parametrize("presorted", [False, True])
+def test_stage_3_gets_the_options_that_it_depends_on(presorted: bool) -> None:
+    """Parts of a batch need sorted ids: FBGEMM's fused backward would update the tables once for each."""
+    options = StaticOptions(presort_ids=presorted, peer_memory=presorted, fp8=presorted, overlap=not presorted)
+    assert options.dense == StaticDenseOptions(eight_bits=presorted, peer_memory=presorted, may_go_in_parts=presorted)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WarmingUp(OptimizerConfig):
+    def rate(self, iteration: int) -> float:  # type: ignore[override]
+        return min(1.0, iteration / 4) * self.learning_rate
+
+
+def test_a_schedule_is_refused_where_each_step_would_be_a_capture() -> None:
+    optimizer = WarmingUp()
+    with pytest.raises(ValueError, match="--cuda-graph iteration captures FBGEMM's update with its learning rate"):
+        changed(small(), optimizer=optimizer, cuda_graph="iteration")
+    cases: tuple[dict[str, Any], ...] = ({"presort_ids": True, "cuda_graph": "iteration"}, {})
+    for options in cases:
+        assert changed(small(), optimizer=optimizer, **options).optimizer is optimizer
+    assert changed(small(), cuda_graph="iteration").optimizer.rate(1) is None

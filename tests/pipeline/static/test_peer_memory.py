@@ -15,9 +15,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.dcnv2.explicit_dense import ExplicitDense
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
+from dlrm_bench.pipeline.static.concurrency import IDS, embedding_barriers
 from tests.pipeline.static.test_pipeline import EVALUATE_EVERY, LARGE_BATCH, Trained, assert_bitwise_equal, small, train
 from tests.pipelines import changed
 
@@ -44,7 +45,7 @@ LATE = [
     (StaticEBC, "lookup"),
     (StaticEBC, "update"),
 ]
-WITHOUT = ("pooled 0", "ids")
+WITHOUT = (embedding_barriers(parts=1, nodes=1).pooled[0], IDS)
 """Barriers after what other ranks write."""
 COLLECTIVES = (
     "barrier",
@@ -118,12 +119,12 @@ def delays(ranks: Ranks, on: bool) -> Iterator[None]:
         dist.barrier()  # which a late rank may wait for
 
 
-def without(name: str) -> Any:
-    """No barrier of this name."""
+def without(left_out: Barrier) -> Any:
+    """All barriers but this one."""
     barrier = PeerMemory.barrier
 
-    def barriers(self: PeerMemory, which: str) -> None:
-        if which != name:
+    def barriers(self: PeerMemory, which: Barrier) -> None:
+        if which != left_out:
             barrier(self, which)
 
     return patch.object(PeerMemory, "barrier", barriers)
@@ -143,8 +144,8 @@ def train_with_delays(ranks: Ranks, config: RunConfig) -> list[bool]:
         with delays(ranks, ranks.rank == slow):
             assert_equal(train(ranks, config, STEPS, evaluates=True), undisturbed)
     shows = []
-    for name in WITHOUT:
-        with delays(ranks, ranks.rank == 1), without(name):
+    for barrier in WITHOUT:
+        with delays(ranks, ranks.rank == 1), without(barrier):
             shows.append(train(ranks, config, STEPS).losses != undisturbed.losses)
     return shows
 
@@ -152,5 +153,5 @@ def train_with_delays(ranks: Ranks, config: RunConfig) -> list[bool]:
 @pytest.mark.parametrize(("name", "gpu"), PLACES)
 def test_delays_change_nothing(run_ranks: Callable[..., list[Any]], name: str, gpu: bool) -> None:
     per_rank = run_ranks(2, train_with_delays, CONFIGS[name], gpu=gpu)
-    shows = dict(zip(WITHOUT, map(any, zip(*per_rank, strict=True)), strict=True))
+    shows = dict(zip((barrier.name for barrier in WITHOUT), map(any, zip(*per_rank, strict=True)), strict=True))
     assert all(shows.values()), shows

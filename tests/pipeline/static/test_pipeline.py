@@ -26,7 +26,7 @@ from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import CPU_PLACES, GPU_PLACES, PLACES, WAYS
-from tests.pipelines import changed, run_config, static_pipeline
+from tests.pipelines import changed, dense_of, run_config, static_pipeline
 from tests.plain_dlrm import PlainDLRM
 
 STEPS = 40
@@ -138,8 +138,8 @@ def train(ranks: Ranks, config: RunConfig, steps: int, evaluates: bool = False) 
         for part in pipeline.ebc.table_shards():
             columns = slice(part.shard.column, part.shard.column + part.shard.columns)
             trained.tables.append((part.shard.table, columns, part.weights.cpu(), part.state.cpu()))
-        trained.weights = {name: value.cpu() for name, value in pipeline.dense.state_dict("master").items()}
-        trained.states = {name: value.cpu() for name, value in pipeline.dense.state_dict("state").items()}
+        trained.weights = {name: value.cpu() for name, value in dense_of(pipeline).state_dict("master").items()}
+        trained.states = {name: value.cpu() for name, value in dense_of(pipeline).state_dict("state").items()}
         trained.num_replicated = len(pipeline.ebc.plan.replicated)
     pipeline.close()
     return trained

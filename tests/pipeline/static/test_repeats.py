@@ -14,7 +14,7 @@ from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.cases import GPU_PLACES
 from tests.pipeline.static.test_pipeline import batches_of
-from tests.pipelines import run_config, static_pipeline
+from tests.pipelines import dense_of, run_config, static_pipeline
 
 STEPS = 8
 ONE_PART, TWO_PARTS = 512, 6912
@@ -57,7 +57,7 @@ def train(ranks: Ranks, config: RunConfig, warms_up: bool) -> Trained:
     for number, part in enumerate(pipeline.ebc.table_shards()):
         tensors |= {f"table part {number}": part.weights.cpu(), f"state of table part {number}": part.state.cpu()}
     for kind in ("master", "state"):
-        tensors |= {f"{kind} of {name}": value.cpu() for name, value in pipeline.dense.state_dict(kind).items()}
+        tensors |= {f"{kind} of {name}": value.cpu() for name, value in dense_of(pipeline).state_dict(kind).items()}
     result = Trained([loss.item() for loss in losses], tensors)
     pipeline.close()
     return result

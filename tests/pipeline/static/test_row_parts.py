@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.dcnv2.state_keys import table_key
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.pooled import row_parts
-from dlrm_bench.pipeline.state import table_key
 from dlrm_bench.pipeline.static import pipeline as static
 from dlrm_bench.pipeline.static.graphs import Graphs
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
+from tests.pipeline.whole_state import load_whole_state, whole_state
 from tests.pipelines import changed, static_pipeline
 
 STEPS = 30
@@ -44,11 +45,11 @@ def train(ranks: Ranks, config: RunConfig, slack: float) -> dict[str, Any]:
     evaluated = trained.evaluate(map(trained.prepare, batches[-EVALUATION_BATCHES:]))
     logits = torch.cat([values for values, _ in evaluated]).cpu()
     losses += [trained.train_step(training).item() for _ in range(STEPS - STEPS // 2)]
-    described, state = trained.describe(), trained.state_dict()
+    described, state = trained.describe(), whole_state(trained)
     trained.close()
     again = static_pipeline(config, ranks)
-    again.load_state_dict(state)
-    reloaded = again.state_dict()
+    load_whole_state(again, state)
+    reloaded = whole_state(again)
     again.close()
     return {
         "losses": losses,

@@ -6,9 +6,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dlrm_bench.pipeline.static.streams import MAIN, Branch, IterationStreams, Priority
+from dlrm_bench.dlrm.runtime.streams import MAIN, Branch, Priority, Stream
+from dlrm_bench.pipeline.static.streams import IterationStreams
 
 CPU = torch.device("cpu")
+A = Stream(name="a", carries="work", priority=Priority.FILL)
+B, C = (Stream(name=name, carries="work") for name in "bc")
+LOCAL, LATER = (Stream(name=name, carries="work") for name in ("local", "later"))
 
 
 class FakeCuda:
@@ -52,19 +56,19 @@ def test_branches_wait_for_what_they_are_given_and_the_iteration_for_all(cuda: F
     for _ in range(2):
         cuda.waits.clear()
         with streams.iteration():
-            with streams.beside("a", priority=Priority.FILL) as a:
+            with streams.beside(A) as a:
                 cuda.current.name = "a"
-                with streams.beside("b", a) as b:  # which comes after `a` anyway
+                with streams.beside(B, a) as b:  # which comes after `a` anyway
                     cuda.current.name = "b"
             with streams.beside(MAIN) as main:
                 assert cuda.current.name == "launching"
-            with streams.beside("c", main, b):
+            with streams.beside(C, main, b):
                 cuda.current.name = "c"
                 streams.join(a, main)
                 assert cuda.current.priority == Priority.CHAIN
             with streams.on(a):
                 assert (cuda.current.name, cuda.current.priority) == ("a", Priority.FILL)
-            with streams.beside("a") as again:
+            with streams.beside(A) as again:
                 assert again is a
     assert cuda.waits == [  # of the second iteration: a stream has no name before its first use
         ("a", "launching"),
@@ -83,9 +87,9 @@ def test_branches_wait_for_what_they_are_given_and_the_iteration_for_all(cuda: F
 def test_without_overlap_nothing_waits(cuda: FakeCuda) -> None:
     streams = IterationStreams(torch.device("cuda"), overlap=False)
     with streams.iteration():
-        with streams.beside("a") as a:
+        with streams.beside(A) as a:
             assert cuda.current.name == "launching"
-        with streams.beside("b", a), streams.on(a):
+        with streams.beside(B, a), streams.on(a):
             streams.join(a)
     assert cuda.waits == []
 
@@ -94,26 +98,26 @@ def test_without_overlap_nothing_waits(cuda: FakeCuda) -> None:
 def test_waiting_for_what_is_no_branch_of_the_iteration_fails_on_the_cpu(wrong: Branch) -> None:
     streams = IterationStreams(CPU, overlap=True)
     with streams.iteration():
-        with streams.beside("local"):
+        with streams.beside(LOCAL):
             pass
-        for wait in (lambda: streams.join(wrong), lambda: streams.on(wrong), streams.beside("later", wrong).__enter__):
+        for wait in (lambda: streams.join(wrong), lambda: streams.on(wrong), streams.beside(LATER, wrong).__enter__):
             with pytest.raises(AssertionError, match="is no branch of this iteration"):
                 wait()
 
 
 def test_branches_end_with_their_iteration() -> None:
     streams = IterationStreams(CPU, overlap=True)
-    with streams.iteration(), streams.beside("local") as old:
+    with streams.iteration(), streams.beside(LOCAL) as old:
         pass
     with streams.iteration(), pytest.raises(AssertionError, match="is no branch of this iteration"):
         streams.join(old)
-    with pytest.raises(AssertionError, match="an iteration's"), streams.beside("local"):
+    with pytest.raises(AssertionError, match="an iteration's"), streams.beside(LOCAL):
         pass
 
 
 def test_a_failed_iteration_leaves_no_branches(cuda: FakeCuda) -> None:
     streams = IterationStreams(torch.device("cuda"), overlap=True)
-    with pytest.raises(KeyError), streams.iteration(), streams.beside("local") as old:
+    with pytest.raises(KeyError), streams.iteration(), streams.beside(LOCAL) as old:
         raise KeyError
     cuda.waits.clear()
     with streams.iteration(), pytest.raises(AssertionError):

@@ -10,6 +10,7 @@ import torch
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.pipeline.small_runs import batches_of, equal_states, small
+from tests.pipeline.whole_state import whole_state
 from tests.pipelines import static_pipeline
 
 CASES: dict[str, dict[str, Any]] = {
@@ -23,7 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def ids_of(pipeline: StaticPipeline) -> list[torch.Tensor]:
     slots = [slot.ids for slot in pipeline._slots]
-    return [x.clone() for ids in slots for x in (ids.ids, ids.sorted_ids, ids.sorted_bags) if x is not None]
+    kept = [ids.ids for ids in slots]
+    kept += [tensor for ids in slots if ids.sorted is not None for tensor in (ids.sorted.ids, ids.sorted.bags)]
+    return [tensor.clone() for tensor in kept]
 
 
 def describe_between_steps(ranks: Ranks) -> dict[str, tuple[dict[str, Any], bool, bool]]:
@@ -37,9 +40,9 @@ def describe_between_steps(ranks: Ranks) -> dict[str, tuple[dict[str, Any], bool
             batches = batches_of(config, ranks)
             losses.append([pipeline.train_step(batches).item() for _ in range(4)])
             if describes:
-                before, ids = pipeline.state_dict(), ids_of(pipeline)
+                before, ids = whole_state(pipeline), ids_of(pipeline)
                 description = pipeline.describe()
-                same = all(map(torch.equal, ids_of(pipeline), ids)) and equal_states(pipeline.state_dict(), before)
+                same = all(map(torch.equal, ids_of(pipeline), ids)) and equal_states(whole_state(pipeline), before)
             losses[-1] += [pipeline.train_step(batches).item() for _ in range(4)]
         results[name] = description, same, losses[0] == losses[1]
     return results

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.data.batch import BatchLayout, feature_blocks
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.static.warm_up import ROWS, warm_up_batch
 from tests.cases import GPU_PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import batches_of, equal_states, small
+from tests.pipeline.whole_state import ModelState, whole_state
 from tests.pipelines import static_pipeline
 
 GRAPH = {"cuda_graph": "iteration", "overlap": True}
@@ -52,15 +52,15 @@ class Trained:
 def train(ranks: Ranks, config: RunConfig, warms_up: bool) -> Trained:
     trained, states = static_pipeline(config, ranks), []
     if warms_up:
-        states.append(trained.state_dict())
+        states.append(whole_state(trained))
         trained.warm_up(evaluates=True)
-        states.append(trained.state_dict())
+        states.append(whole_state(trained))
     batches = batches_of(config, ranks, STEPS)
     losses = [trained.train_step(batches).item() for _ in range(STEPS)]
     logits = torch.cat([values for values, _ in trained.evaluate(batches_of(config, ranks, 2))]).cpu()
     with pytest.raises(StopIteration):
         trained.train_step(batches)
-    states.append(trained.state_dict())
+    states.append(whole_state(trained))
     captures = {name: graph["captures"] for name, graph in trained.describe()["cuda_graphs"].items()}
     trained.close()
     return Trained(states, losses, logits, captures)
@@ -114,7 +114,7 @@ def test_everything_is_captured_by_then(trained: Run, world_size: int, gpu: bool
 
 
 def test_the_batch_names_the_rows_that_are_kept() -> None:
-    batch = warm_up_batch(1000, SMALL_MODEL, pin=False)
+    batch = warm_up_batch(BatchLayout(1000, SMALL_MODEL), SMALL_MODEL.tables, pin=False)
     for rows, block in zip(SMALL_MODEL.rows, feature_blocks(batch.ids, SMALL_MODEL.multi_hot_sizes), strict=True):
         assert block.min() == 0
         assert block.max() == min(rows, ROWS, block.numel()) - 1

@@ -18,10 +18,10 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
-from dlrm_bench.pipeline.state import ModelState
 from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline, merged_reasons
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import PLACES, SMALL_MODEL
+from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
 from tests.pipelines import run_config
 
 STEPS = 13
@@ -61,7 +61,7 @@ class Training:
             TorchRecFiveStagePipeline if run.pipeline.name == "five-stage" else StockPipeline
         )
         if state is not None:
-            self.pipeline.load_state_dict(state)
+            load_whole_state(self.pipeline, state)
         self._run, self._ranks = run, ranks
         self._batches = self._prepared()
 
@@ -108,7 +108,7 @@ def train_all(ranks: Ranks) -> dict[str, Trained]:
     results = {}
     for name, changes in VARIANTS.items():
         with Training(ranks, config(**changes)) as training:
-            losses, state, described = training.train(), training.pipeline.state_dict(), training.pipeline.describe()
+            losses, state, described = training.train(), whole_state(training.pipeline), training.pipeline.describe()
             model = training.pipeline._model
             obstacle = why_not_graphed(model, sharded_modules(model), torch.device("cuda", 0))
         with Training(ranks, config(**changes)) as training:

@@ -10,7 +10,8 @@ from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.pooled.ids_exchange import CollectiveIdsExchange, NodeIdsExchange
-from tests.dlrm.tables.pooled.test_static_ebc import MODEL, draw_ids, in_row_parts, random_plan
+from dlrm_bench.dlrm.tables.pooled.ways import Layout, OverNodes
+from tests.dlrm.tables.pooled.test_static_ebc import BARRIERS, MODEL, draw_ids, in_row_parts, random_plan
 
 SHAPES = [BatchShape(samples=6, dtype=torch.float32, parts=2), BatchShape(samples=5, dtype=torch.float32)]
 BATCHES = 3
@@ -20,8 +21,9 @@ def exchange(ranks: Ranks) -> bool:
     memory = PeerMemory(ranks)
     for seed, shape in enumerate(SHAPES):
         plan = in_row_parts(random_plan(seed, ranks.world_size), seed)
-        flat = CollectiveIdsExchange(MODEL.tables, plan, ranks, shape)
-        nodes = NodeIdsExchange(MODEL.tables, plan, ranks, shape, memory)
+        layout = Layout(MODEL.tables, plan, ranks, shape)
+        flat = CollectiveIdsExchange(layout)
+        nodes = NodeIdsExchange(layout, OverNodes(memory, BARRIERS))
         expected, buffers = flat.empty(), [nodes.empty() for _ in range(2)]
         for turn in range(BATCHES):
             ids, out = draw_ids(shape.samples, ranks.rank, turn).to(ranks.device), buffers[turn % 2]

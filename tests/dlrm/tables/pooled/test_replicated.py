@@ -13,7 +13,9 @@ from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedTables
+from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from tests.cases import PLACES
 
 DIM = 16
@@ -63,7 +65,13 @@ def train(ranks: Ranks, batch_size: int, dtype: torch.dtype) -> dict[int, tuple[
     """Checks every lookup and the tables after some steps; returns them."""
     device = ranks.device
     rate, shape = torch.tensor([OPTIMIZER.learning_rate], device=device), BatchShape(samples=batch_size, dtype=dtype)
-    replicated = ReplicatedTables(MODEL.tables, TABLES, OPTIMIZER.tables, rate, shape, 7, ranks)
+    sharded = set(range(MODEL.num_features)) - set(TABLES)
+    plan = Plan(
+        world_size=ranks.world_size,
+        shards=tuple(Shard(0, table, 0, DIM) for table in sorted(sharded)),
+        replicated=TABLES,
+    )
+    replicated = ReplicatedTables(Layout(MODEL.tables, plan, ranks, shape), OPTIMIZER.tables, rate, 7)
     parameters = []
     for table in TABLES:
         weights = torch.empty(MODEL.rows[table], DIM, device=device)

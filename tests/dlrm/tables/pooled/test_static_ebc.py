@@ -14,12 +14,12 @@ from torch.nn import functional
 from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
-from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
+from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.pooled.pooled_exchange import PeerInputs
-from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC, TableUpdates
+from dlrm_bench.dlrm.tables.pooled.ways import Collectives, EmbeddingBarriers, InPeerMemory, Layout, Way
 
 DIM = 64
 MODEL = ModelConfig(
@@ -31,6 +31,13 @@ MODEL = ModelConfig(
 )
 OPTIMIZER = OptimizerConfig(learning_rate=0.05)
 SEED = 3
+MOST_PARTS = 3
+BARRIERS = EmbeddingBarriers(
+    Barrier("ids", "writes before reads"),
+    tuple(Barrier(f"pooled {part}", "writes before reads") for part in range(MOST_PARTS)),
+    tuple(Barrier(f"gradients {part}", "writes before reads") for part in range(MOST_PARTS)),
+)
+SORTED = Barrier("sorted", "what ranks sort for one another, before it is read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +140,16 @@ class World:
 
     def __init__(self, ranks: Ranks, case: Case) -> None:
         self.rank, self.device, self.case = ranks.rank, ranks.device, case
-        self.peers: PeerInputs | None = None
+        way: Way = Collectives()
+        self.peers: InPeerMemory | None = None
         if case.peers:
             memory, width = PeerMemory(ranks), (MODEL.num_features + 1) * DIM
-            self.peers = PeerInputs(memory, memory.zeros(case.batch_size, width, dtype=case.dtype))
-        self.ebc = StaticEBC(
-            MODEL.tables,
-            OPTIMIZER.tables,
-            torch.tensor([OPTIMIZER.learning_rate], device=ranks.device),
-            case.plan,
-            ranks,
-            BatchShape(samples=case.batch_size, dtype=case.dtype, parts=case.parts),
-            SEED,
-            presort=case.presort,
-            peers=self.peers,
-        )
+            inputs = memory.zeros(case.batch_size, width, dtype=case.dtype)
+            way = self.peers = InPeerMemory(memory, BARRIERS, inputs, DIM)
+        shape = BatchShape(samples=case.batch_size, dtype=case.dtype, parts=case.parts)
+        rate = torch.tensor([OPTIMIZER.learning_rate], device=ranks.device)
+        updates = TableUpdates(OPTIMIZER.tables, rate, case.presort)
+        self.ebc = StaticEBC(Layout(MODEL.tables, case.plan, ranks, shape), updates, way, SEED)
         self.tables = [torch.empty(rows, DIM, device=self.device) for rows in MODEL.rows]
         for table, weights in enumerate(self.tables):
             fill_initial_weights(weights, seed=SEED, table=table, num_embeddings=len(weights))
@@ -219,7 +221,7 @@ class World:
         self.ebc.input_dist(self.batches[batch][self.rank], out)
         self.ebc.sort(out)
         if self.peers:  # what ranks sort for one another is read after the next barrier
-            self.peers.memory.barrier("sorted")
+            self.peers.memory.barrier(SORTED)
         return out
 
     def lookup(self, ids: DistributedIds) -> list[Tensor | None]:
@@ -262,19 +264,21 @@ def check_input_dist(ranks: Ranks, world: World) -> None:
         fresh = world.input_dist(batch)
         assert torch.equal(fresh.ids, expected)
         if case.presort:
-            assert torch.equal(out.sorted_ids, fresh.sorted_ids)
-            assert torch.equal(out.sorted_bags, fresh.sorted_bags)
+            assert out.sorted is not None
+            assert fresh.sorted is not None
+            assert torch.equal(out.sorted.ids, fresh.sorted.ids)
+            assert torch.equal(out.sorted.bags, fresh.sorted.bags)
             if all(shard.row_parts == 1 for shard in world.ebc.shards):  # whoever sorted them
-                alone = torch.empty_like(out.sorted_ids), torch.empty_like(out.sorted_bags)
+                alone = torch.empty_like(out.sorted.ids), torch.empty_like(out.sorted.bags)
                 world.ebc._tbe.sort(out.ids, *alone)
-                assert torch.equal(out.sorted_ids, alone[0])
-                assert torch.equal(out.sorted_bags, alone[1])
+                assert torch.equal(out.sorted.ids, alone[0])
+                assert torch.equal(out.sorted.bags, alone[1])
             offsets = [0, *torch.tensor([s.rows(MODEL) for s in world.ebc.shards]).cumsum(0).tolist()]
             linear = []
             for s, first in zip(world.ebc.shards, offsets, strict=False):
                 own = blocks[s.table].flatten()
                 linear.append(own[own % s.row_parts == s.row_part] // s.row_parts + first)
-            assert torch.equal(out.sorted_ids[out.sorted_ids >= 0], torch.cat(linear).sort().values)
+            assert torch.equal(out.sorted.ids[out.sorted.ids >= 0], torch.cat(linear).sort().values)
         dist.barrier()  # in peer memory the others write to what is read above
 
 

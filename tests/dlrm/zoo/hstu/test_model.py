@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from dlrm_bench.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
-from dlrm_bench.hstu.config import PRESETS, HstuConfig
-from dlrm_bench.hstu.model import HstuRanker, HstuTrain, of_actions, of_users, sample_and_place
-
-TINY = PRESETS["hstu-tiny"]
+from dlrm_bench.dlrm.zoo.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
+from dlrm_bench.dlrm.zoo.hstu.config import SMALL, TINY, HstuConfig
+from dlrm_bench.dlrm.zoo.hstu.model import HstuRanker, HstuTrain, of_actions, of_users, sample_and_place
 
 
-def model(config: HstuConfig = TINY) -> HstuRanker:
+def model(config: HstuConfig = TINY, bf16: bool = False) -> HstuRanker:
     torch.manual_seed(0)
-    return HstuRanker(config, device=torch.device("cpu"))
+    return HstuRanker(config, device=torch.device("cpu"), bf16=bf16)
 
 
 def sample(batch: HstuBatch, index: int, config: HstuConfig = TINY) -> HstuBatch:
@@ -34,7 +32,7 @@ def sample(batch: HstuBatch, index: int, config: HstuConfig = TINY) -> HstuBatch
 
 
 @pytest.mark.parametrize(
-    "config", [TINY, replace(TINY, tables=TINY.of_event()[:1], candidates=1)], ids=["all", "least"]
+    "config", [TINY, replace(TINY, event_rows=TINY.event_rows[:1], user_rows=(), candidates=1)], ids=["all", "least"]
 )
 def test_samples_do_not_meet(config: HstuConfig) -> None:
     ranker = model(config)
@@ -50,8 +48,8 @@ def test_a_candidate_does_not_see_the_others() -> None:
     batch = next(random_batches(TINY, 1, seed=2))
     before = ranker(batch)
     values = batch.features.values().clone()
-    start, end = batch.features["candidate item"].offsets()[[0, -1]].tolist()
-    first = int(batch.features.offset_per_key()[batch.features.keys().index("candidate item")])
+    start, end = batch.features["candidate event_0"].offsets()[[0, -1]].tolist()
+    first = int(batch.features.offset_per_key()[batch.features.keys().index("candidate event_0")])
     values[first + start] = (values[first + start] + 1) % 50
     assert end - start == TINY.candidates
     changed = KeyedJaggedTensor(batch.features.keys(), values, lengths=batch.features.lengths())
@@ -83,22 +81,20 @@ def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
     assert torch.equal(first.features.values(), again.features.values())
     assert torch.equal(first.labels, again.labels)
     assert not torch.equal(first.features.lengths(), other.features.lengths())
-    lengths = first.features["history item"].lengths()
+    lengths = first.features["history event_0"].lengths()
     assert lengths.min() > 0
     assert lengths.max() <= TINY.max_history
     assert abs(lengths.float().mean() - TINY.mean_history) < 2
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "tolerance"),
-    [(TINY, torch.float32, 1e-5), (TINY, torch.float64, 1e-14), (replace(TINY, bf16=True), torch.float32, 1e-3)],
+    ("bf16", "dtype", "tolerance"),
+    [(False, torch.float32, 1e-5), (False, torch.float64, 1e-14), (True, torch.float32, 1e-3)],
     ids=["fp32", "fp64", "bf16"],
 )
-def test_padding_changes_sums_by_their_rounding_at_most(
-    config: HstuConfig, dtype: torch.dtype, tolerance: float
-) -> None:
-    ranker = model(config).to(dtype)
-    plain, padded = (next(random_batches(config, 4, seed=6, padded=padded)) for padded in (False, True))
+def test_padding_changes_sums_by_their_rounding_at_most(bf16: bool, dtype: torch.dtype, tolerance: float) -> None:
+    ranker = model(bf16=bf16).to(dtype)
+    plain, padded = (next(random_batches(TINY, 4, seed=6, padded=padded)) for padded in (False, True))
     assert plain.actions.numel() < padded.actions.numel()
     found = dict(zip(padded.features.keys(), padded.features.length_per_key(), strict=True))
     assert found in batch_ids(TINY, 4)
@@ -129,12 +125,13 @@ def test_ranks_pad_to_the_least_capacity_that_holds_all() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 32, 256, 2048])
 def test_capacities_are_few_and_near_the_mean(batch_size: int) -> None:
-    config = PRESETS["hstu-small"]
+    config = SMALL
     sizes, mean = capacities(config, batch_size), batch_size * config.mean_history
     assert len(sizes) <= 6
     assert sizes[0] <= 1.03 * mean
     assert mean < sizes[-1] <= batch_size * config.max_history
-    drawn = list(islice(random_batches(replace(config, tables=config.of_event()[:1]), min(batch_size, 32), 3), 20))
+    least = replace(config, event_rows=config.event_rows[:1], user_rows=())
+    drawn = list(islice(random_batches(least, min(batch_size, 32), 3), 20))
     waste = [min(n for n in capacities(config, min(batch_size, 32)) if n >= b.actions.numel()) for b in drawn]
     assert sum(waste) < 1.2 * sum(b.actions.numel() for b in drawn)
 
@@ -182,9 +179,9 @@ def test_it_learns() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_width": 24}, "head_width is 24"),
-        ({"mean_history": 30}, "mean_history is 30"),
-        ({"tables": TINY.of_user()}, 'per="event"'),
+        ({"head_width": 24}, "head-width is 24"),
+        ({"mean_history": 30}, "mean-history is 30"),
+        ({"event_rows": ()}, "--model.event-rows"),
     ],
 )
 def test_sizes_are_checked(changes: dict[str, Any], message: str) -> None:
@@ -193,7 +190,7 @@ def test_sizes_are_checked(changes: dict[str, Any], message: str) -> None:
 
 
 def test_the_small_preset_has_dlrmv4s_shapes() -> None:
-    config = PRESETS["hstu-small"]
-    assert len(config.tables) == 11
+    config = SMALL
+    assert config.tables.count == 11
     assert config.max_length == 4087
-    assert abs(sum(table.rows for table in config.tables) - 30e6) < 1e5
+    assert abs(sum(config.tables.rows) - 30e6) < 1e5

@@ -11,18 +11,22 @@ import torch.fx
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
-from dlrm_bench.hstu.batch import CANDIDATE, HISTORY, USER, HstuBatch
-from dlrm_bench.hstu.config import HstuConfig
-from dlrm_bench.hstu.layer import HstuLayer
+from dlrm_bench.dlrm.zoo.hstu.batch import CANDIDATE, HISTORY, USER, HstuBatch
+from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig, Table
+from dlrm_bench.dlrm.zoo.hstu.layer import HstuLayer
 
 
 class HstuRanker(nn.Module):
     """Scores the candidates of each sample against its history."""
 
     def __init__(
-        self, config: HstuConfig, tables_device: torch.device | None = None, device: torch.device | None = None
+        self,
+        config: HstuConfig,
+        tables_device: torch.device | None = None,
+        device: torch.device | None = None,
+        bf16: bool = False,
     ) -> None:
-        """tables_device: "meta" for tables that TorchRec shards, and fills, afterwards."""
+        """tables_device: "meta" for tables that are filled after TorchRec has sharded them. bf16: of the layers."""
         super().__init__()
         self._config = config
         self.tables = EmbeddingCollection(
@@ -40,7 +44,7 @@ class HstuRanker(nn.Module):
         )
         self.actions = nn.Embedding(config.actions, config.width, device=device)
         self.places = nn.Embedding(config.max_length, config.width, device=device)
-        self.layers = nn.ModuleList(HstuLayer(config, device) for _ in range(config.layers))
+        self.layers = nn.ModuleList(HstuLayer(config, device, bf16) for _ in range(config.layers))
         self.head = nn.Sequential(
             nn.LayerNorm(config.width, device=device),
             nn.Linear(config.width, config.head_hidden, device=device),
@@ -52,26 +56,26 @@ class HstuRanker(nn.Module):
         """Returns logits, [B * candidates]."""
         per = self._config.candidates
         embedded = self.tables(batch.features)
-        history, candidates, users = (self._sum(embedded, kind) for kind in (HISTORY, CANDIDATE, USER))
-        lengths = of_samples(embedded[f"{HISTORY} {self._config.of_event()[0].name}"].lengths(), batch.labels, per)
+        events, of_user = self._config.of_event(), self._config.of_user()
+        history, candidates = (_sum(embedded, kind, events) for kind in (HISTORY, CANDIDATE))
+        lengths = of_samples(embedded[f"{HISTORY} {events[0].name}"].lengths(), batch.labels, per)
         offsets, targets = sequence_offsets(lengths, per), torch.full_like(lengths, per)
         tokens = join(history + of_actions(self.actions.weight, batch.actions), candidates, lengths, per)
         sample, place = sample_and_place(tokens, offsets, self._config.max_length)
         tokens = tokens + self.places.weight[place]  # an index's gradient has equal bits run by run
-        if users is not None:
-            tokens = tokens + of_users(users, offsets, sample, place, self._config.max_length)
+        if of_user:
+            tokens = tokens + of_users(_sum(embedded, USER, of_user), offsets, sample, place, self._config.max_length)
         for layer in self.layers:
             tokens = layer(tokens, offsets, targets)
         return self.head(tokens[candidate_tokens(offsets, per)]).squeeze(1)
 
-    def _sum(self, embedded: dict[str, JaggedTensor], kind: str) -> Tensor | None:
-        """Returns the sum over the tables of one kind of feature, [tokens of that kind, width]; None without tables."""
-        tables = self._config.of_user() if kind == USER else self._config.of_event()
-        total = None
-        for table in tables:
-            values = embedded[f"{kind} {table.name}"].values()
-            total = values if total is None else total + values
-        return total
+
+def _sum(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -> Tensor:
+    """Returns the sum over the tables of one kind of feature, [tokens of that kind, width]."""
+    total: Tensor = embedded[f"{kind} {tables[0].name}"].values()
+    for table in tables[1:]:
+        total = total + embedded[f"{kind} {table.name}"].values()
+    return total
 
 
 # TorchRec's pipelines trace a model to find where its tables' inputs come from. What depends on the sizes of tensors

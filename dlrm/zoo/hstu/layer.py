@@ -10,7 +10,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm_bench.hstu.config import HstuConfig
+from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig
 from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 
 
@@ -53,11 +53,12 @@ def silu_attention(projected: Tensor, offsets: Tensor, targets: Tensor, max_leng
 class HstuLayer(nn.Module):
     """Maps tokens [T, width] to tokens [T, width]; tokens attend within their sequence."""
 
-    def __init__(self, config: HstuConfig, device: torch.device | None = None) -> None:
+    def __init__(self, config: HstuConfig, device: torch.device | None = None, bf16: bool = False) -> None:
+        """bf16: compute in bf16, with fp32 weights and residuals, as DLRMv4 is trained."""
         super().__init__()
         inner = config.heads * config.head_width
         self._inner, self._heads, self._max_length = inner, config.heads, config.max_length
-        self._bf16 = config.bf16
+        self._bf16 = bf16
         self.norm = nn.LayerNorm(config.width, device=device)
         self.project = nn.Linear(config.width, 4 * inner, device=device)
         self.attention_norm = nn.LayerNorm(inner, device=device)

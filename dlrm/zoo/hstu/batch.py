@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
-from dlrm_bench.hstu.config import HstuConfig
+from dlrm_bench.dlrm.data.field_batch import FieldBatch
+from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig
 
 HISTORY, CANDIDATE, USER = "history", "candidate", "user"
 """Features are named "<kind> <table>"."""
 
 
 @dataclass
-class HstuBatch(Pipelineable):
+class HstuBatch(FieldBatch):
     """B samples of E events in all.
 
     features: int64 ids of all tables, keys "history <table>" (a history's events), "candidate <table>"
@@ -31,21 +31,6 @@ class HstuBatch(Pipelineable):
     features: KeyedJaggedTensor
     actions: Tensor
     labels: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "HstuBatch":
-        return HstuBatch(
-            self.features.to(device, non_blocking),
-            self.actions.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-        )
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        self.features.record_stream(stream)
-        for tensor in (self.actions, self.labels):
-            tensor.record_stream(stream)
-
-    def pin_memory(self) -> "HstuBatch":
-        return HstuBatch(self.features.pin_memory(), self.actions.pin_memory(), self.labels.pin_memory())
 
 
 def capacities(config: HstuConfig, batch_size: int) -> list[int]:
@@ -88,7 +73,7 @@ def random_batches(
     where a batch has more events than any capacity; ids as rows ** u of a uniform u, so that few rows are named often.
     A label depends on the candidate's first id, so that losses fall.
     """
-    generator, room = torch.Generator().manual_seed(seed * 1_000_003 + rank), 0
+    generator, room = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63), 0
     lengths_of = [_lengths(config, batch_size, seed, one) for one in range(max(ranks, rank + 1))]
     spare = spare_sequences(config, batch_size) if padded else 0
     for of_ranks in zip(*lengths_of, strict=True):
@@ -118,7 +103,7 @@ def random_batches(
 
 def _lengths(config: HstuConfig, batch_size: int, seed: int, rank: int) -> Iterator[Tensor]:
     """Yields the lengths of the histories of a rank's batches, int32 [B]."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + 500_000 + rank)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + 500_000 + rank) % 2**63)
     low, high = config.mean_history - _spread(config), config.mean_history + _spread(config)
     while True:
         lengths = torch.randint(low, high + 1, (batch_size,), generator=generator, dtype=torch.int32)

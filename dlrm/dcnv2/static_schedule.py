@@ -1,8 +1,8 @@
-"""How the work of one iteration is spread over time, decided once from the batch size and the options."""
+"""How DLRM-DCNv2's stage 3 is spread over time, decided once from the batch size and the options."""
 
 from dataclasses import dataclass
 
-from dlrm_bench.pipeline.static.options import StaticOptions
+from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 
 # Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients beside it gain
 # nothing there, but two halves of the batch do. Below, weight gradients find room, and the top MLP's reduce-scatter can
@@ -11,13 +11,12 @@ _FILLING_BATCH = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSchedule:
+class StaticSchedule:
     """The decisions that tell the schedule of a large batch from that of a small one."""
 
     parts: int
     """The number of parts in which the batch goes from the embedding forward to the embedding backward: two equal
-    halves where one half's GEMMs hide what the other half moves over the links or through memory, else 1. Halves need
-    ids that are sorted ahead: FBGEMM's fused backward would update the tables once for each half."""
+    halves where one half's GEMMs hide what the other half moves over the links or through memory, else 1."""
     top_update_within_chain: bool
     """Whether the top MLP's weight gradients and update start right after its backward, beside the cross layers'
     backward, where a small batch leaves room. They otherwise start after the whole chain from loss to dx0, beside the
@@ -39,11 +38,11 @@ class BatchSchedule:
     multiprocessors."""
 
 
-def batch_schedule(batch_size: int, options: StaticOptions) -> BatchSchedule:
-    """Return the schedule of local batches of this size."""
+def static_schedule(batch_size: int, options: StaticDenseOptions) -> StaticSchedule:
+    """Returns the schedule of local batches of this size."""
     fills_gpu = batch_size >= _FILLING_BATCH
-    return BatchSchedule(
-        parts=2 if fills_gpu and options.presort_ids and batch_size % 2 == 0 else 1,
+    return StaticSchedule(
+        parts=2 if fills_gpu and options.may_go_in_parts and batch_size % 2 == 0 else 1,
         top_update_within_chain=not fills_gpu,
         cross_updates_within_chain=options.peer_memory and not fills_gpu,
         cross_gradients_apart=not fills_gpu,

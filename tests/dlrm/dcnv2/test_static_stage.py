@@ -1,4 +1,4 @@
-"""When the copies of weights in eight bits are made, and what training with them learns."""
+"""Stage 3: when the copies of weights in eight bits are made, and what training with them learns."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense.fp8 import E4M3, empty
 from tests.cases import SMALL_MODEL
 from tests.pipeline.small_runs import batches_of, small
-from tests.pipelines import static_pipeline
+from tests.pipelines import dense_of, static_pipeline
 
 MODEL = replace(SMALL_MODEL, cross_rank=16, top_mlp=(32, 16, 1))
 STEPS = 4
@@ -44,7 +44,7 @@ def train(ranks: Ranks, changes: dict[str, Any]) -> tuple[list[float], list[floa
     plain, eight = (static_pipeline(config, ranks) for config in configs)
     batches = [batches_of(config, ranks) for config in configs]
     losses = [plain.train_step(batches[0]).item() for _ in range(STEPS)], []
-    dense = eight.dense
+    dense = dense_of(eight)
     assert isinstance(dense, Fp8Dense)
     for _ in range(STEPS):
         for bucket in dense.buckets:

@@ -1,6 +1,5 @@
 """Cross-cutting: HSTU trains bit by bit as by TrainPipelineSparseDist, with the drop-in's switches off and on."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,27 +11,23 @@ from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.optim import RowWiseAdagrad
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.hstu.batch import HstuBatch, batch_ids, random_batches
-from dlrm_bench.hstu.config import PRESETS, HstuConfig
-from dlrm_bench.hstu.model import HstuRanker, HstuTrain
+from dlrm_bench.dlrm.zoo.hstu.batch import HstuBatch, batch_ids, random_batches
+from dlrm_bench.dlrm.zoo.hstu.config import TINY
+from dlrm_bench.dlrm.zoo.hstu.model import HstuRanker, HstuTrain
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline, TrimmedECSharder
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.any_models import PLANS, build
 from tests.pipeline.five_stage.test_any_model import adam_of, assert_equal
 from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
-TINY = PRESETS["hstu-tiny"]
 OPTIONS = {
     "none": FiveStageOptions(avoid_record_streams=False, pinned_d2h=False),
     "all": FiveStageOptions(cuda_graph="dense", launch_threads=2),
 }
 
 
-BF16 = replace(TINY, bf16=True)
-
-
-def plain(config: HstuConfig) -> HstuTrain:
-    return HstuTrain(HstuRanker(config, torch.device("cpu"), torch.device("cpu")))
+def plain(bf16: bool) -> HstuTrain:
+    return HstuTrain(HstuRanker(TINY, torch.device("cpu"), torch.device("cpu"), bf16))
 
 
 def train(
@@ -41,11 +36,11 @@ def train(
     options: FiveStageOptions | None,
     batches: list[HstuBatch],
     padded: bool = False,
-    config: HstuConfig = TINY,
+    bf16: bool = False,
 ) -> Trained:
     """padded: batches are, and the input dist is trimmed."""
     sharders = {EmbeddingCollection: TrimmedECSharder(batch_ids=batch_ids(TINY, 5))} if padded else None
-    model, optimizer = build(ranks, partial(plain, config), PLANS[plan], adam_of(ranks), sharders, RowWiseAdagrad)
+    model, optimizer = build(ranks, partial(plain, bf16), PLANS[plan], adam_of(ranks), sharders, RowWiseAdagrad)
     if options is None:
         pipeline: Any = TrainPipelineSparseDist(model, optimizer, ranks.device)
         trained = drain(pipeline, iter(batches))
@@ -67,12 +62,12 @@ def parity(ranks: Ranks, rtol: float, steps: int) -> None:
     assert len({batch.actions.numel() for batch in padded}) > 1
     if ranks.device.type == "cuda":
         batches, padded = ([batch.pin_memory() for batch in of] for of in (batches, padded))
-    for plan, config in (("TW", BF16), ("RW", TINY), ("TW", TINY)):
-        theirs = train(ranks, plan, None, batches, config=config)
+    for plan, bf16 in (("TW", True), ("RW", False), ("TW", False)):
+        theirs = train(ranks, plan, None, batches, bf16=bf16)
         assert len(theirs.outputs) == steps
         for name, options in OPTIONS.items():
-            ours = train(ranks, plan, options, batches, config=config)
-            assert_equal(ours, theirs, rtol, f"{plan}, {name}, {config.bf16}")
+            ours = train(ranks, plan, options, batches, bf16=bf16)
+            assert_equal(ours, theirs, rtol, f"{plan}, {name}, {bf16}")
     ours = train(ranks, "TW", OPTIONS["all"], padded, padded=True)
     assert ours.captured == (ranks.device.type == "cuda")
     assert_equal(ours, theirs, 1e-5, "padded")  # sums over more rows are made in another order

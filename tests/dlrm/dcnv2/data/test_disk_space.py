@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.dlrm.data import disk_space as module
-from dlrm_bench.dlrm.data.disk_space import disk_bytes, require_space, seconds
+from dlrm_bench.dlrm.dcnv2.data import disk_space as module
 from dlrm_bench.dlrm.dcnv2.data.check import MLPERF_DAY_SAMPLES
+from dlrm_bench.dlrm.dcnv2.data.disk_space import disk_bytes, require_space, seconds
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER
 from dlrm_bench.dlrm.dcnv2.data.preprocess import PreprocessConfig, preprocess
 from dlrm_bench.dlrm.dcnv2.data.preprocess_job import PreprocessJob

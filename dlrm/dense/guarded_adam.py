@@ -1,0 +1,39 @@
+"""Adam that a flag on the device stops: zero gradients alone would leave its momentum moving the weights."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class GuardedAdam(torch.optim.Adam):
+    """torch.optim.Adam(fused=True), whose step changes neither weights nor state where `skip` is 1.
+
+    Its kernel reads such a flag from where a gradient scaler would put it (`found_inf`), on the host's command or in a
+    CUDA graph. The state, zeros, is there before the first step, for checkpoints to be read into.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], skip: Tensor, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        """skip: fp32, one number [] on the parameters' device."""
+        assert skip.dtype == torch.float32, "skip: fp32"
+        assert skip.dim() == 0, "skip: one number"
+        super().__init__(parameters, lr=lr, betas=betas, eps=eps, fused=True)
+        self._skip = skip
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See torch.optim.Adam."""
+        self.found_inf = self._skip  # for the step alone: others take an optimizer that keeps one for a scaler's
+        try:
+            return super().step(closure)
+        finally:
+            del self.found_inf

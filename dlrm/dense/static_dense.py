@@ -1,0 +1,153 @@
+"""What the static pipeline asks of a benchmark's dense network: stage 3, and the dense update of stage 5.
+
+The pipeline brings pooled vectors to `inputs` and takes their gradients from `gradients`; between the two a benchmark
+launches what it likes, on streams that it is lent, in an order that is the same on all ranks and in every iteration.
+All memory is made once and all shapes are fixed, so that an iteration can be captured in a CUDA graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.data.batch import Batch, BatchLayout
+from dlrm_bench.dlrm.dense.buckets import Bucket, DenseState
+from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.dense.tallies import Tallies
+from dlrm_bench.dlrm.runtime.streams import Branch, Streams
+from dlrm_bench.kernels.peer_tensors import PeerTensors
+
+
+@dataclass(frozen=True, slots=True)
+class DenseContext:
+    """What the pipeline lends the dense network for its iterations."""
+
+    streams: Streams
+    learning_rate: Tensor
+    """fp32 [1] on the device, which every update reads."""
+    guard: LossGuard
+    """Has to look at the losses before any update of an iteration; its watch goes to all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingForward:
+    """What stage 3 comes after."""
+
+    parts: Sequence[Branch]
+    """The chain of each part of the batch, which its pooled vectors have come to; stage 3 goes on there."""
+    local: Branch
+    """`local_forward` and the lookup of replicated tables."""
+    weights: Sequence[Branch]
+    """What `gather_beside` returned."""
+
+
+@dataclass(slots=True)
+class DenseBackward:
+    """What later work of the iteration comes after."""
+
+    guarded: Branch
+    """The guard's look at the losses."""
+    before_tables: list[Branch] = field(default_factory=list)
+    """Work that the table update waits for beside its gradients, because both at once would take longer."""
+    updates: list[Branch] = field(default_factory=list)
+    """The updates of all buckets."""
+
+
+class StaticDense(Protocol):
+    """A dense network of one fixed local batch size, as each rank has it."""
+
+    @property
+    def shape(self) -> BatchShape:
+        """Local batch, format, and the number of parts in which the batch goes through stages 2 to 4."""
+        ...
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The layout of a rank's batch."""
+        ...
+
+    @property
+    def inputs(self) -> Tensor:
+        """Memory for the pooled vectors of the local batch, [samples, tables * columns] with any row stride."""
+        ...
+
+    @property
+    def gradients(self) -> Tensor:
+        """The gradient by `inputs`, of its shape."""
+        ...
+
+    @property
+    def peer_inputs(self) -> tuple[PeerTensors, int] | None:
+        """The memory behind `inputs` on all ranks, and its column where pooled vectors begin, where it lies in peer
+        memory that all ranks reach."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All weights, their gradients and optimizer state."""
+        ...
+
+    @property
+    def tallies(self) -> Tallies:
+        """Counts of this rank's numbers that went wrong."""
+        ...
+
+    def loss(self, step: int) -> Tensor:
+        """Returns the mean loss of the local batch of iteration `step`, counted from 0 over all that were launched."""
+        ...
+
+    # Training, in this order
+
+    def gather_beside(self, context: DenseContext) -> Sequence[Branch]:
+        """Launches what brings the last update's weights to this rank, where the update has not done it. Collective."""
+        ...
+
+    def local_forward(self, batch: Batch) -> None:
+        """Launches, on the current stream, what of the forward pass needs no pooled vectors."""
+        ...
+
+    def forward_backward(self, context: DenseContext, batch: Batch, after: EmbeddingForward) -> DenseBackward:
+        """Launches forward and backward of each part on the part's chain, until its `gradients` are there, and what
+        goes beside them. Collective."""
+        ...
+
+    def finish(self, context: DenseContext, backward: DenseBackward, after: Branch) -> None:
+        """Launches all that is left of backward and update once the whole batch's `gradients` are there, on branches
+        after `after`; adds these to `backward`. Collective."""
+        ...
+
+    # Evaluation
+
+    def gather(self) -> None:
+        """Brings all weights to this rank, before evaluations. Collective."""
+        ...
+
+    def copy_weights(self) -> None:
+        """Makes what a forward pass reads beside the weights themselves, after `local_forward`."""
+        ...
+
+    def logits(self, part: int) -> Tensor:
+        """Returns the logits of a part, [its samples], once its pooled vectors are there."""
+        ...
+
+    # State, under the keys of the benchmark's checkpoints
+
+    @property
+    def dense_keys(self) -> Sequence[str]:
+        """The keys of all dense weights."""
+        ...
+
+    @property
+    def table_keys(self) -> Sequence[str]:
+        """The key of each table, in table order."""
+        ...
+
+    def state_dict(self, which: DenseState) -> dict[str, Tensor]:
+        """Returns whole copies, fp32, of weights or optimizer state. Collective."""
+        ...
+
+    def load_state_dict(self, values: dict[str, Tensor], which: DenseState) -> None:
+        """Takes what `state_dict(which)` gives, the same on every rank."""
+        ...

@@ -1,0 +1,1 @@
+"""HSTU: a ranking model over users' histories, on TorchRec's unpooled embeddings. See config.py."""

@@ -1,0 +1,57 @@
+"""The built-in ladders of the TorchRec models: stock TorchRec, and the drop-in with one switch more on each rung."""
+
+from collections.abc import Mapping
+
+from dlrm_bench.dlrm.benchmark import Rung
+
+_STOCK = Rung("stock", (), "TrainPipelineSparseDist on TorchRec's own modules.")
+_STEPS = (
+    ("five-stage", ("--pipeline", "five-stage"), "Nothing yet: the five stages under their own schedule."),
+    (
+        "avoid-record-streams",
+        ("--avoid-record-streams",),
+        "TorchRec's record_stream calls, by events that keep its buffers alive.",
+    ),
+    (
+        "pinned-d2h",
+        ("--pinned-d2h",),
+        "Stream syncs at device-to-host reads: they land in pinned memory and are waited for where they are needed.",
+    ),
+    (
+        "dense-graph",
+        ("--cuda-graph", "dense"),
+        "Nearly all launches of the dense network, its backward, the gradient all-reduce and the dense update.",
+    ),
+    (
+        "trim-input-dist",
+        ("--trim-input-dist",),
+        "The exchange of splits and lengths, every tolist and list tensor, where sizes are declared.",
+    ),
+    (
+        "graph-dists",
+        ("--graph-dists",),
+        "Nearly all launches of the all-to-alls and what is around them: graphs replay them.",
+    ),
+    (
+        "launch-threads",
+        ("--launch-threads", "2"),
+        "The launches of the next batch's input dist from the first thread: a second one makes them.",
+    ),
+)
+_MAIN = ("stock", "pinned-d2h", "dense-graph", "trim-input-dist", "graph-dists")
+
+
+def ladders(for_graphs: tuple[str, ...] = ()) -> Mapping[str, tuple[Rung, ...]]:
+    """Returns the ladders by name, first rung first.
+
+    for_graphs: flags that a model's data need from the first rung with graphs on. full: every switch; main: those that
+    change most; ends: stock and the last rung of `main`; same: one rung twice (A/A).
+    """
+    rungs, flags = [_STOCK], tuple[str, ...]()
+    for name, more, note in _STEPS:
+        flags += more + (for_graphs if name == "dense-graph" else ())
+        rungs.append(Rung(name, flags, note))
+    full = tuple(rungs)
+    main = tuple(rung for rung in full if rung.name in _MAIN)
+    same = (Rung("same-a", main[-1].flags), Rung("same-b", main[-1].flags, "Nothing: the same thing again."))
+    return {"full": full, "main": main, "ends": (main[0], main[-1]), "same": same, "stock": (_STOCK,)}

@@ -1,1 +1,0 @@
-"""HSTU: a ranking model over users' histories, on TorchRec's unpooled embeddings. See hstu/config.py."""

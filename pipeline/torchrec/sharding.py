@@ -1,0 +1,200 @@
+"""Shards a benchmark's model by TorchRec: its collections of tables, sharders, a plan, initial weights."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, ShardingType
+
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.torchrec_model import TorchRecModel
+from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
+from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
+from dlrm_bench.pipeline.torchrec.planner import sharding_planner, table_optimizer
+from dlrm_bench.pipeline.torchrec.state import tensor_blocks
+
+Codecs = dict[str, QuantizedCommCodecs]
+_BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharders:
+    """What shards each kind of collection; of one registry of codecs."""
+
+    bags: EmbeddingBagCollectionSharder
+    sequences: EmbeddingCollectionSharder
+
+    @classmethod
+    def of_torchrec(cls, codecs: Codecs | None) -> "Sharders":
+        """Returns TorchRec's own."""
+        return cls(
+            EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder(qcomm_codecs_registry=codecs),
+        )
+
+    def of(self, collection: nn.Module) -> Any:
+        """Returns the sharder of a collection."""
+        return self.bags if isinstance(collection, EmbeddingBagCollection) else self.sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A sharded model with what the pipeline keeps of its making."""
+
+    model: DistributedModelParallel
+    plan: ShardingPlan
+    tables: frozenset[str]
+    """Names of the tables' weights in the state_dict."""
+    guard: TorchRecLossGuard
+
+
+def quantized_codecs(options: TorchRecModelOptions, device: torch.device) -> Codecs | None:
+    """Returns the codecs of looked-up vectors and their gradients for TorchRec's collectives; None where they stay
+    fp32.
+
+    Gradients of a mean loss are small, so they keep fp32's exponents: the pair of TorchRec's own example, see
+    torchrec.distributed.fbgemm_qcomm_codec. On the CPU TorchRec puts fp16 in bf16's place.
+    """
+    if options.quantized_comms == "none":
+        return None
+    forward = {"bf16": CommType.BF16, "fp16": CommType.FP16}[options.quantized_comms]
+    precisions = QCommsConfig(forward_precision=forward, backward_precision=CommType.BF16)
+    return get_qcomm_codecs_registry(precisions, device=device)
+
+
+def build_sharded(
+    config: TrainingConfig,
+    of_benchmark: TorchRecModel,
+    options: TorchRecModelOptions,
+    ranks: Ranks,
+    sharders: Sharders,
+    left_out: Collection[ShardingType],
+    data_parallel: DataParallelWrapper | None,
+) -> Built:
+    """Returns the model, sharded and with its initial weights. Collective.
+
+    left_out: sharding types that the planner must not choose. data_parallel: how the dense network is replicated; None
+    is TorchRec's default. ValueError, on every rank, where the tables do not fit.
+    """
+    memory = device_memory_bytes(ranks)
+    check_tables_fit(config.model.tables, config.optimizer.tables, memory, ranks.device)
+    module = of_benchmark.module
+    collections = {
+        path: part
+        for path, part in module.named_modules()
+        if isinstance(part, EmbeddingBagCollection | EmbeddingCollection)
+    }
+    guard = TorchRecLossGuard(module, ranks)
+    rows: dict[str, int] = {}
+    optimizer, arguments = table_optimizer(config.optimizer)
+    for path, part in collections.items():
+        apply_optimizer_in_backward(optimizer, part.parameters(), dict(arguments))
+        rows |= {f"{path}.{name}": len(weights) for name, weights in part.named_parameters()}
+    of_kinds = [sharder for sharder in (sharders.bags, sharders.sequences) if _has(collections, sharder)]
+    if of_benchmark.constraints is None:
+        plan = _in_turn(collections, sharders, ranks)
+    else:
+        assert not _has(collections, sharders.sequences), "the planner is asked about bags alone"
+        left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
+        planned = [_PlanningSharder(sharders.bags, left_out)]
+        plan = _planned(module, planned, of_benchmark.constraints, config.local_batch_size, ranks, memory)
+    sharded = DistributedModelParallel(
+        module=module, device=ranks.device, plan=plan, sharders=of_kinds, data_parallel_wrapper=data_parallel
+    )
+    guard.watch_lookups(sharded)
+    _fill_tables(sharded, rows, config.seed)
+    return Built(sharded, plan, frozenset(rows), guard)
+
+
+class _PlanningSharder(EmbeddingBagCollectionSharder):
+    """A sharder as the planner sees it, without some sharding types.
+
+    ParameterConstraints leaves types out too, but through a set of names, whose order changes from process to process
+    and with it the choice between equal plans.
+    """
+
+    def __init__(self, sharder: EmbeddingBagCollectionSharder, left_out: Collection[ShardingType]) -> None:
+        super().__init__(sharder.fused_params, sharder.qcomm_codecs_registry)
+        self._left_out = {kind.value for kind in left_out}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """TorchRec's, but for those left out, in its order."""
+        return [kind for kind in super().sharding_types(compute_device_type) if kind not in self._left_out]
+
+
+def _has(collections: Mapping[str, nn.Module], sharder: Any) -> bool:
+    return any(isinstance(part, sharder.module_type) for part in collections.values())
+
+
+def _planned(
+    module: nn.Module,
+    planned: Sequence[Any],
+    constraints: Mapping[str, ParameterConstraints],
+    batch_size: int,
+    ranks: Ranks,
+    memory: int,
+) -> ShardingPlan:
+    """Returns the plan of TorchRec's planner. Collective."""
+    kind: Literal["cuda", "cpu"] = "cuda" if ranks.device.type == "cuda" else "cpu"
+    machine = (ranks.world_size, ranks.local_world_size, kind, memory)
+    try:
+        return sharding_planner(constraints, batch_size, *machine).collective_plan(
+            module, list(planned), dist.GroupMember.WORLD
+        )
+    except PlannerError as error:
+        raise ValueError(
+            f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB a rank; use more GPUs, a smaller "
+            f"--model.table-scale or a smaller --local-batch-size ({error})"
+        ) from error
+
+
+def _in_turn(collections: Mapping[str, nn.Module], sharders: Sharders, ranks: Ranks) -> ShardingPlan:
+    """Returns a plan by which the tables, in their order, go to the ranks in turn, each whole."""
+    plans, count = {}, 0
+    for path, part in collections.items():
+        of_table = {}
+        for table in sharders.of(part).shardable_parameters(part):
+            of_table[table], count = table_wise(rank=count % ranks.world_size), count + 1
+        plans[path] = construct_module_sharding_plan(
+            part,
+            of_table,
+            sharders.of(part),
+            local_size=ranks.local_world_size,
+            world_size=ranks.world_size,
+            device_type=ranks.device.type,
+        )
+    return ShardingPlan(plans)
+
+
+def _fill_tables(sharded: DistributedModelParallel, rows: Mapping[str, int], seed: int) -> None:
+    """rows: of each table, by the name of its weights, in the order that numbers the tables."""
+    state: dict[str, Tensor] = sharded.state_dict()
+    for table, (name, num_embeddings) in enumerate(rows.items()):
+        for part in tensor_blocks(state[name], state[name]):
+            if part.local is not None:
+                row, column = part.start
+                fill_initial_weights(
+                    part.local,
+                    seed=seed,
+                    table=table,
+                    num_embeddings=num_embeddings,
+                    row_offset=row,
+                    column_offset=column,
+                )

@@ -1,0 +1,38 @@
+"""The ladders of the TorchRec models: one switch more on each rung, and launch/dlrm.py takes their flags."""
+
+from itertools import pairwise
+
+import pytest
+
+from dlrm_bench.dlrm.benchmarks import PRESETS
+from dlrm_bench.dlrm.zoo.benchmark import ZOO
+from dlrm_bench.dlrm.zoo.hstu.benchmark import HSTU
+from dlrm_bench.launch.dlrm import parse
+
+NAMES = [name for benchmark in (*ZOO, HSTU) for name in benchmark.presets]
+
+
+@pytest.mark.parametrize("preset", NAMES)
+def test_every_rung_adds_to_the_one_before(preset: str) -> None:
+    benchmark, _ = PRESETS[preset]
+    for name, rungs in benchmark.ladders.items():
+        configs = [parse(["--preset", preset, *rung.flags]) for rung in rungs]
+        assert {config.benchmark for config in configs} == {benchmark.name}
+        assert all(rung.note for rung in rungs[1:])
+        for before, after in pairwise(rungs):
+            assert after.flags[: len(before.flags)] == before.flags
+            assert (after.flags == before.flags) == (name == "same")
+    assert [rung.name for rung in benchmark.ladders["ends"]] == ["stock", "graph-dists"]
+
+
+@pytest.mark.parametrize("preset", ["hstu-tiny", "hstu-small"])
+def test_batches_of_hstu_are_padded_where_graphs_need_it(preset: str) -> None:
+    configs = [parse(["--preset", preset, *rung.flags]) for rung in HSTU.ladders["full"]]
+    for config in configs:
+        assert config.data.padded == (getattr(config.pipeline, "cuda_graph", "none") == "dense")
+
+
+def test_each_benchmark_has_a_name_of_its_own() -> None:
+    names = [benchmark.name for benchmark, _ in PRESETS.values()]
+    assert len(set(names)) == len(ZOO) + 2
+    assert len({benchmark.title for benchmark in ZOO}) == len(ZOO)
