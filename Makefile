@@ -84,4 +84,5 @@ $(INSTALLED): $(PINS) pyproject.toml
 
 clean:  ## Remove .venv, the data set, caches and build folders; records in results/ stay
 	rm -rf $(VENV) data/smoke $(SUBMISSION) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find bench pipeline \( -type d -name build -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -16,10 +16,11 @@ import tyro
 from tyro.conf import Positional
 
 from dlrm_bench.bench.compare.arguments import Compare
+from dlrm_bench.bench.doctor.options import DoctorOptions
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.report.arguments import Report, Tables
 from dlrm_bench.bench.scale.arguments import Scale
-from dlrm_bench.dlrm.runtime.command_line import exit_status
+from dlrm_bench.dlrm.runtime.command_line import FailedError, exit_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -204,35 +205,21 @@ class RecordCommand:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Doctor:
+class Doctor(DoctorOptions):
     """Examines a training script of your own: dlrm-bench doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
 
     Says which lines make the host wait, copy or launch too much in a steady iteration, costliest first. Nothing of the
     script is changed; it is ended after the iterations that the doctor needs.
     """
 
-    warmup: int = 20
-    """Iterations before anything is measured."""
-    iterations: int = 50
-    """Iterations that are timed without instruments; 13 more are needed for the lines."""
-    keep_running: bool = False
-    """Let the script go on to its end."""
-    json: Path | None = None
-    """File for all findings and figures."""
-    page: Path | None = None
-    """File for a self-contained HTML page with the timeline of an iteration."""
-    traces: Path | None = None
-    """Folder for the ranks' Chrome traces."""
-    baseline: Path | None = None
-    """An earlier --json file: says what is new, gone and moved since, and how that had been predicted."""
-    fail_on: str | None = None
-    """new-syncs: exit with status 1 if a line makes the host wait that did not in --baseline."""
-
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs the command and prints the findings; returns the exit status."""
-        from dlrm_bench.bench.doctor.examine import doctor
+        from dlrm_bench.bench.doctor.examine import ExaminationError, doctor
 
-        return doctor(console, forwarded, **{field.name: getattr(self, field.name) for field in fields(self)})
+        try:
+            return doctor(console, forwarded, self)
+        except ExaminationError as error:
+            raise FailedError(str(error)) from error
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

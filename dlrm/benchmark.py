@@ -4,7 +4,7 @@ The training loop, the clock, the log, ladders, limits and reports know this typ
 no torch, so that records are read, compared and reported without; `parts` imports what trains.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -207,6 +207,9 @@ class Benchmark:
     """None where nobody has counted its work."""
     parts: Callable[[], Parts]
     """Imports what trains it."""
+    data_command: Callable[[str, str | None, Sequence[str]], int] | None = None
+    """Runs `dlrm-bench data WHAT` on WHAT, the preset that is named and the other flags, and returns the exit status;
+    None where the benchmark reads no files."""
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
     """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""

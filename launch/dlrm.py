@@ -19,17 +19,16 @@ import json
 import os
 import signal
 import sys
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 
-if "dlrm_bench" not in sys.modules:
-    # The package is the tree around this file, a checkout or what pip installed, whatever else the path leads to.
-    _tree = ModuleSpec("dlrm_bench", None, is_package=True)
-    _tree.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
-    sys.modules["dlrm_bench"] = module_from_spec(_tree)
+# The package is that of the tree around this file, a checkout or what pip installed, whatever else the path leads to.
+_tree = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_tree if (_tree / "dlrm_bench").is_dir() else _tree.parent))
+import dlrm_bench  # noqa: F401
+
+del sys.path[0]  # the modules here and beside have no other names
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    del sys.path[0]  # Python's own doing: the files here are modules of the package and have no other names
+    del sys.path[0]  # Python's own doing
 
 from dlrm_bench.launch.surroundings import prepare
 

@@ -7,14 +7,13 @@ launch/dlrm.py. Never for timing.
 
 import sys
 from functools import partial
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 
-if "dlrm_bench" not in sys.modules:  # as in launch/dlrm.py, which does the rest
-    _tree = ModuleSpec("dlrm_bench", None, is_package=True)
-    _tree.submodule_search_locations = [str(Path(__file__).resolve().parents[1])]
-    sys.modules["dlrm_bench"] = module_from_spec(_tree)
+_tree = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_tree if (_tree / "dlrm_bench").is_dir() else _tree.parent))
+import dlrm_bench  # noqa: F401  # as in launch/dlrm.py, which does the rest
+
+del sys.path[0]
 
 from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.launch.dlrm import parse

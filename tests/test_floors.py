@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {"kernels": 1, "dlrm": 2, "pipeline": 3, "bench": 4, "launch": 5}
 PACKAGE = "dlrm_bench"
-FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-DROP_INS = {ROOT / "pipeline" / "five_stage": {"cuda_graph"}, ROOT / "pipeline" / "device_metrics": set[str]()}
-"""Libraries of their own, and the modules beside them that they import."""
+# An installation of a product leaves build/ in its folder.
+FILES = sorted(
+    path
+    for floor in FLOORS
+    for path in (ROOT / floor).rglob("*.py")
+    if "build" not in path.relative_to(ROOT).parts[:-1]
+)
+PRODUCTS = {"pipeline/five_stage": "five_stage", "bench/doctor": "host_doctor", "bench/stats": "run_statistics"}
+"""Folders that install alone, with the name that each is imported by where it does."""
+APART = (*PRODUCTS, "pipeline/device_metrics")
+"""Folders that import nothing of the rest, by relative imports alone."""
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -23,7 +30,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # Relative imports are the drop-ins' alone, which stay whole wherever they are copied to.
+            # Relative imports are the products', which have another name where they are installed alone.
             yield "." * node.level + (node.module or "")
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             argument = node.args[0]
@@ -81,8 +88,6 @@ def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
 MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zoo", "torchrec.models")
 """Packages of single benchmarks, which the floors above know as values alone."""
 MODELS_STILL_KNOWN = {
-    "bench/cli.py": "data commands",
-    "bench/mlperf/submission/log_sense.py": "MLPerf's target",
     "launch/auc_over_seeds.py": "planted data",
 }
 """Files that import a model all the same, and for what: to shrink, never to grow."""
@@ -131,29 +136,51 @@ def test_modules_are_imported_by_one_name():
         assert names == [], path
 
 
-def outside(path: Path, drop_in: Path) -> list[str]:
-    """Modules of ours that a file of a drop-in imports from outside of it."""
-    depth = len(path.relative_to(drop_in).parts)  # dots that stay within it
+def outside(path: Path, product: Path, tree: ast.AST) -> list[str]:
+    """Modules of ours that a file of a product imports from outside of it."""
+    depth = len(path.relative_to(product).parts)  # dots that stay within it
     found = []
-    for name in imported(ast.parse(path.read_text())):
+    for name in imported(tree):
         dots = len(name) - len(name.lstrip("."))
-        if folder_of(name) or dots > depth:
-            found.append(name.lstrip("."))
+        if name.split(".")[0] in (PACKAGE, *FLOORS) or dots > depth:
+            found.append(name)
     return found
 
 
-@pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda path: path.name)
-def test_a_drop_in_imports_nothing_of_ours_but_what_it_names(drop_in):
-    files = sorted(drop_in.rglob("*.py"))
-    assert len(files) > 5
-    assert {name for path in files for name in outside(path, drop_in)} == DROP_INS[drop_in]
-    cuda_graph = ast.parse((ROOT / "pipeline" / "cuda_graph.py").read_text())
-    assert [name for name in imported(cuda_graph) if folder_of(name)] == []
+def files_of(product: str) -> list[Path]:
+    return [path for path in FILES if path.is_relative_to(ROOT / product)]
 
 
-def test_relative_imports_are_the_drop_ins_alone():
+@pytest.mark.parametrize("product", APART)
+def test_a_product_imports_nothing_of_the_rest(product):
+    assert len(files_of(product)) > 4
+    for path in files_of(product):
+        assert outside(path, ROOT / product, ast.parse(path.read_text())) == [], path
+
+
+def test_the_check_sees_what_lies_outside_of_a_product():
+    product = ROOT / "bench" / "doctor"
+    for source in ("from dlrm_bench.bench import ROOT", "from .. import ROOT", "from ..report.plots import WIDTH"):
+        assert outside(product / "frames.py", product, ast.parse(source)) != []
+    assert outside(product / "frames.py", product, ast.parse("from .rank_file import Frame")) == []
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_has_its_front_page_version_and_changes(product):
+    folder = ROOT / product
+    (version,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse((folder / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    )
+    assert f"\n## {version}\n" in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"pip install ./{product}" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_relative_imports_are_the_products_alone():
+    products = {path for product in APART for path in files_of(product)}
     for path in FILES:
-        if not any(path.is_relative_to(drop_in) for drop_in in DROP_INS):
+        if path not in products:
             assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(".")] == [], path
 
 
@@ -170,11 +197,17 @@ def test_what_reads_records_imports_neither_torch_nor_what_drives_gpus(room):
     assert done.stdout.split() == []
 
 
-def test_every_package_is_installed():
-    """What pyproject.toml lists is what there is: a package left out would be missing after `pip install`."""
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    there = {f"{PACKAGE}.{'.'.join(path.parent.relative_to(ROOT).parts)}" for path in FILES}
-    assert listed == there
+def test_the_package_links_to_each_floor():
+    """And holds nothing else: whatever finds packages by folders finds every room, by one name."""
+    there = {path.name: str(path.readlink()) for path in (ROOT / PACKAGE).iterdir() if path.is_symlink()}
+    assert there == {floor: f"../{floor}" for floor in FLOORS}
+    beside = {path.name for path in (ROOT / PACKAGE).iterdir()} - {"__pycache__", "py.typed"}
+    assert beside - set(there) == {"__init__.py"}
+
+
+def test_every_folder_of_modules_is_a_package():
+    """A folder without __init__.py would be missing after `pip install`."""
+    assert [path.parent for path in FILES if not path.with_name("__init__.py").exists()] == []
 
 
 def test_nothing_outside_the_tests_imports_them():

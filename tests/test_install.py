@@ -27,11 +27,10 @@ DISTRIBUTION_OF = {"PIL": "pillow", "typing_extensions": "typing-extensions"}
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built by the setuptools of this environment, from a copy: a build leaves files in its tree."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for folder in (*FLOORS, "tests"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (*FLOORS, PACKAGE, "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    (tree / PACKAGE).symlink_to(".")
     build = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
     done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -87,9 +86,14 @@ def test_the_wheel_holds_one_name_and_every_file(wheel):
     assert {name.split("/")[0] for name in names} == {PACKAGE, about}
     assert {name for name in names if name.endswith(".py")} == {
         f"{PACKAGE}/{path.relative_to(ROOT).as_posix()}" for path in FILES
-    }
+    } | {f"{PACKAGE}/__init__.py"}
     others = [path for folder in FLOORS for path in (ROOT / folder).rglob("*") if path.is_file() and path not in FILES]
-    needed = {path.relative_to(ROOT).as_posix() for path in others if path.suffix not in (".pyc", ".md")}
+    of_products = ("pyproject.toml", "LICENSE")
+    needed = {
+        path.relative_to(ROOT).as_posix()
+        for path in others
+        if path.suffix not in (".pyc", ".md") and path.name not in of_products
+    }
     assert "bench/report/templates/report.html" in needed
     assert {f"{PACKAGE}/{name}" for name in needed} <= set(names)
 
@@ -154,12 +158,13 @@ def trees_launched(launcher: Path, arguments: Sequence[str], cwd: Path, *path: P
 @pytest.mark.parametrize(("name", "kind"), [("dlrm.py", []), ("measure.py", ["limits"])])
 def test_a_launcher_runs_its_own_tree(site, tmp_path, name, kind):
     """Wherever it stands, and whatever else the path leads to."""
-    installed, copy = site / PACKAGE, tmp_path / "copy"
-    shutil.copytree(installed, copy)  # of another name and without the link, as some archives unpack
-    trees = {installed: (ROOT,), ROOT: (site,), copy: (ROOT, site)}
+    copy = tmp_path / "copy"
+    for folder in (*FLOORS, PACKAGE):  # links become folders, as some archives unpack
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    trees = {site / PACKAGE: (ROOT,), ROOT: (site,), copy: (ROOT, site)}
     for tree, elsewhere in trees.items():
         loaded = trees_launched(tree / "launch" / name, [*kind, "--print-config"], tmp_path, *elsewhere)
-        assert loaded == {str(tree)}
+        assert loaded == {str(tree if tree.name == PACKAGE else tree / PACKAGE)}
 
 
 def test_a_ladder_of_the_installed_copy_starts_the_installed_copy(site, tmp_path):

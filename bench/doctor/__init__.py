@@ -1,6 +1,6 @@
 """The doctor: where the iteration of somebody else's training script loses its time, line by line.
 
-dlrm-bench doctor -- torchrun --nproc_per_node 8 train.py ...
+host-doctor -- torchrun --nproc_per_node 8 train.py ...
 
 The script stays as it is. Its processes load hook.py at their start (site_folder.py says how), a rank finds its
 iterations and measures them (rank.py, marks.py), and the command makes findings of what the ranks leave (findings.py).
@@ -9,7 +9,9 @@ iterations and measures them (rank.py, marks.py), and the command makes findings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dlrm_bench.bench.doctor import hook
+from . import hook
+
+__version__ = "0.1.0"
 
 
 @contextmanager

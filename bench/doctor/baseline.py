@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dlrm_bench.bench.doctor import cuda_calls as cuda
-from dlrm_bench.bench.doctor import judge
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis
-from dlrm_bench.bench.doctor.findings import Finding
-from dlrm_bench.bench.doctor.remedies import PART_NAMES, Part, in_input_dist, without_twice
+from . import cuda_calls as cuda
+from . import judge
+from .diagnosis import Diagnosis
+from .findings import Finding
+from .remedies import PART_NAMES, Part, in_input_dist, without_twice
 
 _MORE = 0.5
 """Calls an iteration by which a finding must have grown to be news."""

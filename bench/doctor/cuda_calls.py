@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from dlrm_bench.bench.doctor.rank_file import MARK
+from .rank_file import MARK
 
 SYNC, COPY, ALLOCATOR, LAUNCH, GRAPH_LAUNCH = "sync", "copy", "allocator", "launch", "graph_launch"
 _KINDS = {

@@ -7,15 +7,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple, TypedDict
 
-from dlrm_bench.bench.doctor import cuda_calls as cuda
-from dlrm_bench.bench.doctor.findings import Finding, Seen, findings_of, seen_by
-from dlrm_bench.bench.doctor.interpreter_lock import Samples
-from dlrm_bench.bench.doctor.judge import Place
-from dlrm_bench.bench.doctor.parts import Parts, parts_of
-from dlrm_bench.bench.doctor.rank_file import MARKED_ITERATION, RankFile, read_rank_files, trace_path
-from dlrm_bench.bench.doctor.remedies import UNKNOWN, Prediction, predict, suggestion
-from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
-from dlrm_bench.bench.records.json_file import read_json
+from . import cuda_calls as cuda
+from .findings import Finding, Seen, findings_of, seen_by
+from .interpreter_lock import Samples
+from .judge import Place
+from .parts import Parts, parts_of
+from .rank_file import MARKED_ITERATION, RankFile, read_rank_files, trace_path
+from .remedies import UNKNOWN, Prediction, predict, suggestion
+from .site_folder import PACKAGE
+from .trace import ITERATION, gpu_times, host_work, ordered, read_trace
 
 SCHEMA = 2
 _LEAST_CPU_MS = 0.01
@@ -57,7 +57,7 @@ class Overhead(TypedDict):
 
 
 class Diagnosis(TypedDict):
-    """What `dlrm-bench doctor --json` writes."""
+    """What --json writes."""
 
     schema: int
     created: str
@@ -158,13 +158,13 @@ def diagnose(
 def read_diagnosis(path: Path) -> Diagnosis:
     """What --json wrote. ValueError if it is something else."""
     try:
-        content = read_json(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}): name a file that dlrm-bench doctor --json wrote"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name a file that --json wrote") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): name a file that --json wrote") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or "findings" not in content:
-        raise ValueError(f"{path} is no diagnosis of schema {SCHEMA}: write it with dlrm-bench doctor --json")
+        raise ValueError(f"{path} is no diagnosis of schema {SCHEMA}: write one with --json")
     return Diagnosis(**content)  # type: ignore[typeddict-item]
 
 
@@ -182,8 +182,8 @@ def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
     if not ranks:
         raise ValueError(
             "no iteration was found in any process of the command: the doctor looks for progress() of a TorchRec "
-            "pipeline and for steps of torch.optim's optimizers; other loops put `with dlrm_bench.bench.doctor."
-            "iteration():` around an iteration. Python's flags -E, -I and -S keep the doctor out"
+            "pipeline and for steps of torch.optim's optimizers; other loops put "
+            f"`with {PACKAGE}.iteration():` around an iteration. Python's flags -E, -I and -S keep the doctor out"
         )
     short = [rank for rank in ranks if not rank["complete"]]
     if short:
@@ -197,7 +197,8 @@ def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
 def _summary(
     rank: RankFile, events: list[dict[str, object]], traced: list[cuda.CudaCall], waits: float | None
 ) -> RankSummary:
-    trace = summarize_trace(events)
+    in_order, iterations = ordered(events)
+    gpu = gpu_times(in_order, iterations, host_work(in_order, iterations))
     plain = rank["plain"]
     return RankSummary(
         rank=rank["rank"],
@@ -208,8 +209,8 @@ def _summary(
         threads_ms=plain["threads_ms"],
         calls=cuda.counts(traced, rank["traced"]["iterations"]),
         gil_wait_ms=None if waits is None else waits * plain["ms"],
-        gpu_computing_ms=trace.gpu_computing_ms,
-        gpu_idle_fraction=trace.gpu_idle_fraction,
+        gpu_computing_ms=gpu and gpu.computing_ms,
+        gpu_idle_fraction=gpu and gpu.idle_fraction,
     )
 
 

@@ -1,7 +1,4 @@
-"""dlrm-bench doctor -- COMMAND: runs the command with the hook in it, and says what its ranks found.
-
-dlrm-bench doctor --page doctor.html -- torchrun --nproc_per_node 8 train.py ...
-"""
+"""Runs a command with the hook in its processes, and says what its ranks found."""
 
 import os
 import shlex
@@ -18,56 +15,46 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dlrm_bench.bench.doctor import text
-from dlrm_bench.bench.doctor.baseline import Comparison, compare
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Timeline, diagnose, read_diagnosis, write_diagnosis
-from dlrm_bench.bench.doctor.interpreter_lock import LockWatch
-from dlrm_bench.bench.doctor.rank_file import MARKED, SETTLING, TRACED
-from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
-from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED, FailedError
+from . import text
+from .baseline import Comparison, compare
+from .diagnosis import Diagnosis, Timeline, diagnose, read_diagnosis, write_diagnosis
+from .interpreter_lock import LockWatch
+from .options import DoctorOptions
+from .rank_file import MARKED, SETTLING, TRACED
+from .site_folder import Settings, environment_with_hook
 
-NEW_SYNCS = "new-syncs"
+EXIT_FAILED = 1
 
 
-def doctor(
-    console: Console,
-    command: Sequence[str],
-    *,
-    warmup: int,
-    iterations: int,
-    keep_running: bool,
-    json: Path | None,
-    page: Path | None,
-    traces: Path | None,
-    baseline: Path | None,
-    fail_on: str | None,
-) -> int:
-    """Examines the command and prints what is found; returns the exit status. ValueError for bad input."""
+class ExaminationError(Exception):
+    """Raised where the examined command failed, or the examination itself; bad input raises ValueError."""
+
+
+def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> int:
+    """Examines the command and prints what is found; returns the exit status.
+
+    ValueError for bad input, ExaminationError if the command fails.
+    """
     if not command:
-        raise ValueError("name the command: dlrm-bench doctor -- torchrun --nproc_per_node 2 train.py")
-    if warmup < 1 or iterations < 1:
-        raise ValueError(f"--warmup {warmup} and --iterations {iterations}: at least one of each is needed")
-    if fail_on not in (None, NEW_SYNCS):
-        raise ValueError(f"--fail-on {fail_on!r} is unknown: it takes {NEW_SYNCS}")
-    if fail_on is not None and baseline is None:
-        raise ValueError(f"--fail-on {NEW_SYNCS} needs --baseline, an earlier run's --json")
-    before = None if baseline is None else read_diagnosis(baseline)  # before the command runs for long
-    with TemporaryDirectory(prefix="dlrm-bench-doctor-") as folder:
-        diagnosis, timeline = examine(command, Path(folder), warmup, iterations, keep_running)
-        if traces is not None:
-            traces.mkdir(parents=True, exist_ok=True)
+        raise ValueError("name the command after the flags: -- torchrun --nproc_per_node 2 train.py")
+    options.check()
+    before = None if options.baseline is None else read_diagnosis(options.baseline)  # before the command runs for long
+    with TemporaryDirectory(prefix="doctor-") as folder:
+        diagnosis, timeline = examine(command, Path(folder), options.warmup, options.iterations, options.keep_running)
+        if options.traces is not None:
+            options.traces.mkdir(parents=True, exist_ok=True)
             for trace in Path(folder).glob("*_trace.json.gz"):
-                shutil.copy(trace, traces)
+                shutil.copy(trace, options.traces)
     comparison = None if before is None else compare(before, diagnosis)
     print_diagnosis(console, diagnosis, comparison)
-    if json is not None:
-        write_diagnosis(diagnosis, json)
-    if page is not None:
-        from dlrm_bench.bench.doctor.page import write_page
+    if options.json is not None:
+        write_diagnosis(diagnosis, options.json)
+    if options.page is not None:
+        from .page import write_page
 
-        write_page(diagnosis, timeline, comparison, page)
-        console.print(f"page {page}", soft_wrap=True, markup=False, highlight=False)
-    new = comparison.new_syncs() if comparison is not None and fail_on is not None else []
+        write_page(diagnosis, timeline, comparison, options.page)
+        console.print(f"page {options.page}", soft_wrap=True, markup=False, highlight=False)
+    new = comparison.new_syncs() if comparison is not None and options.fail_on is not None else []
     for change in new:
         where = text.places(change.finding)[0]
         console.print(
@@ -86,22 +73,22 @@ def examine(
 ) -> tuple[Diagnosis, Timeline]:
     """Runs the command; what its ranks found. Its ranks leave their files in `folder`, which must be there.
 
-    FailedError if the command fails, ValueError if it has too few iterations.
+    ExaminationError if the command fails, ValueError if it has too few iterations.
     """
     settings = Settings(folder=str(folder), warmup=warmup, iterations=iterations, keep_running=keep_running)
     with LockWatch(folder) as watch:
         status = _run(command, environment_with_hook(folder / "site", settings, environment))
     needed = warmup + iterations + SETTLING + TRACED + SETTLING + MARKED
     if status and not any(folder.glob("rank*.*")):
-        raise FailedError(f"`{shlex.join(command)}` ended with status {status} before the doctor was done")
+        raise ExaminationError(f"`{shlex.join(command)}` ended with status {status} before the doctor was done")
     try:
         diagnosis, timeline = diagnose(folder, command, needed, watch.samples)
     except ValueError as error:
         if status:
-            raise FailedError(f"`{shlex.join(command)}` ended with status {status}: {error}") from error
+            raise ExaminationError(f"`{shlex.join(command)}` ended with status {status}: {error}") from error
         raise
     except RuntimeError as error:
-        raise FailedError(str(error)) from error
+        raise ExaminationError(str(error)) from error
     if status:
         diagnosis["notes"].append(f"the command ended with status {status} after its examination.")
     return diagnosis, timeline

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple, TypedDict
 
-from dlrm_bench.bench.doctor import cuda_calls as cuda
-from dlrm_bench.bench.doctor.cuda_calls import CudaCall
-from dlrm_bench.bench.doctor.frames import short_path
-from dlrm_bench.bench.doctor.judge import ALLOCATOR, D2H, METRIC, PRINT, PROCESS_GROUP, SHAPE, SYNC, Judge, Line, Place
-from dlrm_bench.bench.doctor.rank_file import Call, Frame, RankFile
+from . import cuda_calls as cuda
+from .cuda_calls import CudaCall
+from .frames import short_path
+from .judge import ALLOCATOR, D2H, METRIC, PRINT, PROCESS_GROUP, SHAPE, SYNC, Judge, Line, Place
+from .rank_file import Call, Frame, RankFile
 
 _COSTS = (cuda.SYNC, cuda.COPY, cuda.ALLOCATOR)
 """Kinds of CUDA calls whose own time is a finding's; launches cost time in torch as well."""

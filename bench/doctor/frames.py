@@ -5,10 +5,11 @@ import re
 from collections.abc import Collection, Sequence
 from functools import cache
 
-from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.doctor.rank_file import Frame
+from .rank_file import Frame
+from .site_folder import TOP
 
-_OURS = tuple(f"{ROOT}{os.sep}{floor}{os.sep}" for floor in ("bench", "dlrm", "kernels", "launch", "pipeline"))
+_OURS = tuple(f"{folder.resolve()}{os.sep}" for folder in (TOP, *TOP.iterdir()) if folder.is_dir())
+"""Folders of the package that the doctor is part of; those within it may be links."""
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
@@ -50,7 +51,7 @@ def is_torch(frame: Frame) -> bool:
 def short_path(file: str, libraries: Collection[str] = ()) -> str:
     """A path as text shows it: from the package on for installed ones, from the working directory on below it."""
     real = _real(file)
-    for folder in (*sorted(libraries, key=len, reverse=True), os.getcwd(), str(ROOT)):
+    for folder in (*sorted(libraries, key=len, reverse=True), os.getcwd(), str(TOP.resolve().parent)):
         if real.startswith(folder + os.sep):
             return os.path.relpath(real, folder)
     return real

@@ -14,10 +14,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from dlrm_bench.bench.doctor.site_folder import Settings, settings_of
+from .site_folder import Settings, settings_of
 
 if TYPE_CHECKING:
-    from dlrm_bench.bench.doctor.rank import Examination
+    from .rank import Examination
 
 OPTIMIZER, PROGRESS, MARK = "optimizer", "progress", "mark"
 """What an iteration was found by, the least reliable first."""
@@ -76,7 +76,7 @@ def boundary(found_by: str) -> None:
     if state.settings is None:
         return
     if state.examination is None:
-        from dlrm_bench.bench.doctor.rank import Examination
+        from .rank import Examination
 
         state.examination = Examination(state.settings)
     state.examination.boundary(found_by)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from dlrm_bench.bench.doctor.site_folder import SETTINGS
+from .site_folder import SETTINGS
 
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 """Number of the system call (Linux, asm/unistd.h)."""

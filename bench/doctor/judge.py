@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dlrm_bench.bench.doctor import cuda_calls as cuda
-from dlrm_bench.bench.doctor.cuda_calls import CudaCall
-from dlrm_bench.bench.doctor.frames import Frames
-from dlrm_bench.bench.doctor.rank_file import Call, Frame, RankFile
+from . import cuda_calls as cuda
+from .cuda_calls import CudaCall
+from .frames import Frames
+from .rank_file import Call, Frame, RankFile
 
 SYNC = "sync"
 SYNCHRONIZE = "synchronize"

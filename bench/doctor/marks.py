@@ -23,8 +23,8 @@ from torch._C import _len_torch_function_stack
 from torch._C._profiler import _RecordFunctionFast
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, resolve_name
 
-from dlrm_bench.bench.doctor import hook
-from dlrm_bench.bench.doctor.rank_file import MARK, About, Call, Frame
+from . import hook
+from .rank_file import MARK, About, Call, Frame
 
 _OWN = str(Path(__file__).parent)  # as the names of its files are in frames
 _OVERRIDES = torch.overrides.__file__

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dlrm_bench.bench.doctor import text
-from dlrm_bench.bench.doctor.baseline import Comparison
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Timeline
-from dlrm_bench.bench.doctor.picture import timeline_figure
+from . import text
+from .baseline import Comparison
+from .diagnosis import Diagnosis, Timeline
+from .picture import timeline_figure
+from .site_folder import PACKAGE
 
 _DPI = 160
 
@@ -18,9 +19,7 @@ def write_page(diagnosis: Diagnosis, timeline: Timeline, comparison: Comparison 
     """Writes the page; the picture is in it."""
     picture = io.BytesIO()
     timeline_figure(timeline).savefig(picture, format="png", dpi=_DPI)
-    environment = Environment(
-        loader=PackageLoader("dlrm_bench.bench.doctor", "templates"), autoescape=True, undefined=StrictUndefined
-    )
+    environment = Environment(loader=PackageLoader(PACKAGE, "templates"), autoescape=True, undefined=StrictUndefined)
     page = environment.get_template("page.html").render(
         d=diagnosis,
         heading=text.heading(diagnosis).splitlines(),

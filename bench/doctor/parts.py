@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from dlrm_bench.bench.doctor.rank_file import RankFile
-from dlrm_bench.bench.profile.trace import host_stages_of_loop
+from .rank_file import RankFile
+from .trace import host_stages_of_loop
 
 
 class Parts(TypedDict):

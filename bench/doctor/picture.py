@@ -2,10 +2,11 @@
 
 from matplotlib.figure import Figure
 
-from dlrm_bench.bench.doctor.diagnosis import Timeline
-from dlrm_bench.bench.report.plots import WIDTH
+from .diagnosis import Timeline
 
 _FONT = 8
+_WIDTH = 8.32
+"""Inches."""
 _FINDINGS = 10
 """Findings with a row."""
 
@@ -16,7 +17,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
     found.sort(key=lambda row: int(row.split()[0]))
     rows = ["calls of torch", *found[:_FINDINGS]]
     rows += [row for row in ("GPU: kernels", "GPU: copies") if any(bar.row == row for bar in timeline.bars)]
-    figure = Figure(figsize=(1.6 * WIDTH, 0.28 * len(rows) + 0.9), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 0.28 * len(rows) + 0.9), layout="constrained")
     axes = figure.add_subplot()
     for y, row in enumerate(rows):
         spans = [(bar.start_ms, max(bar.ms, timeline.length_ms / 1000)) for bar in timeline.bars if bar.row == row]

@@ -22,10 +22,10 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlrm_bench.bench.doctor import hook
-from dlrm_bench.bench.doctor.interpreter_lock import loop_path, runtime_address
-from dlrm_bench.bench.doctor.marks import Marks
-from dlrm_bench.bench.doctor.rank_file import (
+from . import hook
+from .interpreter_lock import loop_path, runtime_address
+from .marks import Marks
+from .rank_file import (
     MARKED,
     MARKED_ITERATION,
     SCHEMA,
@@ -38,11 +38,11 @@ from dlrm_bench.bench.doctor.rank_file import (
     rank_path,
     trace_path,
 )
-from dlrm_bench.bench.doctor.site_folder import Settings
-from dlrm_bench.bench.instruments.thread_times import spent_ms, thread_times_ms
+from .site_folder import Settings
+from .thread_times import spent_ms, thread_times_ms
 
 ITERATION = "iteration"
-"""The range around a traced iteration, the one that bench/profile/trace.py looks for."""
+"""The range around a traced iteration, the one that trace.py looks for."""
 _PATIENCE_S = 60
 """How long a rank that is done waits for the others of its node, which may still be in a collective with it."""
 _RELIABILITY = (hook.OPTIMIZER, hook.PROGRESS, hook.MARK)

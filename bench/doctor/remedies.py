@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypedDict
 
-from dlrm_bench.bench.doctor import judge
-from dlrm_bench.bench.doctor.findings import Finding
-from dlrm_bench.bench.doctor.judge import Place
-from dlrm_bench.bench.doctor.parts import Parts
+from . import judge
+from .findings import Finding
+from .judge import Place
+from .parts import Parts
 
 _SUGGESTIONS = {
     judge.SYNC: "keep the value on the device, or read it every few hundred iterations, or a batch later from pinned "

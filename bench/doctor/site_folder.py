@@ -7,14 +7,16 @@ Processes of Python's flags -E, -I and -S are not reached.
 
 import json
 import os
-import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dlrm_bench.bench import ROOT
-
-SETTINGS = "DLRM_BENCH_DOCTOR"
+PACKAGE = __name__.rpartition(".")[0]
+"""Name that the doctor is imported by: alone, or as a part of a larger package."""
+TOP = Path(sys.modules[PACKAGE.partition(".")[0]].__path__[0])
+"""Folder of the outermost package that the doctor is part of."""
+SETTINGS = "HOST_DOCTOR"
 """Environment variable that holds the settings, as JSON; without it the hook does nothing."""
 
 
@@ -35,9 +37,13 @@ class Settings:
 def environment_with_hook(folder: Path, settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which Python processes load the hook; makes `folder`, which must last as long as they do."""
     folder.mkdir(parents=True)
-    shutil.copy(Path(__file__).with_name("sitecustomize.py"), folder)
+    loader = Path(__file__).with_name("sitecustomize.py").read_text(encoding="utf-8")
+    assert "from . import hook" in loader
+    (folder / "sitecustomize.py").write_text(
+        loader.replace("from . import", f"from {PACKAGE} import"), encoding="utf-8"
+    )
     # The package alone: the folder that holds it may hold modules that would hide the script's own.
-    (folder / "dlrm_bench").symlink_to(ROOT, target_is_directory=True)
+    (folder / PACKAGE.partition(".")[0]).symlink_to(TOP.resolve(), target_is_directory=True)
     path = [str(folder), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(path), SETTINGS: json.dumps(asdict(settings))}
 

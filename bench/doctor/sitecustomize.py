@@ -1,7 +1,8 @@
 """Python's site module imports this file at the start of every process of an examined command.
 
-The doctor puts a copy of it, beside a link to the package, into a folder at the head of PYTHONPATH. It loads the hook,
-and then the sitecustomize that it hides, of the distribution or of the user.
+The doctor puts a copy of it, which imports the package by its whole name, into a folder at the head of PYTHONPATH,
+beside a link to the package. It loads the hook, and then the sitecustomize that it hides, of the distribution or of the
+user.
 """
 
 import os
@@ -21,9 +22,9 @@ def _load_hidden() -> None:
         spec.loader.exec_module(module)
 
 
-if os.path.lexists(os.path.join(_HERE, "dlrm_bench")):  # the copy, and not this file of the package
+if not __package__:  # the copy, and not this file of the package
     try:
-        from dlrm_bench.bench.doctor import hook
+        from . import hook
 
         hook.install()
     finally:

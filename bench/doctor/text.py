@@ -3,9 +3,9 @@
 import shlex
 from collections.abc import Iterator
 
-from dlrm_bench.bench.doctor.baseline import Change, Comparison
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis
-from dlrm_bench.bench.doctor.findings import Finding
+from .baseline import Change, Comparison
+from .diagnosis import Diagnosis
+from .findings import Finding
 
 SHOWN = 12
 """Findings in the text; JSON and page hold all."""

@@ -19,8 +19,10 @@ from dlrm_bench.bench.records.schema import Git
 
 PROGRAM = ("bench", "dlrm", "kernels", "launch", "pipeline")
 """Folders that a run's code is in."""
-_NOT_SOURCE = ("__pycache__", ".pyc", ".so")
-"""Endings of what running and compiling leave beside sources."""
+_NOT_SOURCE = ("__pycache__", ".pyc", ".so", ".egg-info")
+"""Endings of what running, compiling and installing leave beside sources."""
+_BUILD = "build"
+"""Folder that installing a product leaves in it."""
 _EMPTY = hashlib.sha1(b"tree 0\0").digest()
 
 
@@ -90,7 +92,7 @@ def git(root: Path, *arguments: str) -> str | None:
 def _folder_id(folder: Path) -> bytes:
     entries = []
     for path in folder.iterdir():
-        if path.name.endswith(_NOT_SOURCE):
+        if path.name.endswith(_NOT_SOURCE) or path.name == _BUILD:
             continue
         if path.is_symlink():
             entries.append((b"120000", path.name, _blob_id(os.fsencode(os.readlink(path)))))

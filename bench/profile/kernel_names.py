@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from dlrm_bench.bench.doctor import trace
+from dlrm_bench.bench.doctor.trace import BARRIER
 from dlrm_bench.kernels import stages
 from dlrm_bench.kernels.stages import KERNELS
 
 STAGES = stages.STAGES
-
-OTHER = "other"
-"""Work outside of any stage, such as the loop itself and the harness, and what cannot be told."""
+OTHER = trace.OTHER
 
 _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 
@@ -48,8 +48,6 @@ _SORT = re.compile(r"RadixSort|linearize_index|DeviceRle|RunLength|DeviceCompact
 _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
 _TABLE_UPDATE = re.compile(r"^(_sorted_adagrad_kernel|sorted_adagrad)$|embedding\w*_(backward|grad)")
 _TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
-_BARRIER = re.compile(r"symmetric_memory::.*barrier_kernel")
-"""Barriers of peer memory."""
 _BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel")
 """Kernels that write to other ranks' memory, after which a barrier makes it known."""
 
@@ -95,7 +93,7 @@ _FAMILIES = (
     _Family(re.compile(r"^nccl\w*Kernel_(AllReduce|ReduceScatter)"), _nccl, _DENSE),
     _Family(re.compile(r"^nccl\w*Kernel_AllGather"), _nccl, _UPDATE),  # weights that each rank updated its part of
     _Family(re.compile(r"^nccl\w*Kernel_"), _nccl, None),
-    _Family(_BARRIER, "peer memory: barrier", None),
+    _Family(BARRIER, "peer memory: barrier", None),
     _Family(re.compile(r"RadixSort"), "radix sort", None),
     _Family(_SORT, _identifier, None),
     _Family(_TABLE_UPDATE, _fbgemm, _BACKWARD),
@@ -132,11 +130,6 @@ def short_kernel_name(name: str) -> str:
 
 def _current(name: str) -> str:
     return _FORMER_NAMES.get(name, name)
-
-
-def is_collective(name: str) -> bool:
-    """Whether a kernel of this name is NCCL's, or a barrier: it runs for as long as its rank waits for others."""
-    return name.startswith("nccl") or _BARRIER.search(name) is not None
 
 
 def stage_of_name(name: str) -> str:
@@ -188,7 +181,7 @@ class _Order:
             return self._stage_of_sort(event)
         if _ALL_TO_ALL.search(name):
             return self._stage_of_all_to_all(event)
-        if _BARRIER.search(name):
+        if BARRIER.search(name):
             return self._stage_of_barrier(event)
         return stage_of_name(name)
 

@@ -22,9 +22,10 @@ from torch import Tensor, profiler
 from torch._C._profiler import _ExperimentalConfig
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.instruments.thread_times import spent_ms, thread_times_ms
+from dlrm_bench.bench.doctor.thread_times import spent_ms, thread_times_ms
+from dlrm_bench.bench.doctor.trace import ITERATION, read_trace
 from dlrm_bench.bench.profile.kernel_names import STAGES
-from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.profile.trace import summarize_trace
 from dlrm_bench.bench.records.schema import Kernel, Profile, Span
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 

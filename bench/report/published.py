@@ -25,4 +25,4 @@ PUBLISHED = (
     Published("128 x H100", "HugeCTR, NVIDIA v4.1", 135168, 1.77, 0.94),
     Published("64 x GB200", "HugeCTR, Supermicro v5.0", 135168, 1.30, 0.713),
 )
-"""Computed from the logs in mlcommons/training_results_v4.0, v4.1 and v5.0 as analysis/mlperf_logs.py does."""
+"""Computed from the logs in mlcommons/training_results_v4.0, v4.1 and v5.0 as bench/mlperf/published_logs.py does."""

@@ -1,1 +1,3 @@
-"""Statistics of runs of numbers: intervals, tests, power; numpy and scipy alone."""
+"""Statistics of runs that are compared: ratios with intervals and tests, several comparisons together, drift."""
+
+__version__ = "0.1.0"

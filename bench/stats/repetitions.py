@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_bench.bench.stats.series import CONFIDENCE
-from dlrm_bench.bench.stats.statistics import Estimate, student_t
+from .series import CONFIDENCE
+from .statistics import Estimate, student_t
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8

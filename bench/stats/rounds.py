@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_bench.bench.stats.statistics import Estimate
+from .statistics import Estimate
 
 FEWEST_THINGS, FEWEST_ROUNDS = 3, 4
 """From which on a drift is estimated. Two things are neighbours in each round, where a drift does little, and with

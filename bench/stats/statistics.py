@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dlrm_bench.bench.stats.series import CONFIDENCE, METRICS, Metric, spread_of_log, summary_statistics
+from .series import CONFIDENCE, METRICS, Metric, spread_of_log, summary_statistics
 
 Verdict = Literal["faster", "slower", "no difference proven", "no verdict"]
 UNPROVEN: Verdict = "no difference proven"

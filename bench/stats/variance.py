@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_bench.bench.stats.series import CONFIDENCE, Metric, spread_of_log, summary_statistics
+from .series import CONFIDENCE, Metric, spread_of_log, summary_statistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """DLRM-DCNv2, the recommender of MLPerf Training v3.0 to v6.0, as a benchmark."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
@@ -14,6 +15,12 @@ def _parts() -> Parts:
     return cast(Parts, import_module("dlrm_bench.dlrm.dcnv2.parts"))
 
 
+def _data_command(what: str, preset: str | None, flags: Sequence[str]) -> int:
+    from dlrm_bench.dlrm.dcnv2.data.commands import main  # each command imports what it needs
+
+    return main(what, preset, flags)
+
+
 DCNV2 = Benchmark(
     name="dlrm_dcnv2",
     title="DLRM-DCNv2",
@@ -23,5 +30,6 @@ DCNV2 = Benchmark(
     ruleset=ruleset,
     work=work,
     parts=_parts,
+    data_command=_data_command,
     check_static=check_static,
 )

@@ -1,11 +1,30 @@
 """The five-stage pipeline for TorchRec models: a drop-in for TrainPipelineSparseDist.
 
-It needs torch, torchrec and pipeline/cuda_graph.py, and nothing else of this project.
+It needs torch and torchrec, and nothing else of this project. The public names are imported when one of them is
+first asked for: what needs cuda_graph.py or options.py alone starts without TorchRec.
 """
 
-from .options import FiveStageOptions
-from .pipeline import FiveStagePipeline
-from .trimmed.ec_sharder import TrimmedECSharder
-from .trimmed.sharder import TrimmedEBCSharder
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from .options import FiveStageOptions
+    from .pipeline import FiveStagePipeline
+    from .trimmed.ec_sharder import TrimmedECSharder
+    from .trimmed.sharder import TrimmedEBCSharder
+
+__version__ = "0.1.0"
 __all__ = ["FiveStageOptions", "FiveStagePipeline", "TrimmedEBCSharder", "TrimmedECSharder"]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name (PEP 562), and imports them all."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .options import FiveStageOptions
+    from .pipeline import FiveStagePipeline
+    from .trimmed.ec_sharder import TrimmedECSharder
+    from .trimmed.sharder import TrimmedEBCSharder
+
+    public = (FiveStageOptions, FiveStagePipeline, TrimmedEBCSharder, TrimmedECSharder)
+    globals().update({each.__name__: each for each in public})
+    return globals()[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torchrec
 
-from ..cuda_graph import record
+from .cuda_graph import record
 
 _OTHERS = (
     *(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__)),

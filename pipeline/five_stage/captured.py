@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..cuda_graph import record
 from .batch_fields import leaves, map_fields
+from .cuda_graph import record
 from .embedding_outputs import EmbeddingOutputs
 
 _CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..cuda_graph import captures, destroy, record
 from .batch_fields import kjts_of, leaf_names, leaves, snapshot
 from .batch_signature import Form, difference, form_of
 from .capture_errors import told
+from .cuda_graph import captures, destroy, record
 from .embedding_outputs import EmbeddingOutputs, Lookups
 from .frozen import FrozenModel, TrainedParameters
 from .gradients import FlatGradients

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
-from ..cuda_graph import captures
+from .cuda_graph import captures
 from .step_graph import StepGraph, why_never
 
 logger = logging.getLogger(__name__)

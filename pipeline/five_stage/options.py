@@ -2,9 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _ALLOWED = {
     "avoid_record_streams": (False, True),
@@ -17,26 +18,25 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ENOUGH = 32
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class FiveStageOptions:
-    """The optimisations. All but the CUDA graph change nothing that a model could see, whatever the model.
+@dataclass(kw_only=True, frozen=True)  # without slots: classes that inherit from two such bases could not have them
+class HostSwitches:
+    """A switch for each cost of the host that the pipeline removes, all of them off."""
 
-    ValueError where a field is none of its allowed values.
-    """
-
-    avoid_record_streams: bool = True
-    """Tensors that cross streams are held by references instead of record_stream; see FiveStagePipeline.
+    avoid_record_streams: bool = False
+    """Keep tensors that cross streams alive by references instead of record_stream; see FiveStagePipeline.
 
     NCCL's own calls torch has left out by default since 2.9, and one call of TorchRec's is out of reach, on the result
     of the pooled all-to-all (comm_ops.py, Request._wait_impl).
     """
-    pinned_d2h: bool = True
-    """The input dist's splits come to the host by one asynchronous copy into pinned memory: see SplitsExchange."""
+    pinned_d2h: bool = False
+    """Copy the input dist's splits to the host through pinned memory, and wait where they are needed, not where the
+    copy is issued; see SplitsExchange."""
     cuda_graph: Literal["none", "dense"] = "none"
-    """dense: stage 3 is replayed as a CUDA graph, which freezes what Python decides in the model: see DenseGraph. So is
-    stage 5, where it is Adam's, AdamW's, SGD's, Adagrad's or `capturable`: see DenseUpdate."""
+    """dense: replay stage 3 (forward, backward and all-reduce of the dense network) as a CUDA graph, which freezes what
+    Python decides in the model; see DenseGraph. So is stage 5, where it is Adam's, AdamW's, SGD's, Adagrad's or
+    `capturable`; see DenseUpdate. GPU only."""
     launch_threads: Literal[1, 2] = 1
-    """2: stage 1, and stage 5 beside stage 4, are launched by a thread of their own, on a communicator of their own.
+    """2: launch stage 1, and stage 5 beside stage 4, from a thread of their own, on a communicator of their own.
 
     It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
     hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
@@ -47,6 +47,16 @@ class FiveStageOptions:
     tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
     """
 
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FiveStageOptions(HostSwitches):
+    """The optimisations. All but the CUDA graph change nothing that a model could see, whatever the model.
+
+    ValueError where a field is none of its allowed values.
+    """
+
+    avoid_record_streams: bool = True
+    pinned_d2h: bool = True
     uneven_end: Literal["error", "stop", "ignore"] = "error"
     """What ranks do that have more batches than another: see BatchEnd. error: all ranks raise ValueError after the last
     batch that all have. stop: they end there, all of them. ignore: nothing is exchanged, and such ranks hang."""
@@ -60,7 +70,7 @@ class FiveStageOptions:
                 raise ValueError(f"FiveStageOptions.{name} must be {values}, not {value!r}")
 
 
-def few_queues(options: FiveStageOptions, device: torch.device) -> str | None:
+def few_queues(options: FiveStageOptions, device: "torch.device") -> str | None:
     """Why the kernels of two launching threads may wait for one another on the GPU, if they may."""
     if options.launch_threads == 1 or device.type != "cuda":
         return None

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.sgd import sgd
 
-from ..cuda_graph import destroy, record
+from .cuda_graph import destroy, record
 
 WARM_UP = 3
 """Eager steps with the same hyperparameters and memory before one is captured."""

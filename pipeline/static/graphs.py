@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.cuda_graph import destroy, record
+from dlrm_bench.pipeline.five_stage.cuda_graph import destroy, record
 
 
 class Graphs:

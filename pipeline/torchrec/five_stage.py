@@ -10,8 +10,8 @@ import torch.distributed as dist
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.torchrec_model import DeclaredSizes, TorchRecModel
-from dlrm_bench.pipeline.cuda_graph import captures
-from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.cuda_graph import captures
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions, HostSwitches
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedEC, TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBC, TrimmedEBCSharder
@@ -93,12 +93,10 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         )
 
     def _schedule(self, training: bool) -> Any:
-        switches = {field.name for field in fields(self._switches)}
-        chosen = {f.name: getattr(self._switches, f.name) for f in fields(FiveStageOptions) if f.name in switches}
-        chosen["uneven_end"] = "ignore"  # a run gives all ranks the same number of batches
+        chosen = {field.name: getattr(self._switches, field.name) for field in fields(HostSwitches)}
         if not training:
             chosen |= {"cuda_graph": "none", "launch_threads": 1}
-        options = FiveStageOptions(**chosen)
+        options = FiveStageOptions(**chosen, uneven_end="ignore")  # a run gives all ranks the same number of batches
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
 
 

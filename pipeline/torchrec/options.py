@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.pipeline.five_stage.options import HostSwitches
 
 Schedule = Literal["base", "sparse-dist", "fused-sparse-dist"]
 
@@ -50,19 +51,11 @@ class TorchRecOptions(TorchRecModelOptions):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class FiveStageSwitches(TorchRecModelOptions):
-    """TorchRec's modules under FiveStagePipeline, with a switch for each cost of the host that it removes."""
+class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
+    """TorchRec's modules under FiveStagePipeline, with its switches and those of the sharders beside it."""
 
     name: ClassVar[str] = "five-stage"
 
-    avoid_record_streams: bool = False
-    """Keep the buffers that streams share alive by events instead of record_stream."""
-    pinned_d2h: bool = False
-    """Read device values through pinned memory, and wait where a value is needed, not where its copy is issued."""
-    cuda_graph: Literal["none", "dense"] = "none"
-    """dense: replay forward, backward, all-reduce and optimizer step of the dense network as CUDA graphs. GPU only."""
-    launch_threads: Literal[1, 2] = 1
-    """2: a second host thread launches the next batch's input dist, and the dense update."""
     trim_input_dist: bool = False
     """Leave out of the input dist what fixed multi-hot sizes make constant: exchanges of splits and lengths, and the
     host's reads of them. Where all tables are sharded table-wise, also leave the copies and the second autograd

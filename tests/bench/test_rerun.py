@@ -77,7 +77,7 @@ def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypat
     (tmp_path / "copy").mkdir()
     for name in ("bench", "dlrm", "kernels", "launch", "pipeline"):
         (tmp_path / "copy" / name).symlink_to(ROOT / name)
-    (tmp_path / "copy" / "dlrm_bench").symlink_to(".")
+    (tmp_path / "copy" / "dlrm_bench").symlink_to(ROOT / "dlrm_bench")
     monkeypatch.setattr(rerun, "ROOT", tmp_path / "copy")
     monkeypatch.setenv("SOURCE_COMMIT", "456def")
     started: list[tuple[Path, str | None]] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dlrm_bench
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
 from dlrm_bench.bench.mlperf.submission.host import describe_host
@@ -167,6 +168,10 @@ def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
             copy = partial / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
+        (partial / "dlrm_bench").mkdir()
+        shutil.copyfile(Path(dlrm_bench.__file__), partial / "dlrm_bench" / "__init__.py")
+        for floor in _FLOORS:
+            (partial / "dlrm_bench" / floor).symlink_to(Path("..", floor))
         partial.replace(folder)
     if record is None:
         return [f"these runs have no records, so that nobody knows which source they ran: see that {folder} is it"]

@@ -11,7 +11,7 @@ and day by day they are gathered and written. The first, fourth and fifth resume
 after the last complete feature, the third from its beginning.
 
 Memory does not grow with the rows of a day. The most is taken by the distinct hashes of the largest feature, 8 bytes a
-slot of the table that numbers them (contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB,
+slot of the table that numbers them (data/contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB,
 finding the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 counts beside
 the numbering, with up to 7 GB more. Besides, writing multi-hot ids maps one feature's expansion table at a time, up to
 16.0 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at

@@ -98,7 +98,7 @@ def tables_us(
 
 def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list[int]:
     """Returns of each rank how many ranks share the sort of its ids: all with the same tables, where one node has them,
-    as shared_sort.py does it in peer memory."""
+    as dlrm/tables/pooled/shared_sort.py does it in peer memory."""
     if topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
         return [1] * len(by_rank)
     held = [tuple(sorted(shard.table for shard in own)) for own in by_rank]

@@ -1,4 +1,4 @@
-"""Plans: which rank holds which columns and rows of which table. plan_costs.py has what that costs each rank.
+"""Plans: which rank holds which columns and rows of which table. costs.py has what that costs each rank.
 
 FBGEMM picks its kernel for the widest table of a rank, so a narrow column shard beside whole tables is slow; every rank
 of a plan has one width.

@@ -120,7 +120,7 @@ class _Work:
         return self._shard_us[key]
 
     def iteration_us(self, shards: Sequence[Shard]) -> float:
-        """Returns plan_costs.py's `iteration_us` of such shards, or more where parts of rows leave the tables
+        """Returns costs.py's `iteration_us` of such shards, or more where parts of rows leave the tables
         imbalanced."""
         ranks = shards_by_rank(shards, self.world_size)
         columns = max(sum(shard.columns for shard in own) for own in ranks)

@@ -38,7 +38,7 @@ from torchrec.distributed.sharding.sequence_sharding import SequenceShardingCont
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from ...cuda_graph import GraphedFunction
+from ..cuda_graph import GraphedFunction
 from ..groups import own_group
 from .batch_size_cache import BatchSizeCache
 from .static_dist import FirstWait, Group, RankGroup, Sizes, StaticDist, blocks_of, gather, positions

@@ -20,7 +20,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
-from ...cuda_graph import GraphedFunction
+from ..cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
 
 

@@ -49,7 +49,7 @@ from torchrec.distributed.types import (
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from ...cuda_graph import GraphedFunction
+from ..cuda_graph import GraphedFunction
 from ..groups import own_group
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist

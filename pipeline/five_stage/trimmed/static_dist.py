@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import Awaitable
 
-from ...cuda_graph import GraphedFunction
+from ..cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
 from .packed_ids import IdFormat
 

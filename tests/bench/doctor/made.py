@@ -13,7 +13,7 @@ from dlrm_bench.bench.doctor.rank_file import (
     RankFile,
     Window,
 )
-from dlrm_bench.bench.profile.trace import ITERATION
+from dlrm_bench.bench.doctor.trace import ITERATION
 from tests.bench.profile.gpu_traces import LOOP, call, event, on_gpu
 
 LIBRARIES = ["/env/lib/python3.12/site-packages", "/env/lib/python3.12"]

@@ -2,7 +2,7 @@ import pytest
 
 from dlrm_bench.bench.doctor.cuda_calls import ALLOCATOR, COPY, LAUNCH, SYNC, counts, cuda_calls, take_costs
 from dlrm_bench.bench.doctor.rank_file import MARK, MARKED_ITERATION
-from dlrm_bench.bench.profile.trace import ITERATION
+from dlrm_bench.bench.doctor.trace import ITERATION
 from tests.bench.doctor.made import stock_events
 from tests.bench.profile.gpu_traces import AUTOGRAD, call, event, graph_trace, stock_trace
 

@@ -10,9 +10,8 @@ import pytest
 
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, diagnose, read_diagnosis
-from dlrm_bench.bench.doctor.examine import examine
+from dlrm_bench.bench.doctor.examine import ExaminationError, examine
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
-from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.launched import ranks_naming, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -225,7 +224,7 @@ def test_a_script_that_compiles_is_not_compiled_anew(tmp_path, monkeypatch):
     [
         (
             TRAINING.format(iterations=19, more="") + "\nraise SystemExit(3)\n",
-            FailedError,
+            ExaminationError,
             "ended with status 3: .* made 18 iterations on rank 0, and 21 are needed",
         ),
         ("print('no loop')", ValueError, "no iteration was found"),

@@ -5,7 +5,7 @@ from dlrm_bench.bench.doctor.cuda_calls import cuda_calls, take_costs
 from dlrm_bench.bench.doctor.findings import Finding, findings_of, seen_by
 from dlrm_bench.bench.doctor.rank_file import MARK, MARKED_ITERATION, RankFile
 from dlrm_bench.bench.doctor.remedies import suggestion
-from dlrm_bench.bench.profile.trace import ITERATION
+from dlrm_bench.bench.doctor.trace import ITERATION
 from tests.bench.doctor.made import (
     CALLER,
     DIST,

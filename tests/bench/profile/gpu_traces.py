@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dlrm_bench.bench.profile.trace import ITERATION
+from dlrm_bench.bench.doctor.trace import ITERATION
 
 LOOP, AUTOGRAD, SECOND = 100, 101, 102
 """Host threads."""

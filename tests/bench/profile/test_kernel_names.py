@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_bench.bench.doctor.trace import is_collective
 from dlrm_bench.bench.profile import kernel_names
 from dlrm_bench.bench.profile.kernel_names import (
     OTHER,
-    is_collective,
     short_kernel_name,
     stage_of_name,
     stages_of_replay,

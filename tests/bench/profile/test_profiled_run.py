@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.doctor.trace import read_trace
 from dlrm_bench.bench.instruments.clock import IterationClock
 from dlrm_bench.bench.instruments.losses import LossHistory
 from dlrm_bench.bench.instruments.progress import StillBar
@@ -29,7 +30,6 @@ from dlrm_bench.bench.profile.profiled_run import (
     mean_of_ranks,
     profiled_config,
 )
-from dlrm_bench.bench.profile.trace import read_trace
 from dlrm_bench.bench.records.schema import Span
 from dlrm_bench.bench.run import Run
 from dlrm_bench.dlrm.runtime.ranks import Ranks

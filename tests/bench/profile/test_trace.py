@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dlrm_bench.bench.doctor.trace import ITERATION, read_trace
 from dlrm_bench.bench.profile.kernel_names import OTHER, STAGES
-from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.profile.trace import summarize_trace
 from tests.bench.profile.gpu_traces import (
     GRAPH,
     SEND_RECV,

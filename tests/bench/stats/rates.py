@@ -1,6 +1,6 @@
-"""How often verdicts are wrong, and what they find, on simulated runs: the table of bench/stats/README.md.
+"""How often verdicts are wrong, and what they find, on simulated runs: the table of bench/stats/RATES.md.
 
-python -m tests.bench.stats.rates > bench/stats/README.md makes it anew, in some three minutes.
+python -m tests.bench.stats.rates > bench/stats/RATES.md makes it anew, in some three minutes.
 """
 
 import math
@@ -21,7 +21,7 @@ TRIES = 400
 _INTRODUCTION = """# Rates
 
 How often a verdict is wrong, and how often it finds what is there, on simulated runs: {tries} tries a row, so that 5 %
-is known to 1 % or so (standard error). Made by `python -m tests.bench.stats.rates > bench/stats/README.md`; the tests
+is known to 1 % or so (standard error). Made by `python -m tests.bench.stats.rates > bench/stats/RATES.md`; the tests
 beside hold the same rates in short runs. Runs spread by 1 % (normal, or Student's t of three degrees of freedom, heavy)
 where nothing else is said.
 """

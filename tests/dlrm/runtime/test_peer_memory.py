@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory, _register_nothing
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.cuda_graph import record
+from dlrm_bench.pipeline.five_stage.cuda_graph import record
 from tests.cases import PLACES
 
 ROUNDS = 50

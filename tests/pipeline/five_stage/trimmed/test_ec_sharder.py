@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec import EmbeddingCollection
 from torchrec.distributed import TrainPipelineSparseDist
 
-from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.doctor.trace import ITERATION, read_trace
+from dlrm_bench.bench.profile.trace import summarize_trace
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline

@@ -19,7 +19,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.types import ShardingEnv
 
-from dlrm_bench.bench.profile.trace import ITERATION, read_trace, summarize_trace
+from dlrm_bench.bench.doctor.trace import ITERATION, read_trace
+from dlrm_bench.bench.profile.trace import summarize_trace
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.pipeline.five_stage.trimmed.cases import (

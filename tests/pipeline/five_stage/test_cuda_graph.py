@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import dlrm_bench.pipeline.cuda_graph
+import dlrm_bench.pipeline.five_stage.cuda_graph
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.cuda_graph import GraphedFunction
+from dlrm_bench.pipeline.five_stage.cuda_graph import GraphedFunction
 from tests.cases import GPU_PLACES
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
@@ -42,8 +42,8 @@ def graphs_on_cpu(patch: pytest.MonkeyPatch) -> None:
         (results,) = (cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, list))  # type: ignore[attr-defined]
         return ReplayedOnCPU(work, results)
 
-    patch.setattr(dlrm_bench.pipeline.cuda_graph, "record", record)
-    patch.setattr(dlrm_bench.pipeline.cuda_graph, "captures", lambda device: True)
+    patch.setattr(dlrm_bench.pipeline.five_stage.cuda_graph, "record", record)
+    patch.setattr(dlrm_bench.pipeline.five_stage.cuda_graph, "captures", lambda device: True)
     patch.setattr(torch.cuda, "current_stream", lambda device: NoStream())
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_bench.bench.instruments.thread_times import spent_ms, thread_times_ms
+from dlrm_bench.bench.doctor.thread_times import spent_ms, thread_times_ms
 
 SPUN_MS = 60
 

@@ -1,0 +1,39 @@
+"""Flags of the doctor. Imports nothing but the standard library: --help answers at once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+NEW_SYNCS = "new-syncs"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DoctorOptions:
+    """What is examined for how long, and where the findings go."""
+
+    warmup: int = 20
+    """Iterations before anything is measured."""
+    iterations: int = 50
+    """Iterations that are timed without instruments; 13 more are needed for the lines."""
+    keep_running: bool = False
+    """Let the script continue to its end."""
+    json: Path | None = None
+    """File for all findings and figures."""
+    page: Path | None = None
+    """File for a self-contained HTML page with the timeline of an iteration."""
+    traces: Path | None = None
+    """Folder for the ranks' Chrome traces."""
+    baseline: Path | None = None
+    """An earlier --json file: says what is new, gone and moved since, and how that had been predicted."""
+    fail_on: str | None = None
+    """new-syncs: exit with status 1 if a line makes the host wait that did not in --baseline."""
+
+    def check(self) -> None:
+        """ValueError, naming the flag, for values that cannot work."""
+        if self.warmup < 1 or self.iterations < 1:
+            raise ValueError(
+                f"--warmup {self.warmup} and --iterations {self.iterations}: at least one of each is needed"
+            )
+        if self.fail_on not in (None, NEW_SYNCS):
+            raise ValueError(f"--fail-on {self.fail_on!r} is unknown: it takes {NEW_SYNCS}")
+        if self.fail_on is not None and self.baseline is None:
+            raise ValueError(f"--fail-on {NEW_SYNCS} needs --baseline, an earlier run's --json")
