@@ -80,9 +80,7 @@ def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
 MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zoo", "torchrec.models")
 """Packages of single benchmarks, which the floors above know as values alone."""
 MODELS_STILL_KNOWN = {
-    "bench/cli.py": "data commands",
     "bench/compare/verdict.py": "notes of rungs",
-    "bench/mlperf/submission/log_sense.py": "MLPerf's target",
     "launch/auc_over_seeds.py": "planted data",
 }
 """Files that import a model all the same, and for what: to shrink, never to grow."""

@@ -1,9 +1,10 @@
 """DLRMv4, MLPerf Training's recommender from v6.1 on, as a benchmark."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
-from dlrm_bench.dlrm.benchmark import Benchmark, Parts
+from dlrm_bench.dlrm.benchmark import Benchmark, DataCommand, Parts
 from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.presets import PRESETS
@@ -11,6 +12,10 @@ from dlrm_bench.dlrm.dlrmv4.presets import PRESETS
 
 def _parts() -> Parts:
     return cast(Parts, import_module("dlrm_bench.dlrm.dlrmv4.parts"))
+
+
+def _data_command(what: str, preset: str | None, words: Sequence[str]) -> int:
+    return cast(DataCommand, import_module("dlrm_bench.dlrm.dlrmv4.data.commands").main)(what, preset, words)
 
 
 DLRMV4 = Benchmark(
@@ -22,5 +27,6 @@ DLRMV4 = Benchmark(
     ruleset=ruleset,
     work=None,
     parts=_parts,
+    data_command=_data_command,
     cadence=cadence,
 )
