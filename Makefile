@@ -29,7 +29,7 @@ bench:  ## First minutes: install, make data, train to a target, compare three p
 	$(STEP) "[4/4] ladder: three pipelines, $(ROUNDS) short runs of each, in turn (a minute or two, longer beside other load)" \
 		$(VENV)/bin/dlrm-bench ladder --rungs cpu --rounds $(ROUNDS) --nproc $(NPROC) --preset smoke --target-auc None \
 		--iterations 150
-	@echo; $(VENV)/bin/python -m dlrm_bench.bench.compare.verdict results
+	@echo; $(VENV)/bin/python -m dlrm_bench.bench.ladder.verdict results
 	@echo; echo "make bench: four steps in $$(($$(date +%s) - $(START))) s. Records are in results/, one folder a run."
 
 SUBMISSION := data/submission

@@ -2,7 +2,8 @@
 `dlrm-bench --version` says which version this is.
 
 Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the command started fails for any reason; 2 for
-bad input and for what --strict refuses; 5 if there are not enough runs for a check; 128 plus its number after a signal.
+bad input and for what --strict refuses; 5 if a check has not enough runs, or runs in an order that allows no verdict;
+128 plus its number after a signal.
 """
 
 import sys
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.ladder.arguments import LadderCommand
+from dlrm_bench.bench.report.arguments import Report, Tables
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
@@ -22,35 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # A command imports what it needs when it runs, so that --help and what only reads records start at once.
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Compare:
-    """Compares each side after the first with the first: latency, throughput, intervals, and what is proven.
-
-    A side is a record, a folder of records of the same program, a rung of a ladder with all its rounds (LADDER/RUNG),
-    an MLPerf result log, or a folder of result_*.txt. Two ladders are compared rung by rung, by name.
-    """
-
-    sides: Positional[tuple[Path, ...]]
-    """A B [...]."""
-    strict: bool = False
-    """Refuse to compare sides that differ in what should be equal, that come with a warning, or whose records do not
-    say what ran where: hash of the source, GPU UUIDs, environment, versions."""
-    fail_on: str | None = None
-    """Check that a regression of this percentage, such as 2%, is excluded: exit status 0 only where it is, 1 where a
-    side is proven slower, 5 where there are not enough runs to know."""
-    equivalent: str | None = None
-    """Check that all sides take the first one's time, give or take this percentage: exit status 0 only where that is
-    proven, 1 where the opposite is, 5 where there are not enough runs to know."""
-    json: bool = False
-    """Print JSON instead of tables."""
-
-    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Prints the comparisons; returns the exit status."""
-        from dlrm_bench.bench.compare.command import compare_command
-
-        return compare_command(console, **{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -116,14 +90,14 @@ class Rerun:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LimitsCommand:
-    """Measures this machine's ceilings and prints the floor of an iteration, and how far records are above it.
+    """Measures this machine's ceilings, and sets records beside the least time that what they compute, move and wait
+    for takes: at the measured rates, or with --above alone at those known of their GPUs. The table says which.
 
-    With --above alone nothing is measured: records stand beside the least time that what they compute, move and wait
-    for takes on their GPUs. Flags from --preset on are those of launch/dlrm.py and give the sizes.
+    Flags from --preset on are those of launch/dlrm.py and give the sizes.
     """
 
     above: tuple[Path, ...] = ()
-    """Records to compare with the floor; for stages, records of `dlrm-bench host`."""
+    """Records to compare with the least time; for stages, records of `dlrm-bench host`."""
     roofline: Path | None = None
     """File (.png or .svg) for a roofline picture of the first record of --above that is profiled."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
@@ -139,15 +113,14 @@ class LimitsCommand:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Measures or reads limits and prints them; returns the exit status."""
-        from dlrm_bench.bench.limits.floor import distance_table, limits_table, work_table
+        from dlrm_bench.bench.limits.bound import NO_BOUND, bound_table, with_batch
+        from dlrm_bench.bench.limits.floor import check_same_work, limits_table, work_table
         from dlrm_bench.bench.records.limits import read_limits
         from dlrm_bench.bench.records.record import read_record
+        from dlrm_bench.bench.report.roofline import print_bounds, write_roofline
 
         runs = [read_record(path).run for path in self.above]
         if self.above and self.measured is None and not forwarded:
-            from dlrm_bench.bench.limits.bound import with_batch
-            from dlrm_bench.bench.report.roofline import print_bounds
-
             limits = None if self.rates is None else read_limits(self.rates)
             if self.batch is not None:
                 runs = [with_batch(run, self.batch) for run in runs]
@@ -164,31 +137,17 @@ class LimitsCommand:
 
             folder = measure("limits", forwarded, processes_of_run(self.nproc), self.results_dir)
         limits = read_limits(folder)
-        for table in (limits_table(limits), distance_table(limits, runs), *(work_table(limits, run) for run in runs)):
-            if table is not None:
-                console.print(table)
+        for run in runs:
+            check_same_work(limits, run)
+        console.print(limits_table(limits))
+        for run in runs:
+            console.print(bound_table(run, limits) or f"warning: {run['id']}: {NO_BOUND}", soft_wrap=True)
+        for kernels in (work_table(limits, run) for run in runs):
+            if kernels is not None:
+                console.print(kernels)
+        if self.roofline is not None:
+            write_roofline(runs, self.roofline)
         console.print(f"record {folder}", soft_wrap=True)
-        return 0
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Report:
-    """Writes one self-contained HTML page, and its pictures, from all that it finds in the folders named."""
-
-    paths: Positional[tuple[Path, ...]]
-    """Records, ladders, limits and MLPerf logs, or folders of them."""
-    out: Path = Path("report")
-    """Folder of index.html and the pictures; only files that an earlier report wrote are replaced."""
-
-    def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Writes the page; returns the exit status."""
-        from dlrm_bench.bench.instruments.progress import stderr_console
-        from dlrm_bench.bench.report.page import write_report
-
-        report = write_report(self.paths, self.out, stderr_console())
-        for note in report.notes:
-            console.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
-        console.print(f"page {report.page} ({report.page.stat().st_size / 1e6:.2f} MB)", soft_wrap=True)
         return 0
 
 
@@ -340,6 +299,7 @@ Command = (
     | Annotated[Rerun, tyro.conf.subcommand("rerun")]
     | Annotated[LimitsCommand, tyro.conf.subcommand("limits")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Tables, tyro.conf.subcommand("tables")]
     | Annotated[RecordCommand, tyro.conf.subcommand("record")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[Submission, tyro.conf.subcommand("submission")]

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.compare.command import compare_command
 from dlrm_bench.bench.compare.sides import first_run_of
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
@@ -67,7 +68,7 @@ def rerun_command(console: Console, path: Path, rounds: int, nproc: int | None, 
         raise ValueError(f"--rounds is {rounds}: at least one is needed")
     done = rerun(first_run_of(path), rounds, nproc, results_dir)
     sides = (path, done.folder)
-    status = compare_command(console, sides=sides, strict=False, fail_on=None, equivalent=None, json=False)
+    status = compare_command(console, Compare(sides=sides))
     for note in done.notes:
         console.print(f"warning: {note}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"records {done.folder}", soft_wrap=True)

@@ -42,8 +42,8 @@ def _print(outcome: Outcome) -> int:
         console.print(_latency_table(record, record["latency_ms"]))
         if record["latency_ms"].get("steady") is False:
             console.print(
-                "not steady   the median of the last quarter of the timed iterations is "
-                f"{record['latency_ms']['drift']:+.1%} from that of the first: time longer (--max-time)"
+                "not steady   between two eighths of the timed iterations the median changed by "
+                f"{record['latency_ms']['drift']:+.1%}: time longer (--max-time)"
             )
     else:
         console.print(f"no latency: the run ended within its {record['warmup_iterations']} warm-up iterations")
@@ -126,7 +126,7 @@ def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
     variant = pipeline_label(config["pipeline"])
     title = f"{record['id']}: {variant}; latency of an iteration (slowest rank), ms"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "samples/s"):
+    for column in ("ranks", "global batch", "n", "p50", "95 % interval", "p90", "p99", "mean", "by clock", "samples/s"):
         table.add_column(column, justify="right", no_wrap=True)
     interval = latency["ci95"]
     table.add_row(
@@ -135,7 +135,7 @@ def _latency_table(record: RunRecord, latency: LatencySummary) -> Table:
         str(latency["n"]),
         f"{latency['p50']:.3f}",
         "too short" if interval is None else f"{interval[0]:.3f}..{interval[1]:.3f}",
-        *(f"{latency[name]:.3f}" for name in ("p90", "p99", "mean")),
+        *(f"{latency[name]:.3f}" for name in ("p90", "p99", "mean", "by_clock")),
         f"{record['samples_per_second']:,.0f}",
     )
     return table

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {"kernels": 1, "dlrm": 2, "pipeline": 3, "bench": 4, "launch": 5}
 PACKAGE = "dlrm_bench"
 FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-DROP_IN = ROOT / "pipeline" / "five_stage"
+DROP_INS = {ROOT / "pipeline" / "five_stage": {"cuda_graph"}, ROOT / "pipeline" / "device_metrics": set[str]()}
+"""Libraries of their own, and the modules beside them that they import."""
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -22,7 +23,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # Relative imports are the drop-in's alone, which stays whole wherever it is copied to.
+            # Relative imports are the drop-ins' alone, which stay whole wherever they are copied to.
             yield "." * node.level + (node.module or "")
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             argument = node.args[0]
@@ -80,7 +81,6 @@ def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
 MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zoo", "torchrec.models")
 """Packages of single benchmarks, which the floors above know as values alone."""
 MODELS_STILL_KNOWN = {
-    "bench/compare/verdict.py": "notes of rungs",
     "launch/auc_over_seeds.py": "planted data",
 }
 """Files that import a model all the same, and for what: to shrink, never to grow."""
@@ -129,9 +129,9 @@ def test_modules_are_imported_by_one_name():
         assert names == [], path
 
 
-def outside(path: Path) -> list[str]:
-    """Modules of ours that a file of the drop-in imports from outside of it."""
-    depth = len(path.relative_to(DROP_IN).parts)  # dots that stay within it
+def outside(path: Path, drop_in: Path) -> list[str]:
+    """Modules of ours that a file of a drop-in imports from outside of it."""
+    depth = len(path.relative_to(drop_in).parts)  # dots that stay within it
     found = []
     for name in imported(ast.parse(path.read_text())):
         dots = len(name) - len(name.lstrip("."))
@@ -140,17 +140,18 @@ def outside(path: Path) -> list[str]:
     return found
 
 
-def test_the_drop_in_imports_nothing_of_ours_but_what_it_names():
-    files = sorted(DROP_IN.rglob("*.py"))
-    assert len(files) > 10
-    assert {name for path in files for name in outside(path)} == {"cuda_graph"}
+@pytest.mark.parametrize("drop_in", DROP_INS, ids=lambda path: path.name)
+def test_a_drop_in_imports_nothing_of_ours_but_what_it_names(drop_in):
+    files = sorted(drop_in.rglob("*.py"))
+    assert len(files) > 5
+    assert {name for path in files for name in outside(path, drop_in)} == DROP_INS[drop_in]
     cuda_graph = ast.parse((ROOT / "pipeline" / "cuda_graph.py").read_text())
     assert [name for name in imported(cuda_graph) if folder_of(name)] == []
 
 
 def test_relative_imports_are_the_drop_ins_alone():
     for path in FILES:
-        if not path.is_relative_to(DROP_IN):
+        if not any(path.is_relative_to(drop_in) for drop_in in DROP_INS):
             assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(".")] == [], path
 
 

@@ -4,36 +4,36 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from json import dumps
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from dlrm_bench.bench.compare.comparison import Result, compare_paths
+from dlrm_bench.bench.compare.arguments import Compare
+from dlrm_bench.bench.compare.comparison import Result, Terms, compare_paths
 from dlrm_bench.bench.compare.gate import Check, check_equivalence, check_regression, percentage, worst
 from dlrm_bench.bench.compare.tables import result_as_json, result_table, rungs_table, verdict_in_words
 from dlrm_bench.bench.mlperf.published_logs import logs_table
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
-EXIT_NOT_ENOUGH_RUNS = 5
-"""Status of a check that so few runs cannot answer; 3 and 4 are those of a run, in bench/summary.py."""
-_STATUS = {"passed": 0, "failed": EXIT_FAILED, "not enough runs": EXIT_NOT_ENOUGH_RUNS}
+EXIT_UNDECIDED = 5
+"""Status of a check that these runs cannot answer: too few of them, or in an order that allows no verdict. 3 and 4 are
+those of a run, in bench/summary.py."""
+_STATUS = {"passed": 0, "failed": EXIT_FAILED, "not enough runs": EXIT_UNDECIDED, "no verdict": EXIT_UNDECIDED}
 
 
-def compare_command(
-    console: Console, *, sides: Sequence[Path], strict: bool, fail_on: str | None, equivalent: str | None, json: bool
-) -> int:
+def compare_command(console: Console, asked: Compare) -> int:
     """Compares every side with the first, or two ladders rung by rung; prints it and returns the exit status.
 
-    fail_on, equivalent: percentages such as '2%'. ValueError names a side or a flag that cannot be used.
+    ValueError names a side or a flag that cannot be used.
     """
-    if len(sides) < 2:
+    if len(asked.sides) < 2:
         raise ValueError("compare needs two sides: dlrm-bench compare A B")
-    limit, margin = percentage("--fail-on", fail_on), percentage("--equivalent", equivalent)
+    limit, margin = percentage("--fail-on", asked.fail_on), percentage("--equivalent", asked.equivalent)
     if margin == 0:
         raise ValueError("--equivalent 0%: no two programs take exactly the same time; name a margin, such as 2%")
-    results = compare_paths(sides)
-    if strict:
+    terms = Terms(accept_blocked_order=asked.accept_blocked_order, reference=asked.reference)
+    results = compare_paths(asked.sides, terms)
+    if asked.strict:
         for result in results:
             refused = dict.fromkeys([*result.differences, *result.a.unknown, *result.b.unknown])
             if refused:
@@ -41,7 +41,7 @@ def compare_command(
     checks = [[check_regression(result, limit)] if limit is not None else [] for result in results]
     for of_result, result in zip(checks, results, strict=True):
         of_result += [check_equivalence(result, margin)] if margin is not None else []
-    if json:
+    if asked.json:
         _print_json(results, checks)
     else:
         _print_tables(console, results, checks)

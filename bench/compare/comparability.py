@@ -137,7 +137,7 @@ def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
     """Reasons not to trust a side: the caveats of its records, each once, and that its runs are of several programs."""
     counts = Counter(caveat for record in records for caveat in caveats(record))
     found = [f"{label}: {caveat} in {n} of {len(records)} runs" for caveat, n in counts.items()]
-    programs = [_program(record) for record in records]
+    programs = [program_of(record) for record in records]
     fields = dict.fromkeys(field for program in programs for field in program)
     varying = [field for field in fields if len({program.get(field) for program in programs} - {None}) > 1]
     if varying:
@@ -145,7 +145,7 @@ def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
     return found
 
 
-def _program(record: Record) -> dict[str, str | None]:
+def program_of(record: Record) -> dict[str, str | None]:
     """The program of a run: its source's hash (of older records the commit), pipeline, and the pipeline's options."""
     options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
     git = record.run["git"]

@@ -1,5 +1,6 @@
-"""Checks for CI: is a regression excluded, are two programs equivalent, or do too few runs say neither."""
+"""Checks for CI: is a regression excluded, are two programs equivalent, or does the comparison say neither."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +8,7 @@ from typing import Literal
 from dlrm_bench.bench.compare.comparison import Result
 from dlrm_bench.bench.stats.series import CONFIDENCE
 
-Outcome = Literal["passed", "failed", "not enough runs"]
+Outcome = Literal["passed", "failed", "not enough runs", "no verdict"]
 
 _ERROR = 1 - CONFIDENCE
 _ONE_SIDED = 2 * CONFIDENCE - 1  # a 90 % interval has 5 % above it, as a one-sided test at 5 % has
@@ -27,10 +28,12 @@ def check_regression(result: Result, limit: float) -> Check:
 
     Excluded: a one-sided test at 5 % rejects that B takes 1 + limit times A's time, or more. Neither: not enough runs.
     """
-    if not _known(result):
-        return _one_run(result)
+    refused = _refused(result)
+    if refused is not None:
+        return refused
     bound = result.estimate.ratio(_ONE_SIDED).high - 1
-    said = f"B takes {_more_or_less(result.ratio.value - 1)} time, at 95 % confidence at most {_more_or_less(bound)}"
+    seen = result.estimate.ratio().value - 1
+    said = f"B takes {_more_or_less(seen)} time, at 95 % confidence at most {_more_or_less(bound)}"
     if result.estimate.p_at_least(1 + limit) < _ERROR:
         return Check(outcome="passed", text=f"a regression of {limit:.2%} is excluded: {said}")
     if result.verdict == "slower":
@@ -44,13 +47,15 @@ def check_equivalence(result: Result, margin: float) -> Check:
 
     Two one-sided tests at 5 % each, against 1 + margin and its reciprocal; proven not: the 95 % interval is outside.
     """
-    if not _known(result):
-        return _one_run(result)
+    refused = _refused(result)
+    if refused is not None:
+        return refused
     ratio = result.estimate.ratio(_ONE_SIDED)
     said = f"the 90 % interval of B's time over A's is {ratio.low:.4f} to {ratio.high:.4f}"
     if result.estimate.p_not_equivalent(margin) < _ERROR:
         return Check(outcome="passed", text=f"A and B are equivalent within {margin:.2%}: {said}")
-    if result.ratio.low > 1 + margin or result.ratio.high < 1 / (1 + margin):
+    whole = result.estimate.ratio()
+    if whole.low > 1 + margin or whole.high < 1 / (1 + margin):
         return Check(outcome="failed", text=f"A and B differ by more than {margin:.2%}: {said}")
     return _undecided(result, margin, f"equivalence within {margin:.2%} is neither proven nor excluded: {said}")
 
@@ -58,7 +63,7 @@ def check_equivalence(result: Result, margin: float) -> Check:
 def worst(checks: Sequence[Check]) -> Outcome:
     """The outcome of all checks together."""
     outcomes = {check.outcome for check in checks}
-    return next((o for o in ("failed", "not enough runs") if o in outcomes), "passed")
+    return next((o for o in ("failed", "no verdict", "not enough runs") if o in outcomes), "passed")
 
 
 def percentage(flag: str, text: str | None) -> float | None:
@@ -74,17 +79,16 @@ def percentage(flag: str, text: str | None) -> float | None:
     return value
 
 
-def _known(result: Result) -> bool:
-    return result.comparison.between_runs and result.estimate.error == result.estimate.error
-
-
-def _one_run(result: Result) -> Check:
-    a, b = result.comparison.runs
-    text = (
-        f"{a} and {b} runs: at least two a side are needed, because one run cannot show how much runs differ by "
-        "themselves"
-    )
-    return Check(outcome="not enough runs", text=text)
+def _refused(result: Result) -> Check | None:
+    """The check of a comparison that can answer none: of one run on a side, or without a verdict; else None."""
+    if not result.comparison.between_runs or math.isnan(result.estimate.error):
+        a, b = result.comparison.runs
+        text = (
+            f"{a} and {b} runs: at least two a side are needed, because one run cannot show how much runs differ by "
+            "themselves"
+        )
+        return Check(outcome="not enough runs", text=text)
+    return Check(outcome="no verdict", text="; ".join(result.confounded)) if result.confounded else None
 
 
 def _undecided(result: Result, size: float, text: str) -> Check:

@@ -1,19 +1,26 @@
 """Sides of a comparison: runs of the same thing, read from records, ladders or MLPerf logs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlrm_bench.bench.compare.comparability import caveats_of_side, different, machine_of, settings_of, unknown
+from dlrm_bench.bench.compare.comparability import (
+    caveats_of_side,
+    different,
+    machine_of,
+    program_of,
+    settings_of,
+    unknown,
+)
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.records.distinct import distinct, record_key
-from dlrm_bench.bench.records.ladder import LADDER_JSON, members_of
+from dlrm_bench.bench.records.ladder import LADDER_JSON, ended_by_precision, members_of
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.stats.series import Metric
+from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE, Metric
 from dlrm_bench.bench.stats.statistics import mean_statistics
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 from dlrm_bench.dlrm.data.paths import why_not
@@ -30,7 +37,7 @@ class Side:
     series: list[np.ndarray]
     """Latencies of each run [n], slowest rank, warm-up left out; of an MLPerf log the mean alone, [1]."""
     finished: list[str]
-    """When each run ended, as sortable text; empty where that is not known."""
+    """When each run ended, as sortable text; empty where that is not known, as in MLPerf logs."""
     machines: list[str]
     """On which machine each run was; of MLPerf logs, which do not say, one for all."""
     settings: dict[str, list[Any]]
@@ -39,6 +46,10 @@ class Side:
     mean_only: bool
     """Whether only the mean latency is known, as in MLPerf logs."""
     warnings: list[str]
+    confidence: float = CONFIDENCE
+    """Confidence of intervals about this side: larger where the number of runs followed from what they showed."""
+    programs: Sequence[Mapping[str, str | None]] = ()
+    """The distinct programs of the runs: source, pipeline and its options; none of MLPerf logs."""
     keys: Sequence[tuple[str, str, str]] = ()
     """What tells each run from all others, and not from its copies; empty of MLPerf logs."""
     unknown: Sequence[str] = ()
@@ -131,6 +142,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         global_batch_size=_one_batch_size(label, [r.run["config"].get("global_batch_size") for r in records]),
         mean_only=False,
         warnings=[*warnings, *caveats_of_side(label, records)],
+        programs=different(program_of(record) for record in records),
         keys=[record_key(record) for record in records],
         unknown=unknown(label, records),
     )
@@ -159,7 +171,8 @@ def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
             f"{path.parent} was interrupted before a run of {path.name} had ended: {_resuming(path.parent)}"
         )
     said = [f"{path.parent} was interrupted, and has {len(runs)} run(s) of {path.name}"] if cut else []
-    return side_of_records(str(path), [read_record(path.parent / member) for member in runs], said)
+    side = side_of_records(str(path), [read_record(path.parent / member) for member in runs], said)
+    return replace(side, confidence=AUTO_CONFIDENCE) if ended_by_precision(path.parent) else side
 
 
 def _resuming(ladder: Path) -> str:

@@ -67,7 +67,7 @@ class IterationClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._iterations = 0
+        self._iterations = self._started = 0
         self._marks: deque[_Mark] = deque()  # the open stretch, oldest first; empty between stretches
         self._spare: list[_Mark] = []
         self._ms = array("f")
@@ -75,6 +75,7 @@ class IterationClock:
     def start(self) -> None:
         """Marks the beginning of a stretch of iterations."""
         assert not self._marks, "start() within a stretch: pause() ends one"
+        self._started += 1
         self._mark()
 
     def lap(self) -> None:
@@ -100,6 +101,11 @@ class IterationClock:
     def iterations(self) -> int:
         """Iterations that have been launched so far; any thread may ask."""
         return self._iterations
+
+    @property
+    def stretch(self) -> int:
+        """Number of the open stretch, from 1 on; 0 between stretches. Any thread may ask."""
+        return self._started if self._marks else 0
 
     def local_ms(self) -> np.ndarray:
         """Latencies on this rank: float32 [iterations], milliseconds."""

@@ -50,6 +50,8 @@ class Samples:
     """What one rank saw: the GPU's states, each with the number of iterations launched by then."""
 
     states: list[tuple[int, GpuState]] = field(default_factory=list)
+    stretches: list[int] = field(default_factory=list)
+    """For each state the stretch of iterations in which it was seen, and 0 in an evaluation; empty: all in one."""
     gc_iterations: list[int] = field(default_factory=list)
     clock_jump_s: float = 0.0
 
@@ -113,7 +115,9 @@ class RunMonitor:
                     begin = begin or time.monotonic()
                     wait = max(_FIRST_INTERVAL_S, _OF_ELAPSED * (time.monotonic() - begin))
                 ended = self._end.wait(min(wait, self._interval_s))
+                stretch = self._clock.stretch
                 self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
+                self._samples.stretches.append(stretch)
 
 
 def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> Telemetry:
@@ -157,19 +161,33 @@ def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, Gp
 def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None:
     """Energy that all GPUs took for an iteration, by their energy counters; None where one of them has none.
 
-    From the first sample after the warm-up that saw a counter change to the last such one, evaluations between them
-    included: a counter changes ten times a second, and what it says in between is of up to 0.1 s ago. None where it
-    changed too seldom.
+    Of each stretch of iterations, from the first sample that saw a counter change to the last such one: a counter
+    changes ten times a second, and what it says in between is of up to 0.1 s ago. What evaluations between stretches
+    took is left out. None where it changed too seldom.
     """
     total = 0.0
     for samples in ranks:
-        timed = [(i, state.energy_j) for i, state in samples.states if i >= warmup and state.energy_j is not None]
-        changed = [new for old, new in pairwise(timed) if new[1] != old[1]]
-        if len(changed) < _FEWEST_CHANGES or changed[-1][0] <= changed[0][0]:
+        energy, iterations, changes = 0.0, 0, 0
+        for timed in _by_stretch(samples, warmup):
+            changed = [new for old, new in pairwise(timed) if new[1] != old[1]]
+            changes += len(changed)
+            if len(changed) > 1:
+                energy += changed[-1][1] - changed[0][1]
+                iterations += changed[-1][0] - changed[0][0]
+        if changes < _FEWEST_CHANGES or iterations <= 0:
             return None
-        (first, before), (last, after) = changed[0], changed[-1]
-        total += (after - before) / (last - first)
+        total += energy / iterations
     return total if ranks else None
+
+
+def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[int, float]]]:
+    """Returns (iterations, energy) of the samples after the warm-up, those of each stretch together."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    stretches = samples.stretches or [1] * len(samples.states)
+    for (iterations, state), stretch in zip(samples.states, stretches, strict=True):
+        if stretch and iterations >= warmup and state.energy_j is not None:
+            found.setdefault(stretch, []).append((iterations, state.energy_j))
+    return list(found.values())
 
 
 def _clock_jump_s(ranks: Sequence[Samples]) -> float | None:

@@ -1,8 +1,8 @@
 """What the runs of a ladder say of its rungs, and the ladder as tables."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -10,13 +10,12 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from dlrm_bench.bench.compare.sides import Side, side_of_records
+from dlrm_bench.bench.compare.comparison import Result
+from dlrm_bench.bench.ladder.judge import agreement_by_luck, as_judged, judge_rungs
 from dlrm_bench.bench.records.ladder import HostCost, Ladder, RungResult, RungSpread, read_ladder
 from dlrm_bench.bench.records.record import Record, read_record
-from dlrm_bench.bench.stats.repetitions import detectable, finds, finds_from, holm, runs_needed
-from dlrm_bench.bench.stats.series import CONFIDENCE, summary_statistics
-from dlrm_bench.bench.stats.statistics import Estimate, Ratio, compare, student_t
-from dlrm_bench.bench.stats.variance import agree_by_luck, levels
+from dlrm_bench.bench.stats.repetitions import finds_from
+from dlrm_bench.bench.stats.variance import levels
 from dlrm_bench.dlrm.benchmark import Rung
 
 HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "D2H copies", "GPU idle")
@@ -24,44 +23,6 @@ HOST_COLUMNS = ("CPU ms", "kernel launches", "graph launches", "stream syncs", "
 # At full size and MLPerf's learning rate, Adagrad's first steps amplify rounding differences: from the eighth iteration
 # on, the losses of two correct programs differ.
 _LOSSES_COMPARED = 5
-
-
-AUTO_CONFIDENCE = 0.97
-"""Confidence of intervals, and of tests, in a ladder that ran until it found a difference of some size.
-
-To stop when the spread happens to look small makes 95 % intervals cover 92 % to 94 %; 97 % ones cover 95 % and more
-(simulated in the tests of this file)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What a ladder with so many rounds can find."""
-
-    detectable: float
-    """Smallest difference that any rung shows from the first one or the one before, all of them looked at together."""
-    rounds_needed: int | None
-    """Rounds that find what is asked for, if runs go on to differ like these; None if it takes too many."""
-
-    def in_words(self, rounds: int, detect: float) -> str:
-        """Such as '6 rounds find differences from 3.10%; 2.00% takes about 11'."""
-        found = f"{rounds} rounds {finds(self.detectable)}"
-        if self.detectable <= detect:
-            return found
-        needed = "too many" if self.rounds_needed is None else f"about {self.rounds_needed}"
-        return f"{found}; {detect:.2%} takes {needed}"
-
-
-def precision_of(members: dict[str, list[Record]], detect: float) -> Precision:
-    """What at least two rounds of rungs can find; members: the timed runs of each rung, one of each round."""
-    sides = list(members.values())
-    logs = [np.log([summary_statistics(record.latencies_ms)["p50"] for record in side]) for side in sides]
-    rounds, others = len(logs[0]), len(logs) - 1
-    pairs = [(logs[j], logs[i]) for i in range(1, len(logs)) for j in {0, i - 1}]
-    spread = max((float(np.std(b - a, ddof=1)) for a, b in pairs), default=0.0)
-    return Precision(
-        detectable(spread, rounds, True, max(1, others), AUTO_CONFIDENCE),
-        runs_needed(spread, detect, True, max(1, others), AUTO_CONFIDENCE),
-    )
 
 
 def read_judged_ladder(
@@ -94,29 +55,33 @@ def rung_results(
     measured; None where one failed, and absent where none was asked for. by_precision: whether the rounds ended because
     they found a difference of some size.
     """
-    sides = [side_of_records(rung.name, members[rung.name]) for rung in rungs]
-    confidence = AUTO_CONFIDENCE if by_precision else CONFIDENCE
+    judged = judge_rungs({rung.name: members[rung.name] for rung in rungs}, by_precision=by_precision)
     results = []
-    for i, (rung, side) in enumerate(zip(rungs, sides, strict=True)):
-        first, previous = (_speedup(sides[j], side, confidence) if i else Ratio(1.0, 1.0, 1.0) for j in (0, i - 1))
-        medians = [float(np.median(series)) for series in side.series]
+    for rung, one in zip(rungs, judged, strict=True):
+        first, previous = one.over_first, one.over_previous
+        medians = [float(np.median(series)) for series in one.side.series]
         records = [record.run["id"] for record in members[rung.name]]
+        finds = first.detectable if first else None
         results.append(
             RungResult(
                 name=rung.name,
                 flags=list(rung.flags),
                 record=records[int(np.argsort(medians)[len(medians) // 2])],
                 records=records,
-                median_ms=side.metrics()["p50"],
-                speedup_vs_first=first.value,
-                speedup_vs_previous=previous.value,
+                median_ms=one.side.metrics()["p50"],
+                speedup_vs_first=first.speedup.value if first else 1.0,
+                speedup_vs_previous=previous.speedup.value if previous else 1.0,
                 ci95=_interval(first),
                 ci95_vs_previous=_interval(previous),
+                over_first=as_judged(first),
+                over_previous=as_judged(previous),
                 loss_difference=_loss_difference(members[rungs[0].name][0], members[rung.name][0]),
-                p99_ms=side.metrics()["p99"],
+                p99_ms=one.side.metrics()["p99"],
                 note=rung.note,
-                detectable=_detectable(sides[0], side, len(sides) - 1, confidence) if i else None,
-                spread=RungSpread(**asdict(levels(side.series, "p50", side.machines))),  # type: ignore[typeddict-item]
+                detectable=finds[1] if finds else None,
+                detectable_interval=[finds[0], finds[2]] if finds else None,
+                agrees_by_luck=agreement_by_luck(one),
+                spread=RungSpread(**asdict(levels(one.side.series, "p50", one.side.machines))),  # type: ignore[typeddict-item]
                 host=host_costs.get(rung.name),
             )
         )
@@ -136,24 +101,12 @@ def host_cost(profiled: Record) -> HostCost:
     )
 
 
-def _detectable(first: Side, side: Side, comparisons: int, confidence: float) -> float | None:
-    """The smallest difference from the first rung that the rounds find; None after one round."""
-    if len(side.series) < 2:
-        return None
-    logs = [np.log([summary_statistics(run)["p50"] for run in each.series]) for each in (first, side)]
-    spread = float(np.std(logs[1] - logs[0], ddof=1))
-    return detectable(spread, len(side.series), True, comparisons, confidence)
-
-
-def _speedup(slower: Side, faster: Side, confidence: float) -> Ratio:
-    """Time of `slower` over that of `faster`, paired by round; the interval is unknown after one round."""
-    comparison = compare(faster.series, slower.series, paired=True)
-    ratio = comparison.estimates["p50"].ratio(confidence)
-    return ratio if comparison.between_runs else Ratio(ratio.value, math.nan, math.nan)
-
-
-def _interval(ratio: Ratio) -> list[float] | None:
-    return None if math.isnan(ratio.low) else [ratio.low, ratio.high]
+def _interval(result: Result | None) -> list[float] | None:
+    """The interval of the speed-up; of the first rung's over itself [1, 1], and None after one round."""
+    if result is None:
+        return [1.0, 1.0]
+    low, high = result.speedup[1:]
+    return None if math.isnan(low) else [low, high]
 
 
 def _loss_difference(first: Record, other: Record) -> float | None:
@@ -190,11 +143,16 @@ def ladder_table(ladder: Ladder) -> Table:
             f"{rung['median_ms']:.3f}",
             f"{rung['p99_ms']:.3f}",
             *_cells(rung["speedup_vs_first"], rung["ci95"], rung["name"] in vs_first),
-            "" if (difference := rung.get("detectable")) is None else finds_from(difference),
+            _finds(rung),
             *_cells(rung["speedup_vs_previous"], rung["ci95_vs_previous"], rung["name"] in vs_previous),
             "unknown" if loss is None else f"{loss:.1e}",
         )
     return table
+
+
+def _finds(rung: RungResult) -> str:
+    value, interval = rung["detectable"], rung["detectable_interval"]
+    return "" if value is None or interval is None else finds_from((interval[0], value, interval[1]))
 
 
 def ladder_spread_table(ladder: Ladder) -> Table | None:
@@ -235,47 +193,17 @@ def host_cells(host: HostCost | None) -> list[str]:
 def proven(ladder: Ladder, against: Literal["first", "previous"]) -> set[str]:
     """Names of the rungs whose time is proven to differ from the first rung's, or from that of the rung before.
 
-    p values are those of the paired t test behind the intervals, corrected for all rungs being looked at (Holm):
-    without that, 16 rungs of the same program show a false difference in two ladders of three.
+    ladder: with the judgement of read_judged_ladder, which older files lack.
     """
-    others = ladder["rungs"][1:]
-    confidence = CONFIDENCE if ladder.get("detect") is None else AUTO_CONFIDENCE
-    p_values = [
-        _p_value(*(rung["speedup_vs_first"], rung["ci95"]), ladder["rounds"], confidence)
-        if against == "first"
-        else _p_value(*(rung["speedup_vs_previous"], rung["ci95_vs_previous"]), ladder["rounds"], confidence)
-        for rung in others
-    ]
-    return {rung["name"] for rung, p in zip(others, holm(p_values), strict=True) if p < 1 - confidence}
+    judged = {
+        rung["name"]: rung["over_first"] if against == "first" else rung["over_previous"] for rung in ladder["rungs"]
+    }
+    return {name for name, one in judged.items() if one is not None and one["proven"]}
 
 
-def _p_value(speedup: float, interval: list[float] | None, rounds: int, confidence: float) -> float:
-    """Two-sided p value of the t test whose interval of the ratio this is; nan where one round was run."""
-    if interval is None:
-        return math.nan
-    return Estimate(math.log(speedup), _error(interval, rounds, confidence), rounds - 1).p_value
-
-
-def _error(interval: list[float], rounds: int, confidence: float) -> float:
-    """Standard error of the logarithm of the ratio whose interval this is."""
-    return math.log(interval[1] / interval[0]) / (2 * student_t((1 + confidence) / 2, rounds - 1))
-
-
-def lucky(ladder: Ladder) -> Iterator[str]:
+def lucky(ladder: Ladder) -> list[str]:
     """A sentence for each rung whose rounds agree better than the noise of their iterations lets expect."""
-    first, *others = ladder["rungs"]
-    confidence = CONFIDENCE if ladder.get("detect") is None else AUTO_CONFIDENCE
-    for rung in others:
-        known = [spread for each in (first, rung) if (spread := each.get("spread", {}).get("iteration")) is not None]
-        if rung["ci95"] is None or len(known) < 2:
-            continue
-        between = _error(rung["ci95"], ladder["rounds"], confidence) * math.sqrt(ladder["rounds"])
-        within = math.hypot(*known)
-        if agree_by_luck(between, within, ladder["rounds"]):
-            yield (
-                f"the ratios of {rung['name']} to {first['name']} agree better from round to round ({between:.2%}) "
-                f"than their iterations let expect ({within:.2%}): the interval is narrow by luck; run more rounds"
-            )
+    return [text for rung in ladder["rungs"] if (text := rung["agrees_by_luck"]) is not None]
 
 
 def _cells(speedup: float, interval: list[float] | None, is_proven: bool) -> tuple[str, str]:

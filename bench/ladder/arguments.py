@@ -48,6 +48,8 @@ class LadderCommand:
         """Runs the ladder; returns the exit status."""
         from dlrm_bench.bench.ladder.ladder_command import ladder_command
 
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = [field.name for field in fields(self) if given[field.name] != field.default]
-        return ladder_command(console, forwarded, changed, **given)
+        return ladder_command(console, forwarded, self)
+
+    def given(self) -> list[str]:
+        """Names of the flags that are not at their defaults."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]

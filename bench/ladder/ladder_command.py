@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
@@ -13,96 +12,82 @@ from dlrm_bench.bench.compare.gate import percentage
 from dlrm_bench.bench.flags import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_spread_table, ladder_table, lucky
-from dlrm_bench.bench.ladder.run_ladder import make_plan, plan_to_resume, profiled_run_id, run_ladder
+from dlrm_bench.bench.ladder.arguments import LadderCommand
+from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, plan_to_resume, profiled_run_id, run_ladder
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
 from dlrm_bench.bench.records.record import create_run_folder
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
 from dlrm_bench.dlrm.benchmarks import preset_of
 
 
-def ladder_command(
-    console: Console,
-    forwarded: Sequence[str],
-    given: Sequence[str],
-    *,
-    rungs: str,
-    rounds: int | Literal["auto"],
-    detect: str,
-    max_rounds: int,
-    max_minutes: float | None,
-    host: bool,
-    nproc: int | None,
-    launch: str | None,
-    seed: int,
-    results_dir: Path,
-    resume: Path | None,
-) -> int:
+def ladder_command(console: Console, forwarded: Sequence[str], asked: LadderCommand) -> int:
     """Runs a ladder and prints it; returns the exit status.
 
-    forwarded: flags of launch/dlrm.py. given: names of the arguments below that are not their defaults. ValueError
-    names a flag that cannot be used.
+    forwarded: flags of launch/dlrm.py. ValueError names a flag that cannot be used.
     """
-    if resume is not None:
-        others = [*(f"--{name.replace('_', '-')}" for name in given if name != "resume"), *forwarded[:1]]
+    if asked.resume is not None:
+        others = [*(f"--{name.replace('_', '-')}" for name in asked.given() if name != "resume"), *forwarded[:1]]
         if others:
-            raise ValueError(f"--resume goes on by the plan of {resume}: leave out {', '.join(others)}")
-        plan, folder = plan_to_resume(resume), resume
+            raise ValueError(f"--resume goes on by the plan of {asked.resume}: leave out {', '.join(others)}")
+        plan, folder = plan_to_resume(asked.resume), asked.resume
     else:
-        most, size = _rounds(rounds, detect, max_rounds, given)
-        if max_minutes is not None and max_minutes <= 0:
-            raise ValueError(f"--max-minutes is {max_minutes:g}: it must be positive")
-        command = _launch(launch, given)
-        benchmark, _ = preset_of(preset_name(forwarded))
-        if rungs not in benchmark.ladders:
-            raise ValueError(f"--rungs {rungs!r} is unknown: choose one of {', '.join(benchmark.ladders)}")
-        ladder_rungs, processes = benchmark.ladders[rungs], processes_of_run(nproc)
-        folder = create_run_folder(results_dir, new_id(processes, forwarded, "ladder"))
-        plan = make_plan(
-            ladder_rungs,
-            processes=processes,
-            rounds=most,
-            seed=seed,
-            flags=forwarded,
-            command=shlex.join(["dlrm-bench", *sys.argv[1:]]),
-            host=host,
-            detect=size,
-            minutes=max_minutes,
-            launch=command,
-        )
+        plan, folder = _plan(asked, forwarded)
     _run(plan, folder)
     _print(console, plan, folder)
     return 0
 
 
-def _rounds(
-    rounds: int | Literal["auto"], detect: str, max_rounds: int, given: Sequence[str]
-) -> tuple[int, float | None]:
-    """Rounds at most, and the difference that they are to find; None where the number is fixed."""
-    if rounds != "auto":
+def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
+    """Returns the plan of a new ladder and its folder, which is made."""
+    rounds, launch = _rounds(asked), _launch(asked)
+    benchmark, _ = preset_of(preset_name(forwarded))
+    if asked.rungs not in benchmark.ladders:
+        raise ValueError(f"--rungs {asked.rungs!r} is unknown: choose one of {', '.join(benchmark.ladders)}")
+    processes = processes_of_run(asked.nproc)
+    plan = make_plan(
+        benchmark.ladders[asked.rungs],
+        rounds,
+        processes=processes,
+        seed=asked.seed,
+        flags=forwarded,
+        command=shlex.join(["dlrm-bench", *sys.argv[1:]]),
+        host=asked.host,
+        launch=launch,
+    )
+    return plan, create_run_folder(asked.results_dir, new_id(processes, forwarded, "ladder"))
+
+
+def _rounds(asked: LadderCommand) -> Rounds:
+    """Returns the number of rounds that the flags ask for, or how to find it."""
+    if asked.max_minutes is not None and asked.max_minutes <= 0:
+        raise ValueError(f"--max-minutes is {asked.max_minutes:g}: it must be positive")
+    if asked.rounds != "auto":
         for name in ("detect", "max_rounds"):
-            if name in given:
+            if name in asked.given():
                 raise ValueError(f"--{name.replace('_', '-')} is for --rounds auto: leave it out, or add that")
-        if rounds < 1:
-            raise ValueError(f"--rounds is {rounds}: at least one is needed")
-        return rounds, None
-    size = percentage("--detect", detect)
+        if asked.rounds < 1:
+            raise ValueError(f"--rounds is {asked.rounds}: at least one is needed")
+        return Rounds(most=asked.rounds, minutes=asked.max_minutes)
+    size = percentage("--detect", asked.detect)
     if not size:
-        raise ValueError(f"--detect {detect}: no number of rounds finds a difference of nothing; name one, such as 2%")
-    if max_rounds < 2:
-        raise ValueError(f"--max-rounds is {max_rounds}: how much runs differ takes at least two to know")
-    return max_rounds, size
+        raise ValueError(
+            f"--detect {asked.detect}: no number of rounds finds a difference of nothing; name one, such as 2%"
+        )
+    if asked.max_rounds < 2:
+        raise ValueError(f"--max-rounds is {asked.max_rounds}: how much runs differ takes at least two to know")
+    return Rounds(most=asked.max_rounds, detect=size, minutes=asked.max_minutes)
 
 
-def _launch(launch: str | None, given: Sequence[str]) -> list[str]:
+def _launch(asked: LadderCommand) -> list[str]:
     """Words of --launch; ValueError where there is no such command, or a flag that says how ranks start here."""
-    if launch is None:
+    if asked.launch is None:
         return []
     for name in ("nproc", "host"):
-        if name in given:
+        if name in asked.given():
             raise ValueError(f"--{name} is for ranks on this machine, and --launch starts them: leave it out")
-    words = shlex.split(launch)
+    words = shlex.split(asked.launch)
     if not words or shutil.which(words[0]) is None:
-        raise ValueError(f"--launch {launch!r}: there is no such command")
+        raise ValueError(f"--launch {asked.launch!r}: there is no such command")
     return words
 
 

@@ -11,18 +11,20 @@ finished suffice to resume an interrupted ladder.
 """
 
 import contextlib
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.ladder.analysis import Precision, host_cost, precision_of, rung_results
+from dlrm_bench.bench.ladder.analysis import host_cost, rung_results
+from dlrm_bench.bench.ladder.judge import precision_of
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.machine.description import readable
 from dlrm_bench.bench.machine.source import git_state
+from dlrm_bench.bench.records.json_file import json_text
 from dlrm_bench.bench.records.ladder import (
     LADDER_JSON,
     LADDER_SCHEMA,
@@ -44,27 +46,37 @@ FEWEST_ROUNDS = 6
 second round from then on, where a linear drift has cancelled."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """How many rounds a ladder runs."""
+
+    most: int
+    """Rounds, or rounds at most."""
+    detect: float | None = None
+    """Difference (0.02: 2 %) that ends the ladder once so many rounds find it; None for a fixed number of rounds."""
+    minutes: float | None = None
+    """Time after which no other round begins; None for no limit."""
+
+
 def make_plan(
     rungs: Sequence[Rung],
+    rounds: Rounds,
     *,
     processes: int,
-    rounds: int,
     seed: int,
     flags: Sequence[str],
     command: str,
     host: bool = False,
-    detect: float | None = None,
-    minutes: float | None = None,
     launch: Sequence[str] = (),
 ) -> Plan:
-    """The plan of a ladder on this machine; the fields are those of Plan."""
+    """Returns the plan of a ladder on this machine; the arguments are the fields of Plan."""
     plan = Plan(
         schema=PLAN_SCHEMA,
         command=command,
         rungs=[PlannedRung(name=rung.name, flags=list(rung.flags), note=rung.note) for rung in rungs],
-        rounds=rounds,
-        detect=detect,
-        minutes=minutes,
+        rounds=rounds.most,
+        detect=rounds.detect,
+        minutes=rounds.minutes,
         seed=seed,
         processes=processes,
         flags=list(flags),
@@ -111,7 +123,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
     host_costs: dict[str, HostCost | None] = {}
     order: list[str] = []
     begun = time.monotonic()
-    (folder / PLAN_JSON).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+    (folder / PLAN_JSON).write_text(json_text(plan) + "\n", encoding="utf-8")
 
     def write() -> None:
         ladder = Ladder(
@@ -125,7 +137,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
             rungs=rung_results(rungs, members, host_costs, by_precision=plan["detect"] is not None),
             order=order,
         )
-        (folder / LADDER_JSON).write_text(json.dumps(ladder, indent=2) + "\n", encoding="utf-8")
+        (folder / LADDER_JSON).write_text(json_text(ladder) + "\n", encoding="utf-8")
 
     with _naming_what_is_kept(folder, order):
         for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):
@@ -187,9 +199,9 @@ def _enough(
         return True
     if plan["detect"] is None or rounds < 2:
         return False
-    precision: Precision = precision_of(members, plan["detect"])
+    precision = precision_of(members, plan["detect"])
     say(precision.in_words(rounds, plan["detect"]))
-    return rounds >= FEWEST_ROUNDS and rounds % 2 == 0 and precision.detectable <= plan["detect"]
+    return rounds >= FEWEST_ROUNDS and rounds % 2 == 0 and precision.detectable[1] <= plan["detect"]
 
 
 def _node() -> str:

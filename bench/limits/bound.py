@@ -10,7 +10,7 @@ a benchmark's `work` counts what is needed, and nothing that a better program co
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from rich import box
@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dlrm_bench.bench.limits.efficiency import efficiency_in_words
-from dlrm_bench.bench.limits.floor import work_of_kernel
+from dlrm_bench.bench.limits.floor import caveats_of_floor, work_of_kernel
 from dlrm_bench.bench.profile.kernel_names import STAGES
-from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, MEMORY_RATE, Limits, best_rate
+from dlrm_bench.bench.records.limits import ALL_TO_ALLS, LARGE_COPY, LARGE_PRODUCT, MEMORY_RATE, Limits, best_rate
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.benchmark import Piece
 from dlrm_bench.dlrm.benchmarks import benchmark_of
@@ -42,6 +42,8 @@ class Rates:
     """Bytes from the host."""
     cache: float
     """Bytes that the L2 cache holds."""
+    source: str
+    """Where the rates are from, in a sentence."""
 
 
 # tensor cores, bf16: 798e12, the most that an 8192-cubed product of random numbers reached; tf32 and fp32: data sheet
@@ -53,8 +55,13 @@ _H200 = Rates(
     links=478.8e9,
     pcie=64e9,
     cache=60e6,
+    source="rates known of NVIDIA H200 (bench/limits/bound.py)",
 )
 _KNOWN = {"NVIDIA H200": _H200}
+NO_BOUND = (
+    "no bound, which needs a GPU whose rates are known (bench/limits/bound.py) or measured in this precision "
+    "(--rates LIMITS), and products of 16 bits or more"
+)
 
 
 class Bound(NamedTuple):
@@ -82,20 +89,22 @@ class Bound(NamedTuple):
 
 
 def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
-    """The bound of a record's configuration on its GPUs; None where their rates are not known (those of eight bits are
-    not), and without GPUs.
+    """The bound of a record's configuration on its machine; None where a rate of it is not known (those of eight bits
+    are not), and of a benchmark whose work nobody has counted.
 
     limits: whose measured rates count; ValueError if they are of another GPU.
     """
     gpu, config = run["machine"]["gpu"], run["config"]
-    rates = _KNOWN.get(gpu or "")
     benchmark = benchmark_of(config)
+    if limits is not None and limits["machine"]["gpu"] != gpu:
+        ran, measured = gpu or "CPUs", limits["machine"]["gpu"] or "CPUs"
+        raise ValueError(f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}")
+    known = _KNOWN.get(gpu or "")
+    rates = known if limits is None else measured_rates(limits, known)
     if rates is None or benchmark is None or benchmark.work is None or config["pipeline"].get("fp8"):
         return None
-    if limits is not None:
-        if limits["machine"]["gpu"] != gpu:
-            raise ValueError(f"{run['id']} ran on {gpu}, and {limits['id']} is of {limits['machine']['gpu']}")
-        rates = measured_rates(limits, rates)
+    if config["precision"] not in rates.flop:
+        return None
     pieces = benchmark.work.pieces(benchmark.restored(config), config["world_size"], rates.cache)
     empty = Bound(pieces, rates, config["precision"], {}, {}, 0.0)
     chain = [piece for piece in pieces if piece.waits]
@@ -116,18 +125,34 @@ def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
     return cast(RunRecord, changed)
 
 
-def measured_rates(limits: Limits, known: Rates) -> Rates:
-    """Rates with what a limits record measured at large sizes: its precision's products, memory, and PCIe.
+def measured_rates(limits: Limits, known: Rates | None) -> Rates | None:
+    """Rates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
 
-    Links are not among them: an exchange by NCCL is slower than kernels that write into other GPUs' memory.
+    Those that it lacks are the known ones; and so are links, where they are known: an exchange by NCCL is slower than
+    kernels that write into other GPUs' memory. None if a rate is neither measured nor known.
     """
     precision = str(limits["config"].get("precision"))
-    product = best_rate(limits, LARGE_PRODUCT)
-    return replace(
-        known,
-        flop={**known.flop, precision: product} if product else known.flop,
-        memory=best_rate(limits, MEMORY_RATE) or known.memory,
-        pcie=best_rate(limits, LARGE_COPY) or known.pcie,
+    found = {
+        f"products in {precision}": best_rate(limits, LARGE_PRODUCT),
+        "memory": best_rate(limits, MEMORY_RATE),
+        "PCIe": best_rate(limits, LARGE_COPY),
+        "links": None if known else max((best_rate(limits, name) or 0.0 for name in ALL_TO_ALLS), default=0.0) or None,
+    }
+    product, memory, pcie, links = found.values()
+    if known is not None:
+        memory, pcie, links = memory or known.memory, pcie or known.pcie, known.links
+    if memory is None or pcie is None or links is None:
+        return None
+    measured = ", ".join(name for name, rate in found.items() if rate is not None)
+    others = ", ".join(name for name, rate in found.items() if rate is None)
+    return Rates(
+        flop={**(known.flop if known else {}), **({precision: product} if product else {})},
+        memory=memory,
+        links=links,
+        pcie=pcie,
+        cache=known.cache if known else 0.0,
+        source=f"rates measured by {limits['id']}: {measured or 'none'}"
+        + (f"; {known.source}: {others}" if known and others else ""),
     )
 
 
@@ -162,11 +187,15 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
         "",
     )
     timed = run["host"] is None
+    said = [bound.rates.source]
+    if limits is not None:
+        said += [f"warning: {caveat}" for caveat in caveats_of_floor(limits, run)]
     took = run["latency_ms"]["p50"] if run["latency_ms"] and timed else None
     table.add_row("iteration", *[""] * 4, f"{bound.iteration:.4f}", "", *_took(took, bound.iteration), style="bold")
     if timed:
-        table.caption = Text(efficiency_in_words(run) or "")
-        table.caption_justify, table.caption_style = "left", "none"
+        said.append(efficiency_in_words(run) or "")
+    table.caption = Text("\n".join(filter(None, said)))
+    table.caption_justify, table.caption_style = "left", "none"
     return table
 
 

@@ -7,9 +7,15 @@ from dlrm_bench.bench.records.schema import Efficiency, RunRecord
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 DATA_SHEET_FLOP: Mapping[str, Mapping[str, float]] = {
-    "NVIDIA H200": {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12},  # SXM, dense
+    "NVIDIA H200": {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12, "fp8": 1978.9e12},  # SXM, dense
 }
-"""FLOP a second that the maker states, by GPU and precision of a run: what an MFU is a share of."""
+"""FLOP a second that the maker states, by GPU and precision of the products: what an MFU is a share of."""
+
+
+def precision_of_products(run: RunRecord) -> str:
+    """Returns the precision that a run's MFU is a share of: fp8 where any of its products are, else the run's."""
+    config = run["config"]
+    return "fp8" if config["pipeline"].get("fp8") else str(config.get("precision", ""))
 
 
 def efficiency_of(run: RunRecord) -> Efficiency | None:
@@ -21,7 +27,7 @@ def efficiency_of(run: RunRecord) -> Efficiency | None:
     if not machine["gpus"] or run["host"] is not None or not samples:
         return None
     a_gpu = samples / config["world_size"]
-    most = DATA_SHEET_FLOP.get(machine["gpu"] or "", {}).get(config.get("precision", ""))
+    most = DATA_SHEET_FLOP.get(machine["gpu"] or "", {}).get(precision_of_products(run))
     benchmark = benchmark_of(config)
     needed = None
     if most and benchmark is not None and benchmark.work is not None:
@@ -56,7 +62,7 @@ def efficiency_in_words(run: RunRecord) -> str | None:
         return None
     parts = [f"{found['samples_per_second_per_gpu']:,.0f} samples/s a GPU"]
     if found["mfu"] is not None:
-        precision = run["config"]["precision"]
+        precision = precision_of_products(run)
         most = DATA_SHEET_FLOP[str(run["machine"]["gpu"])][precision]
         parts.append(f"MFU {found['mfu']:.1%} of {most / 1e12:.0f} TFLOP/s ({precision})")
     if found["joules_per_sample"] is not None:

@@ -1,4 +1,4 @@
-"""Distance of runs and their kernels from the floor that `dlrm-bench limits` measured."""
+"""Kernels of profiled runs beside what their work takes alone, as `dlrm-bench limits` measured it."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from dlrm_bench.bench.profile.kernel_names import GEMM, short_kernel_name
 from dlrm_bench.bench.records.limits import (
@@ -56,25 +55,6 @@ def limits_table(limits: Limits) -> Table:
         size = f"{amount / 1e6:,.2f} M{unit}" if unit != "launches" else f"{amount:g} launches"
         rate = f"{amount / ceiling['ms'] * 1000 / scale:,.2f} {prefix}{unit}/s"
         table.add_row(ceiling["name"], stage.replace("_", " "), f"{ceiling['ms']:.4f}", size, rate)
-    return table
-
-
-def distance_table(limits: Limits, runs: Sequence[RunRecord]) -> Table:
-    """How far records are above the floor: the whole iteration, and each stage where the record is of a profiled run.
-
-    The caveats_of_floor stand below the table as warnings. ValueError as for check_same_work.
-    """
-    table = Table(title="above the floor", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("ms", "floor", *(run["id"] for run in runs)):
-        table.add_column(column, justify="right" if column != "ms" else "left", overflow="fold")
-    for run in runs:
-        check_same_work(limits, run)
-    for stage, least in limits["floor_ms"].items():
-        cells = [_multiple(_time_of(run, stage), least) for run in runs]
-        table.add_row(stage.replace("_", " "), f"{least:.3f}", *cells)
-    warnings = [f"warning: {run['id']}: {caveat}" for run in runs for caveat in caveats_of_floor(limits, run)]
-    if warnings:
-        table.caption, table.caption_justify, table.caption_style = Text("\n".join(warnings)), "left", "none"
     return table
 
 
@@ -181,23 +161,10 @@ def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
         ("host", " + ".join(ran.get("hosts", ())), " + ".join(measured.get("hosts", ()))),
     ):
         if of_run and of_floor and of_run != of_floor:
-            found.append(f"{name} {of_run}, beside a floor of {of_floor}")
+            found.append(f"{name} {of_run}, beside limits of {of_floor}")
     if config["pipeline"].get("fp8"):
-        found.append("products in eight bits, beside a floor without any")
+        found.append("products in eight bits, beside limits without any")
     return found
-
-
-def _time_of(run: RunRecord, stage: str) -> float | None:
-    """Time of the iteration, known of timed runs alone, or of a stage, known of profiled runs alone; else None."""
-    if stage == "iteration":
-        return run["latency_ms"]["p50"] if run["latency_ms"] and run["host"] is None else None
-    return run["stages_ms"].get(stage) if run["stages_ms"] else None
-
-
-def _multiple(ms: float | None, least: float) -> str:
-    if ms is None:
-        return ""
-    return f"{ms:.3f} ({ms / least:.1f} x)" if least else f"{ms:.3f}"
 
 
 def _grouped(ceilings: Sequence[Ceiling]) -> Iterator[Ceiling]:

@@ -65,7 +65,10 @@ class Ladder(TypedDict):
 
 
 class RungResult(TypedDict):
-    """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None where one round was run."""
+    """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None where one round was run.
+
+    Speed-ups, intervals and `detectable` are over_first and over_previous in the form that people read.
+    """
 
     name: str
     flags: list[str]
@@ -88,9 +91,32 @@ class RungResult(TypedDict):
     """What the rung takes away, in a sentence; may be empty."""
     detectable: NotRequired[float | None]
     """Smallest difference from the first rung that so many rounds find; None for the first, and after one round."""
+    detectable_interval: NotRequired[list[float] | None]
+    """95 % interval of it: the spread of a few rounds is known badly."""
+    over_first: NotRequired["Judged | None"]
+    """The comparison with the first rung; None of the first rung itself. Older ladders are judged anew when read."""
+    over_previous: NotRequired["Judged | None"]
+    """The comparison with the rung before."""
+    agrees_by_luck: NotRequired[str | None]
+    """A sentence where the rounds agree better than their iterations let expect, so that intervals are too narrow."""
     spread: NotRequired["RungSpread"]
     host: NotRequired["HostCost | None"]
     """None where no profiled run was asked for, or it failed."""
+
+
+class Judged(TypedDict):
+    """One comparison of a ladder: a rung over another, less what a drift of the machine explains."""
+
+    log: float
+    """Natural logarithm of the rung's time over the other's."""
+    error: float | None
+    """Standard error of it; None after one round."""
+    freedom: float | None
+    """Degrees of freedom of Student's t."""
+    p_value: float | None
+    """Of no difference, corrected for all comparisons that the ladder's table shows (Holm)."""
+    proven: bool
+    """Whether p_value is below 1 - confidence."""
 
 
 class RungSpread(TypedDict):
@@ -143,6 +169,12 @@ def members_of(folder: Path) -> dict[str, list[str]] | None:
     plan = read_plan(folder)
     ids = {rung["name"]: [run_id(number, rung["name"]) for number in range(plan["rounds"])] for rung in plan["rungs"]}
     return {name: [member for member in of if (folder / member / RUN_JSON).exists()] for name, of in ids.items()}
+
+
+def ended_by_precision(folder: Path) -> bool:
+    """Whether the number of rounds of the ladder in `folder` follows from what they found (--rounds auto)."""
+    ladder = (folder / LADDER_JSON).exists()
+    return (read_ladder_json(folder).get("detect") if ladder else read_plan(folder)["detect"]) is not None
 
 
 def run_id(number: int, rung: str) -> str:

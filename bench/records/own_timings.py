@@ -76,7 +76,7 @@ def write_timings(
         machine=described,
         warmup_iterations=warmup,
         latency_ms=latency,
-        samples_per_second=samples / latency["mean"] * 1000,
+        samples_per_second=samples / latency["by_clock"] * 1000,
         memory_gb=None,
         host=None,
         gpu=None,

@@ -5,7 +5,6 @@ run.json is written last: a folder without it is a run that did not finish.
 """
 
 import contextlib
-import json
 import math
 import os
 import zipfile
@@ -20,7 +19,7 @@ import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.limits.efficiency import efficiency_of
-from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
     RECORD_SCHEMA,
@@ -36,7 +35,7 @@ from dlrm_bench.bench.records.schema import (
     TrainingStatus,
 )
 from dlrm_bench.bench.records.upgrade import check_readable, upgraded
-from dlrm_bench.bench.stats.series import drift_within, median_ci95, slowest_rank, summary_statistics
+from dlrm_bench.bench.stats.series import by_clock, drift_within, median_ci95, slowest_rank, summary_statistics
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -126,6 +125,7 @@ def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
     return LatencySummary(
         n=len(slowest),
         mean=metrics["mean"],
+        by_clock=by_clock(iterations_ms, warmup),
         p50=metrics["p50"],
         p90=metrics["p90"],
         p99=metrics["p99"],
@@ -174,7 +174,7 @@ def build_record(
         machine=machine,
         warmup_iterations=warmup,
         latency_ms=latency,
-        samples_per_second=global_batch_size / latency["mean"] * 1000 if latency else None,
+        samples_per_second=global_batch_size / latency["by_clock"] * 1000 if latency else None,
         efficiency=None,
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
         **(profile or dict.fromkeys(Profile.__annotations__)),  # type: ignore[typeddict-item]
@@ -204,7 +204,7 @@ def write_record(
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
-    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json_text(record)
     write_iterations(folder, latency_ms, loss, before)
     unfinished = path.with_suffix(".json.tmp")
     # A path that is not UTF-8 has surrogates, which JSON writes as escapes.

@@ -132,6 +132,9 @@ class LatencySummary(TypedDict):
 
     n: int
     mean: float
+    by_clock: NotRequired[float]
+    """Elapsed time over iterations: of the rank that took longest for all of them. Ranks that are slow in turn make the
+    mean of the slowest rank larger than this. Samples per second follow from it; older records lack it."""
     p50: float
     p90: float
     p99: float
@@ -139,8 +142,8 @@ class LatencySummary(TypedDict):
     """[low, high] of the median, as far as one run can tell; None where it has too few iterations. Readers compute it
     from the raw times: older versions of the harness made narrower ones."""
     drift: NotRequired[float | None]
-    """Median of the last quarter over that of the first, minus 1; None where there are too few iterations. Older
-    records lack this field and the next."""
+    """Of the slowest and the fastest eighth, the later one's median over the earlier one's, minus 1; None where there
+    are too few iterations. Older records lack this field and the next, or say the last quarter's over the first's."""
     steady: NotRequired[bool | None]
     """Whether that change is none, or an accident of the iterations: see bench/stats/series.py."""
 
@@ -215,7 +218,8 @@ class Telemetry(TypedDict):
     ranks: NotRequired["list[SampleSeries]"]
     """Samples of each rank; older records have none."""
     joules_per_iteration: NotRequired[float | None]
-    """Energy of all GPUs for an iteration after the warm-up, evaluations included; None where NVML counts none."""
+    """Energy of all GPUs for an iteration after the warm-up, evaluations left out; None where NVML counts none. Records
+    of evaluating runs before 23 November 2026 count evaluations in."""
 
 
 class Efficiency(TypedDict):

@@ -1,11 +1,18 @@
-"""Families of runs that a report shows together: each ladder, and the runs in no ladder, in the order of the page."""
+"""Families of runs that a report shows together: each ladder, and the runs in no ladder, in the order of the page.
 
+The page opens with the ladder that the user names, or with the newest one that proves a gain. What lies in the folder
+named first, the user's own, comes before what lies in the others.
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrm_bench.bench.compare.comparability import caveats
 from dlrm_bench.bench.compare.sides import Side, side_of_records
+from dlrm_bench.bench.ladder.analysis import proven
 from dlrm_bench.bench.limits.efficiency import efficiency_of_runs
 from dlrm_bench.bench.limits.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
 from dlrm_bench.bench.profile.kernel_names import short_kernel_name
@@ -13,7 +20,7 @@ from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.records.schema import Efficiency, Machine
-from dlrm_bench.bench.report.sources import Sources
+from dlrm_bench.bench.report.sources import LadderRuns, Sources
 
 NO_LADDER = "runs in no ladder"
 _T = TypeVar("_T")
@@ -25,6 +32,8 @@ class Family:
 
     name: str
     ladder: Ladder | None
+    origin: int = 0
+    """Place of the folder that it was found in among those named for the report."""
     sides: dict[str, Side] = field(default_factory=dict)
     timed: dict[str, list[Record]] = field(default_factory=dict)
     profiled: dict[str, Record] = field(default_factory=dict)
@@ -54,21 +63,33 @@ class Family:
         return f"{machine_in_words(run['machine'])}, {work}: {len(self.timed)} rungs, {rounds}"
 
 
-def families(sources: Sources) -> list[Family]:
+def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = None) -> list[Family]:
     """Returns the headline ladder, the others, the newest first within each kind of machine, and runs in no ladder.
 
-    The headline ladder is, of those on the most GPUs, the one with the most rungs, and of several such the newest.
+    paths: the folders named for the report; ladders of earlier ones come first. first: the folder of the headline
+    ladder; by default the newest of the first folder that proves its last rung faster than its first one, or the newest
+    if none does. ValueError if `first` is no ladder that was found.
     """
-    ladders = [
-        Family(name=runs.name, ladder=runs.ladder, sides=runs.sides, timed=runs.timed, profiled=runs.profiled)
+    by_folder = {
+        runs.folder.resolve(): Family(
+            name=_name(runs, paths),
+            ladder=runs.ladder,
+            origin=_origin(runs.folder, paths),
+            sides=runs.sides,
+            timed=runs.timed,
+            profiled=runs.profiled,
+        )
         for runs in sources.ladders
-    ]
-    ladders.sort(key=_created, reverse=True)
-    ladders.sort(key=_kind)
+    }
+    if first is not None and first.resolve() not in by_folder:
+        raise ValueError(f"--first {first} is no ladder of the report: name the folder of a ladder in one of its paths")
+    ladders = sorted(by_folder.values(), key=_created, reverse=True)
+    ladders.sort(key=lambda family: (family.origin, *_kind(family)))
     if ladders:
-        headline = max(ladders, key=lambda family: (_gpus(family), len(family.timed), _created(family)))
+        named = None if first is None else by_folder[first.resolve()]
+        headline = named or max(ladders, key=lambda each: (-each.origin, _proves_a_gain(each), _created(each)))
         ladders = [headline, *(family for family in ladders if family is not headline)]
-    alone = _in_no_ladder(sources)
+    alone = _in_no_ladder(sources, paths)
     return [*ladders, alone] if alone.timed or alone.profiled else ladders
 
 
@@ -78,25 +99,25 @@ def machine_in_words(machine: Machine) -> str:
     return f"{machine['nodes']} nodes of {one}" if machine["nodes"] > 1 else one
 
 
-def all_doubts(shown: Sequence[Family]) -> dict[str, list[str]]:
-    """Returns every reason to doubt a run, with the runs that it is about."""
-    found: dict[str, list[str]] = {}
+def all_doubts(shown: Sequence[Family]) -> dict[str, dict[str, int]]:
+    """Returns every reason to doubt a run, with the number of its runs by the name of their family."""
+    found: dict[str, Counter[str]] = {}
     for family in shown:
         for record in family.records():
             for doubt in caveats(record):
-                name = record.run["id"]
-                found.setdefault(doubt, []).append(f"{family.name}/{name}" if family.ladder else name)
-    return found
+                found.setdefault(doubt, Counter())[family.name] += 1
+    return {doubt: dict(runs) for doubt, runs in found.items()}
 
 
-def machines(shown: Sequence[Family], sources: Sources) -> list[dict[str, Any]]:
-    """Returns each machine once, whatever its clock at the time."""
-    found: list[dict[str, Any]] = []
+def machines(shown: Sequence[Family], sources: Sources) -> dict[str, list[dict[str, Any]]]:
+    """Returns each machine once, whatever its clock at the time, by its description in words."""
+    found: dict[str, list[dict[str, Any]]] = {}
     every = [record.run["machine"] for family in shown for record in family.records()]
     for machine in (*every, *(limits["machine"] for limits in sources.limits)):
-        steady = {name: value for name, value in machine.items() if name != "sm_clock_mhz"}
-        if steady not in found:
-            found.append(steady)
+        steady = {name: value for name, value in machine.items() if name != "sm_clock_mhz" and value is not None}
+        alike = found.setdefault(f"{machine_in_words(machine)}, {machine['cpu']}, {machine['cores']} cores", [])
+        if steady not in alike:
+            alike.append(steady)
     return found
 
 
@@ -144,6 +165,27 @@ def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
     return same
 
 
+def _name(runs: LadderRuns, paths: Sequence[Path]) -> str:
+    """Returns the name of a ladder's folder; of one deeper in a folder of the report, with that of the folder above."""
+    above = runs.folder.resolve().parent
+    roots = {path.resolve() for path in paths}
+    deeper = above not in roots and any(above.is_relative_to(root) for root in roots)
+    return f"{above.name}/{runs.name}" if deeper else runs.name
+
+
+def _origin(folder: Path, paths: Sequence[Path]) -> int:
+    """Returns the place of the first path that a folder lies in; that of the last one where none leads there."""
+    inside = [folder.resolve().is_relative_to(path.resolve()) for path in paths]
+    return inside.index(True) if True in inside else max(0, len(paths) - 1)
+
+
+def _proves_a_gain(family: Family) -> bool:
+    """Whether the last rung is proven to be faster than the first one."""
+    assert family.ladder is not None
+    last = family.ladder["rungs"][-1]
+    return last["name"] in proven(family.ladder, "first") and last["speedup_vs_first"] > 1
+
+
 def _created(family: Family) -> str:
     assert family.ladder is not None
     return family.ladder["created"]
@@ -159,10 +201,10 @@ def _kind(family: Family) -> tuple[int, str]:
     return -_gpus(family), machine_in_words(family.first().run["machine"])
 
 
-def _in_no_ladder(sources: Sources) -> Family:
+def _in_no_ladder(sources: Sources, paths: Sequence[Path]) -> Family:
     """Groups timed runs of one configuration, machine and commit under the name of the newest."""
     by_program: dict[str, list[Record]] = {}
-    for record in sources.timed:
+    for record in sorted(sources.timed, key=lambda record: _origin(record.folder, paths)):
         config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
         by_program.setdefault(f"{config} {record.run['machine']} {record.run['git']}", []).append(record)
     timed = _by_name([(records[0], records) for records in by_program.values()])

@@ -28,6 +28,7 @@ from dlrm_bench.bench.report.families import Family, all_doubts, families, machi
 from dlrm_bench.bench.report.output import check_output, write_files
 from dlrm_bench.bench.report.pictures import Picture, Works
 from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.report.rounding import milliseconds, times, with_interval
 from dlrm_bench.bench.report.sources import Sources, find, read_sources
 
 PAGE = "index.html"
@@ -56,22 +57,23 @@ class Section:
         return [picture for picture in self.pictures if picture.kind in kinds]
 
 
-def write_report(paths: Sequence[Path], out: Path, console: Console) -> WrittenReport:
+def write_report(paths: Sequence[Path], out: Path, console: Console, first: Path | None = None) -> WrittenReport:
     """Writes out/index.html and its pictures; progress goes to `console` where that is a terminal.
 
-    ValueError, naming the file, if something cannot be read, if nothing is found, and if a file of another origin is
-    where one must be written.
+    first: the ladder that the page opens with. ValueError, naming the file, if something cannot be read, if nothing is
+    found, if `first` is not among it, and if a file of another origin is where one must be written.
     """
     check_output(out)
     sources = _read(paths, console)
-    shown = families(sources)
+    shown = families(sources, paths, first)
     sections = []
     for family in shown:
         kernels = works(family, sources)
         drawn = pictures.of_family(family, kernels, sources.limits, headline=family is shown[0])
         sections.append(Section(family=family, works=kernels, pictures=drawn))
-    published = pictures.published(shown, sources)
-    encoded = _draw([*(picture for section in sections for picture in section.pictures), published], console)
+    published = pictures.published(shown, sources.logs)
+    compared = [published] if published is not None else []
+    encoded = _draw([*(picture for section in sections for picture in section.pictures), *compared], console)
     page = _render(sources, sections, published, encoded)
     files = {f"{name}.png": png for name, png in encoded.items()} | {PAGE: page.encode()}
     others = write_files(out, files)
@@ -102,7 +104,7 @@ def _draw(drawn: Sequence[Picture], console: Console) -> dict[str, bytes]:
     return encoded
 
 
-def _render(sources: Sources, sections: list[Section], published: Picture, encoded: dict[str, bytes]) -> str:
+def _render(sources: Sources, sections: list[Section], published: Picture | None, encoded: dict[str, bytes]) -> str:
     environment = Environment(
         loader=PackageLoader("dlrm_bench.bench.report"), autoescape=True, undefined=StrictUndefined
     )
@@ -121,6 +123,9 @@ def _render(sources: Sources, sections: list[Section], published: Picture, encod
         "machine_in_words": machine_in_words,
         "machines": machines(shown, sources),
         "published": PUBLISHED,
+        "milliseconds": milliseconds,
+        "times": times,
+        "with_interval": with_interval,
         "log_columns": LOG_COLUMNS,
         "log_row": log_row,
         "doubts": all_doubts(shown),

@@ -21,7 +21,6 @@ from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
 from dlrm_bench.bench.report.published import BENCHMARK, PUBLISHED
 from dlrm_bench.bench.report.roofline import roofline
-from dlrm_bench.bench.report.sources import Sources
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
 """The type of what families.works returns."""
@@ -76,13 +75,13 @@ def _ladder(family: Family, place: str) -> Iterator[Picture]:
 
 def _distributions(family: Family, place: str) -> Iterator[Picture]:
     if family.sides:
-        series = {name: np.concatenate(side.series) for name, side in family.sides.items()}
+        series = {name: (np.concatenate(side.series), side.metrics()) for name, side in family.sides.items()}
         yield Picture(
             kind="distributions",
             name=f"{place}-distributions",
             alt="Range, percentiles and median of the latency of an iteration, for each configuration",
             caption=f"{family.name}: every iteration after the warm-up, slowest rank, all runs of a configuration "
-            "together. No outlier is left out.",
+            "together. No outlier is left out. Median and p99 are geometric means over the runs, as in the tables.",
             draw=partial(plots.distributions, series),
         )
 
@@ -241,37 +240,47 @@ def series_marks(record: Record) -> plots.SeriesMarks:
     )
 
 
-def published(shown: Sequence[Family], sources: Sources) -> Picture:
-    """Shows published results, and first and fastest rung of each preset's newest ladder on each number of GPUs."""
-    rows = [(f"{p.system}, {p.source}, {p.global_batch_size}", p.ms_per_iteration, False) for p in PUBLISHED]
-    for log in sources.logs:
-        if log.settings["benchmark"] not in ([], [BENCHMARK]):
-            continue  # another benchmark's iterations are other work; a table has them
-        rows.append((f"log {Path(log.label).name}, {log.global_batch_size}", log.metrics()["mean"], False))
-    seen: set[tuple[str, int]] = set()
-    ladders = [family for family in shown if family.ladder is not None]
-    for family in sorted(ladders, key=lambda each: str(each.ladder and each.ladder["created"]), reverse=True):
-        run = family.first().run
-        preset, gpus = str(run["config"]["preset"]), run["machine"]["gpus"]
-        if (preset, gpus) not in seen:
-            seen.add((preset, gpus))
-            fastest = min(family.sides, key=lambda name: family.sides[name].metrics()["mean"])
-            for name in dict.fromkeys((next(iter(family.sides)), fastest)):
-                rows += _our_row(f"{preset}: {name}", family.timed[name][0], family.sides[name])
-    for family in (each for each in shown if each.ladder is None):
-        for name, side in family.sides.items():
-            rows += _our_row(name, family.timed[name][0], side)
+def published(shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
+    """Shows results of one global batch beside one another, published ones and ours; None where none compares."""
+    same_work = [log for log in logs if log.settings["benchmark"] in ([], [BENCHMARK])]
+    ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown)
+    rows: list[tuple[str, float, bool]] = []
+    for batch in sorted({row.global_batch_size for row in PUBLISHED}):
+        same = [(f"{words}, {batch}", side) for words, side in ours if side.global_batch_size == batch]
+        theirs = [row for row in PUBLISHED if row.global_batch_size == batch and same]
+        rows += [(f"{row.system}, {row.source}, {batch}", row.ms_per_iteration, False) for row in theirs]
+        rows += [(words, side.metrics()["mean"], True) for words, side in same]
+    if not rows:
+        return None
     return Picture(
         kind="published",
         name="published",
         alt="Milliseconds per iteration of published MLPerf results and of ours",
-        caption="Name, software and round, global batch. Ours appear where they ran on GPUs with full-size tables.",
+        caption="System, software and round, global batch; ours ran on GPUs with full-size tables.",
         draw=partial(plots.published, rows),
     )
 
 
-def _our_row(label: str, record: Record, side: Side) -> list[tuple[str, float, bool]]:
-    machine = record.run["machine"]
-    if not machine["gpus"] or record.run["config"]["model"].get("table_scale") != 1.0:
-        return []
-    return [(f"{machine_in_words(machine)}, {label}, {side.global_batch_size}", side.metrics()["mean"], True)]
+def _fastest(shown: Sequence[Family]) -> list[tuple[str, Side]]:
+    """For each number of GPUs and global batch, first and fastest rung of the newest ladder, or the fastest run alone.
+
+    Only runs on GPUs with full-size tables; each with its name.
+    """
+    found: dict[tuple[int, int | None], list[tuple[str, Side]]] = {}
+    for family in sorted(shown, key=lambda each: each.ladder["created"] if each.ladder else "", reverse=True):
+        kinds: dict[tuple[int, int | None], list[str]] = {}
+        for name, side in family.sides.items():
+            record = family.timed[name][0]
+            if _on_gpus_with_full_tables(record):
+                machine = record.run["machine"]
+                kinds.setdefault((machine["nodes"] * machine["gpus"], side.global_batch_size), []).append(name)
+        for kind, names in kinds.items():
+            fastest = min(names, key=lambda name: family.sides[name].metrics()["mean"])
+            chosen = dict.fromkeys((names[0], fastest)) if family.ladder else [fastest]
+            words = machine_in_words(family.timed[fastest][0].run["machine"])
+            found.setdefault(kind, [(f"{words}, {family.name}: {name}", family.sides[name]) for name in chosen])
+    return [each for sides in found.values() for each in sides]
+
+
+def _on_gpus_with_full_tables(record: Record) -> bool:
+    return bool(record.run["machine"]["gpus"]) and record.run["config"]["model"].get("table_scale") == 1.0

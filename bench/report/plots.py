@@ -1,7 +1,7 @@
 """The pictures of a report, as matplotlib figures. Lightness, hatches and direct labels carry the meaning, not hue."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from dlrm_bench.bench.ladder.analysis import proven
 from dlrm_bench.bench.profile.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.schema import Span
+from dlrm_bench.bench.report.rounding import milliseconds, times
+from dlrm_bench.bench.stats.series import Metric
 
 WIDTH = 5.2
 """Inches. At the width of a phone's screen a font of this size is still readable."""
@@ -33,16 +35,17 @@ class SeriesMarks:
     """(first, last) iteration of every span."""
 
 
-def distributions(series: dict[str, np.ndarray]) -> Figure:
-    """Latencies [n], ms, of each name: whole range, p10 to p90, median and p99, on a logarithmic axis."""
+def distributions(series: Mapping[str, tuple[np.ndarray, Mapping[Metric, float]]]) -> Figure:
+    """Latencies [n] and metrics of each name, ms: range, p10 to p90, median and p99, on a logarithmic axis."""
     figure, axes = _rows(list(series))
-    for y, values in enumerate(series.values()):
-        low, p10, median, p90, p99, high = np.percentile(values, (0, 10, 50, 90, 99, 100))
+    for y, (values, metrics) in enumerate(series.values()):
+        low, p10, p90, high = np.percentile(values, (0, 10, 90, 100))
+        median, p99 = metrics["p50"], metrics["p99"]
         axes.plot((low, high), (y, y), color=_MID, linewidth=1, zorder=1)
         axes.barh(y, p90 - p10, left=p10, height=0.5, color=_LIGHT, edgecolor=_DARK, linewidth=0.8, zorder=2)
         axes.plot((p99, p99), (y - 0.25, y + 0.25), color=_DARK, linewidth=1.5, linestyle=":", zorder=3)
         axes.plot(median, y, "o", color=_DARK, markersize=4, zorder=4)
-        _write(axes, f"{median:.2f}", high, y)
+        _write(axes, milliseconds(median), high, y)
     axes.set_xscale("log")
     _plain_numbers(axes)
     return _explained(figure, "ms: range (line), p10 to p90 (box), median (dot and number), p99 (dotted)")
@@ -71,11 +74,11 @@ def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesM
 def stages(profiled: dict[str, dict[str, float]]) -> Figure:
     """Milliseconds of each stage for each name, stacked."""
     figure, axes = _rows(list(profiled), inches=0.4, around=1.2)
-    for y, times in enumerate(profiled.values()):
+    for y, spent in enumerate(profiled.values()):
         left = 0.0
         for stage, colour, hatch in zip((*STAGES, OTHER), _STAGE_COLOURS, _HATCHES, strict=True):
             label = stage.replace("_", " ") if y == 0 else None
-            ms = times.get(stage, 0.0)
+            ms = spent.get(stage, 0.0)
             style: dict[str, Any] = {"facecolor": colour, "edgecolor": "black", "linewidth": 0.6, "hatch": hatch}
             axes.barh(y, ms, left=left, height=0.6, label=label, **style)
             left += ms
@@ -132,8 +135,9 @@ def waterfall(ladder: Ladder) -> Figure:
             style: dict[str, Any] = {"facecolor": "white", "hatch": "///"} if saved else {"facecolor": "#333333"}
             axes.barh(y, before - now, left=now, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
         mark = "" if rung["name"] in is_proven else " ~"
-        times = f", {rung['speedup_vs_previous']:.2f} x{mark} ({rung['speedup_vs_first']:.1f} x)" if y else ""
-        _write(axes, f"{now:.2f} ms{times}", max(before, now), y)
+        previous, first = times(rung["speedup_vs_previous"]), times(rung["speedup_vs_first"])
+        faster = f"{previous} x{mark} ({first} x)" if y else ""
+        _write(axes, ", ".join(filter(None, (f"{milliseconds(now)} ms", faster))), max(before, now), y)
         before = now
     return _explained(
         figure,
@@ -150,8 +154,8 @@ def above_floor(rows: Sequence[tuple[str, float, float]]) -> Figure:
         axes.barh(y - 0.18, least, height=0.34, color=_DARK, label="floor" if first else None)
         style: dict[str, Any] = {"facecolor": _LIGHT, "edgecolor": _DARK, "hatch": "///", "linewidth": 0.8}
         axes.barh(y + 0.18, now, height=0.34, label="measured" if first else None, **style)
-        times = f" ({now / least:.1f} x)" if least else ""
-        _write(axes, f"{now:.2f}{times}", max(now, least), y)
+        above = f" ({times(now / least)} x)" if least else ""
+        _write(axes, f"{milliseconds(now)}{above}", max(now, least), y)
     _explained(figure, "ms per iteration")
     figure.legend(fontsize=_FONT - 1, ncols=2, loc="outside upper center")
     return figure
@@ -163,7 +167,7 @@ def published(rows: Sequence[tuple[str, float, bool]]) -> Figure:
     for y, (_, ms, ours) in enumerate(rows):
         style: dict[str, Any] = {"facecolor": _DARK} if ours else {"facecolor": _LIGHT, "hatch": "///"}
         axes.barh(y, ms, height=0.6, edgecolor=_DARK, linewidth=0.8, **style)
-        _write(axes, f"{ms:.2f}", ms, y)
+        _write(axes, f"{ms:.2f}", ms, y)  # as many decimals as results are published with
     return _explained(figure, "mean ms per iteration; solid: ours")
 
 

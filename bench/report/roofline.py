@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dlrm_bench.bench.limits.bound import Rates, RooflinePoint, bound_table, roofline_points
+from dlrm_bench.bench.limits.bound import NO_BOUND, Rates, RooflinePoint, bound_table, roofline_points
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.report.plots import WIDTH
@@ -32,10 +32,7 @@ def print_bounds(
     for run in runs:
         table = bound_table(run, limits)
         if table is None:
-            raise ValueError(
-                f"{run['id']}: no bound, which needs a GPU whose rates are known (bench/limits/bound.py) and bags of "
-                "fixed sizes: measure with --preset instead"
-            )
+            raise ValueError(f"{run['id']}: {NO_BOUND}")
         console.print(table)
     return 0
 

@@ -23,6 +23,7 @@ class LadderRuns:
 
     name: str
     """The name of its folder, which may say more than its id."""
+    folder: Path
     ladder: Ladder
     sides: dict[str, Side]
     timed: dict[str, list[Record]]
@@ -127,6 +128,7 @@ def _add_ladder(path: Path, read: Callable[[Path], Record], sources: Sources) ->
     same_name = sum(other.name == name or other.name.startswith(f"{name} (") for other in sources.ladders)
     runs = LadderRuns(
         name=f"{name} ({same_name + 1})" if same_name else name,
+        folder=path,
         ladder=ladder,
         sides={name: side_of_records(name, records) for name, records in timed.items()},
         timed=timed,

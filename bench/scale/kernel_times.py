@@ -8,7 +8,7 @@ from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 
 # Of the dense network with weight gradients, alone as a graph on an H200: 307 us at 512 samples, 1520 at 6912
-# (results/README.md, "Kernels of the static engine").
+# (results/LABBOOK.md, "Kernels of the static engine").
 _ELEMENTWISE_US, _ELEMENTWISE_US_PER_SAMPLE = 65.0, 0.047
 # One H200, fbgemm-gpu 1.6.0, exact Adagrad, bf16 output: FBGEMM's forward and backward on a 40M-row table at 5.5
 # million uniform ids, by columns, and for each call. Single tables of 0.4 to 1.5 million ids are predicted within 10 %.

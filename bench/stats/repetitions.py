@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dlrm_bench.bench.stats.series import CONFIDENCE
-from dlrm_bench.bench.stats.statistics import student_t
+from dlrm_bench.bench.stats.statistics import Estimate, student_t
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
@@ -29,12 +29,37 @@ def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, con
     """
     if runs < 2:
         return math.inf
-    from scipy.special import nctdtrinc
-
     freedom = runs - 1 if paired else 2 * (runs - 1)
     error = spread * math.sqrt((1 if paired else 2) / runs)
-    least = student_t(1 - (1 - confidence) / 2 / comparisons, freedom)
-    return math.expm1(min(700.0, float(nctdtrinc(freedom, 1 - POWER, least)) * error))
+    return detectable_by(Estimate(0.0, error, freedom), comparisons, confidence)
+
+
+def detectable_by(estimate: Estimate, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
+    """The smallest relative difference that an estimate of this error finds with 80 %; arguments as of detectable."""
+    from scipy.special import nctdtrinc
+
+    least = student_t(1 - (1 - confidence) / 2 / comparisons, estimate.freedom)
+    return math.expm1(min(700.0, float(nctdtrinc(estimate.freedom, 1 - POWER, least)) * estimate.error))
+
+
+def detectable_range(
+    estimate: Estimate, comparisons: int = 1, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """Returns (low, value, high): what an estimate finds, and the 95 % interval of that.
+
+    The spread of a few runs is known badly: of two rounds its interval reaches from 0.45 to 32 times the value seen
+    (chi-squared).
+    """
+    from scipy.special import gammaincinv
+
+    half = estimate.freedom / 2
+    ends = (math.sqrt(half / float(gammaincinv(half, p))) for p in ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2))
+    errors = [factor * estimate.error for factor in ends]
+    errors.insert(1, estimate.error)
+    low, value, high = (
+        detectable_by(Estimate(0.0, error, estimate.freedom), comparisons, confidence) for error in errors
+    )
+    return low, value, high
 
 
 def runs_needed(
@@ -62,18 +87,25 @@ def runs_needed(
     return high if high <= most else None
 
 
-def finds(difference: float) -> str:
-    """Returns what runs find, such as 'find differences from 3.10%', or 'find factors from 2.51'.
+def finds(differences: tuple[float, float, float]) -> str:
+    """Returns what runs find, such as 'find differences from 3.10% (1.86% to 8.91%, by so few runs)'.
 
-    difference: the result of `detectable`. From 1 on it is given as a factor, as are the ratios that it is read beside.
+    differences: the result of `detectable_range`. From 1 on one is given as a factor, as are the ratios beside it.
     """
-    if 1 + difference >= _USELESS:
+    low, value, high = differences
+    if 1 + value >= _USELESS:
         return f"find no factor below {_USELESS:.0f}"
-    return f"find factors from {1 + difference:.2f}" if difference >= 1 else f"find differences from {difference:.2%}"
+    what = f"factors from {1 + value:.2f}" if value >= 1 else f"differences from {value:.2%}"
+    return f"find {what} ({_size(low)} to {_size(high)}, by so few runs)"
 
 
-def finds_from(difference: float) -> str:
-    """Returns the same for a table's cell, such as '3.10%' or '2.51 x'."""
+def finds_from(differences: tuple[float, float, float]) -> str:
+    """Returns the same for a table's cell, such as '3.10% (1.86% .. 8.91%)'."""
+    low, value, high = map(_size, differences)
+    return f"{value} ({low} .. {high})"
+
+
+def _size(difference: float) -> str:
     if 1 + difference >= _USELESS:
         return f"over {_USELESS:.0f} x"
     return f"{1 + difference:.2f} x" if difference >= 1 else f"{difference:.2%}"

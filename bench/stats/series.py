@@ -15,6 +15,11 @@ Metric = Literal["p50", "p90", "p99", "mean"]
 METRICS: tuple[Metric, ...] = ("p50", "p90", "p99", "mean")
 
 CONFIDENCE = 0.95
+AUTO_CONFIDENCE = 0.97
+"""Confidence of intervals, and of tests, in a ladder that ran until it found a difference of some size.
+
+To stop when the spread happens to look small makes 95 % intervals cover 92 % to 94 %; 97 % ones cover 95 % and more
+(simulated in tests/bench/stats/test_repetitions.py)."""
 _PERCENTILES: dict[Metric, float] = {"p50": 50, "p90": 90, "p99": 99}
 
 # 95 % intervals of the median of autoregressive series, normal and log-normal, cover it like this (2000 tries each, of
@@ -24,9 +29,11 @@ _TIMES_APART = 6  # correlation times in a section
 _FEWEST, _MOST = 5, 20  # sections
 _LEAST_VALUES = 4 * _FEWEST  # of a series whose sections can be told apart
 
-_QUARTERS, _SECTIONS_OF_QUARTER = 4, 5
-_STEADY_WITHIN = 0.02  # change from the first quarter to the last that nobody minds
-_STEADY_T = 2.92  # Student's t, p = 0.01, of the 16 degrees of freedom that the quarters' sections have
+_PARTS, _SECTIONS_OF_PART, _QUIETEST = 8, 4, 6
+_SHARE_OF_QUIETEST = 0.667
+"""Mean of the six smallest of eight variances of four normal values each, where the variance is 1."""
+_STEADY_WITHIN = 0.02  # ratio of the largest part to the smallest that nobody minds
+_STEADY_F = 4.0  # variance between the parts over that within them; simulated in tests/bench/stats/test_series.py
 
 
 class Spread(NamedTuple):
@@ -44,7 +51,7 @@ class Drift(NamedTuple):
     """What changed within one run."""
 
     change: float
-    """Median of the last quarter over that of the first, minus 1."""
+    """Of the slowest and the fastest eighth of the series, the later one's median over the earlier one's, minus 1."""
     steady: bool
     """False where a change of more than 2 % is no accident of the iterations."""
 
@@ -55,6 +62,15 @@ def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
     iterations_ms: [ranks, iterations], milliseconds, as iterations.npz holds them.
     """
     return np.asarray(iterations_ms[:, warmup:].max(axis=0))
+
+
+def by_clock(iterations_ms: np.ndarray, warmup: int = 0) -> float:
+    """Elapsed milliseconds an iteration: the total over the iterations, of the rank that took longest, by their number.
+
+    iterations_ms: as for slowest_rank, with an iteration after the warm-up at least.
+    """
+    timed = np.asarray(iterations_ms[:, warmup:], dtype=np.float64)
+    return float(timed.sum(axis=1).max()) / timed.shape[1]
 
 
 def summary_statistics(series: np.ndarray) -> dict[Metric, float]:
@@ -121,25 +137,47 @@ def median_ci95(series: np.ndarray) -> list[float] | None:
 
 
 def drift_within(series: np.ndarray) -> Drift | None:
-    """How the median of latencies [n] changed from their first quarter to their last; None below 80 values.
+    """How the medians of the eighths of latencies [n] differ; None below 96 values.
 
-    A change counts where it is more than 2 % and Student's t of it, by the sections of the quarters, has p < 0.01
-    (compares parts of one series as Geweke does, in Bayesian Statistics 4, 1992). Of series without a drift at most 2 %
-    are called unsteady, but of short and strongly correlated ones (coefficient .9, 200 values) 10 %: these wander.
+    They count as different where the largest is more than 2 % over the smallest, and their variance is over four times
+    what the sections within the eighths and the correlation of the iterations let expect (an analysis of variance, as
+    of batch means). The variance within is that of the six quietest eighths: a change in the middle of an eighth, as
+    the power cap makes it, must not hide itself. A slow drift, a bad beginning and an excursion in the middle are all
+    found. Of series without a drift 3 % at most are called unsteady, but of short and strongly correlated ones
+    (coefficient .9, 250 values) 20 %: these wander.
     """
-    parts = _QUARTERS * _SECTIONS_OF_QUARTER
-    length = len(series) // parts
-    if length < 4:
+    length = len(series) // (_PARTS * _SECTIONS_OF_PART)
+    if length < 3:
         return None
-    logs = np.log(np.asarray(series[len(series) - parts * length :], dtype=np.float64))
-    quarters = np.median(logs.reshape(_QUARTERS, -1), axis=1)
-    sections = np.median(logs.reshape(_QUARTERS, _SECTIONS_OF_QUARTER, length), axis=2)
-    freedom = _QUARTERS * (_SECTIONS_OF_QUARTER - 1)
-    variance = float(((sections - quarters[:, None]) ** 2).sum()) / freedom / _SECTIONS_OF_QUARTER
-    difference = float(quarters[-1] - quarters[0])
-    change = math.expm1(difference)
-    unsteady = abs(change) > _STEADY_WITHIN and abs(difference) > _STEADY_T * math.sqrt(2 * variance)
-    return Drift(change, steady=not unsteady)
+    logs = np.log(np.asarray(series[len(series) - _PARTS * _SECTIONS_OF_PART * length :], dtype=np.float64))
+    parts = logs.reshape(_PARTS, -1)
+    medians = np.median(parts, axis=1)
+    sections = np.median(logs.reshape(_PARTS, _SECTIONS_OF_PART, length), axis=2)
+    within = float(np.sort(sections.var(axis=1, ddof=1))[:_QUIETEST].mean()) / _SHARE_OF_QUIETEST
+    correlated = (parts > medians[:, None]).astype(np.float64)
+    expected = within * _of_mean_by_sections(correlation_time(correlated.ravel()), length)
+    between = float(sections.mean(axis=1).var(ddof=1))
+    first, last = sorted((int(np.argmin(medians)), int(np.argmax(medians))))
+    differ = float(medians.max() - medians.min()) > math.log1p(_STEADY_WITHIN) and between > _STEADY_F * expected
+    return Drift(math.expm1(float(medians[last] - medians[first])), steady=not differ)
+
+
+def _of_mean_by_sections(time: float, length: int) -> float:
+    """Variance of the mean of a part over the variance of its sections' means, of autocorrelated values.
+
+    time: correlation time. length: values of a section. Of an autoregressive series of that correlation time; without
+    any, 1 / sections.
+    """
+    coefficient = (time - 1) / (time + 1)
+
+    def of_mean(n: int) -> float:
+        if coefficient <= 0:
+            return 1 / n
+        decay = 2 * coefficient * (1 - coefficient**n) / (n * (1 - coefficient) ** 2)
+        return ((1 + coefficient) / (1 - coefficient) - decay) / n
+
+    part, section = of_mean(_SECTIONS_OF_PART * length), of_mean(length)
+    return part / ((section - part) * _SECTIONS_OF_PART / (_SECTIONS_OF_PART - 1))
 
 
 def _metrics(rows: np.ndarray) -> np.ndarray:

@@ -15,14 +15,16 @@ import numpy as np
 
 from dlrm_bench.bench.stats.series import CONFIDENCE, METRICS, Metric, spread_of_log, summary_statistics
 
-Verdict = Literal["faster", "slower", "no difference proven"]
+Verdict = Literal["faster", "slower", "no difference proven", "no verdict"]
 UNPROVEN: Verdict = "no difference proven"
+NO_VERDICT: Verdict = "no verdict"
+"""Of a comparison whose order, or machines, would make a difference by themselves."""
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 
 
 class Ratio(NamedTuple):
-    """B over A: below 1, B takes less time."""
+    """A ratio of two sides with its interval."""
 
     value: float
     low: float
@@ -30,18 +32,14 @@ class Ratio(NamedTuple):
     """[low, high] is the interval; (nan, nan) where nothing can be known of it."""
 
     @property
-    def verdict(self) -> Verdict:
-        """What the interval proves of B."""
-        if self.high < 1:
-            return "faster"
-        if self.low > 1:
-            return "slower"
-        return UNPROVEN
+    def inverse(self) -> "Ratio":
+        """The ratio the other way round."""
+        return Ratio(1 / self.value, 1 / self.high, 1 / self.low)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The logarithm of B over A as runs give it; what is more than 0 is a loss of B's."""
+    """The logarithm of B's time over A's as runs give it; above 0, B takes more time."""
 
     log: float
     error: float
@@ -49,8 +47,24 @@ class Estimate:
     freedom: float
     """Degrees of freedom of Student's t."""
 
+    def speedup(self, confidence: float = CONFIDENCE) -> Ratio:
+        """How many times as fast as A B is, with its two-sided interval: what tables, sentences and JSON show."""
+        return self.ratio(confidence).inverse
+
+    def verdict(self, confidence: float = CONFIDENCE) -> Verdict:
+        """What is proven of B where nothing else was looked at."""
+        if not self.p_value < 1 - confidence:
+            return UNPROVEN
+        return "slower" if self.log > 0 else "faster"
+
+    def minus(self, other: "Estimate") -> "Estimate":
+        """The difference from an independent estimate, with Welch's degrees of freedom."""
+        parts = [(each.error**2, each.freedom) for each in (self, other)]
+        error, freedom = _sum_of(parts)
+        return Estimate(self.log - other.log, error, freedom)
+
     def ratio(self, confidence: float = CONFIDENCE) -> Ratio:
-        """B over A with its two-sided interval."""
+        """B's time over A's with its two-sided interval."""
         if math.isnan(self.error):
             return Ratio(math.exp(self.log), math.nan, math.nan)
         half = student_t((1 + confidence) / 2, self.freedom) * self.error
@@ -94,8 +108,22 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[Metric, Ratio]:
-        """The ratio of each metric with its 95 % interval."""
+        """B's metric over A's, each with its 95 % interval."""
         return {metric: estimate.ratio() for metric, estimate in self.estimates.items()}
+
+    def minus(self, other: "Comparison") -> "Comparison":
+        """The difference of differences: B over A in this comparison, less B over A in another one."""
+        return Comparison(
+            estimates={metric: each.minus(other.estimates[metric]) for metric, each in self.estimates.items()},
+            runs=(min(self.runs), min(other.runs)),
+            paired=False,
+            between_runs=self.between_runs and other.between_runs,
+        )
+
+    def spread(self, estimate: Estimate) -> float:
+        """Standard deviation between runs behind an estimate of this comparison; of pairs, of their differences."""
+        a, b = self.runs
+        return estimate.error / math.sqrt(1 / a if self.paired else 1 / a + 1 / b)
 
 
 def mean_statistics(runs: Sequence[np.ndarray]) -> dict[Metric, float]:
@@ -125,7 +153,7 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
     for i, metric in enumerate(METRICS):
         left, right = logs[0][:, i], logs[1][:, i]
         if between_runs:
-            estimates[metric] = _paired(left, right) if paired else _welch(left, right)
+            estimates[metric] = _paired(left, right) if paired else welch(left, right)
         else:
             estimates[metric] = _of_these_runs(a, b, metric, float(right.mean() - left.mean()))
     return Comparison(
@@ -157,12 +185,20 @@ def _paired(a: np.ndarray, b: np.ndarray) -> Estimate:
     return Estimate(float(differences.mean()), error, len(differences) - 1.0)
 
 
-def _welch(a: np.ndarray, b: np.ndarray) -> Estimate:
-    """Estimate of two sides of their own variances (Welch, Biometrika 34, 1947)."""
-    of_means = [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in (a, b)]
-    variance = sum(each for each, _ in of_means)
-    freedom = variance**2 / sum(each**2 / n for each, n in of_means) if variance else 1.0
-    return Estimate(float(b.mean() - a.mean()), math.sqrt(variance), freedom)
+def welch(a: np.ndarray, b: np.ndarray) -> Estimate:
+    """Returns the estimate of b's mean less a's, each side of its own variance (Welch, Biometrika 34, 1947)."""
+    error, freedom = _sum_of([(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in (a, b)])
+    return Estimate(float(b.mean() - a.mean()), error, freedom)
+
+
+def _sum_of(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the standard error of a sum of independent parts, each (variance, degrees of freedom), and its degrees
+    of freedom; (nan, nan) where a part is not known."""
+    total = sum(each for each, _ in variances)
+    if math.isnan(total):
+        return math.nan, math.nan
+    below = sum(each**2 / freedom for each, freedom in variances)
+    return math.sqrt(total), total**2 / below if below else 1.0
 
 
 def _of_these_runs(a: Sequence[np.ndarray], b: Sequence[np.ndarray], metric: Metric, log: float) -> Estimate:
@@ -172,7 +208,5 @@ def _of_these_runs(a: Sequence[np.ndarray], b: Sequence[np.ndarray], metric: Met
         for run in side:
             spread = spread_of_log(run, metric)
             parts.append((spread.error**2 / len(side) ** 2, spread.freedom))
-    variance = sum(each for each, _ in parts)
-    if math.isnan(variance):
-        return Estimate(log, math.nan, math.nan)
-    return Estimate(log, math.sqrt(variance), variance**2 / sum(x**2 / n for x, n in parts) if variance else 1.0)
+    error, freedom = _sum_of(parts)
+    return Estimate(log, error, freedom)

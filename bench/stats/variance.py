@@ -54,17 +54,17 @@ def levels(runs: Sequence[np.ndarray], metric: Metric, machines: Sequence[Hashab
     return Levels(_root(within), _root(max(0.0, between - (within or 0.0))), _root(over_machines))
 
 
-def agree_by_luck(between: float, within: float, runs: int) -> bool:
+def agree_by_luck(between: float, within: float, freedom: float) -> bool:
     """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ.
 
-    between: standard deviation of the runs' log metric, or of their pairs' differences. within: what the chance of
-    their iterations makes of it. An interval from such runs is too narrow.
+    between: standard deviation of the runs' log metric, or of their pairs' differences, of so many degrees of freedom.
+    within: what the chance of their iterations makes of it. An interval from such runs is too narrow.
     """
     if within == 0:
         return False
     from scipy.special import chdtr  # a quarter of a second
 
-    return float(chdtr(runs - 1, (runs - 1) * (between / within) ** 2)) < 1 - CONFIDENCE
+    return float(chdtr(freedom, freedom * (between / within) ** 2)) < 1 - CONFIDENCE
 
 
 def _root(variance: float | None) -> float | None:

@@ -56,7 +56,7 @@ def compliant(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_a_run_that_was_not_steady_says_so(capsys):
     _, text = printed(capsys, outcome(NO_TARGET))  # its iterations become slower and slower
-    assert "not steady   the median of the last quarter of the timed iterations is +" in text
+    assert "not steady   between two eighths of the timed iterations the median changed by +" in text
     _, text = printed(capsys, outcome(NO_TARGET, iterations=60))
     assert "too short" in text
 

@@ -1,22 +1,23 @@
 """Checks: what passes, what fails, and what so few runs cannot say; by simulation, how often each is wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.compare.comparison import Result, compare_sides
+from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all, compare_sides
 from dlrm_bench.bench.compare.gate import check_equivalence, check_regression, worst
 from dlrm_bench.bench.compare.sides import Side
 from dlrm_bench.bench.stats.statistics import compare
 
 
-def side(label: str, medians: np.ndarray) -> Side:
-    """Runs of one iteration each."""
+def side(label: str, medians: np.ndarray, first: int = 0) -> Side:
+    """Runs of one iteration each, every fourth minute from `first` on: sides of 0 and 1, then 1 and 0, and so on."""
     return Side(
         label=label,
         series=[np.array([median]) for median in medians],
-        finished=[],
+        finished=[f"{4 * (i // 2) + (3 - first if i % 2 else first):03d}" for i in range(len(medians))],
         machines=["x"] * len(medians),
         settings={},
         global_batch_size=1024,
@@ -29,8 +30,8 @@ def drawn(random: np.random.Generator, ratio: float, runs: int = 8, spread: floa
     """B takes `ratio` times A's time; runs spread by 1 %."""
     a, b = (side("", np.exp(random.normal(np.log(middle), spread, runs))) for middle in (1.0, ratio))
     comparison = compare(a.series, b.series)
-    p_value = comparison.estimates["p50"].p_value
-    return Result(name="", a=a, b=b, comparison=comparison, p_value=p_value, comparisons=1, differences=[], notes=[])
+    estimate = comparison.estimates["p50"]
+    return Result(name="", a=a, b=b, comparison=comparison, estimate=estimate, p_value=estimate.p_value)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +42,23 @@ def drawn(random: np.random.Generator, ratio: float, runs: int = 8, spread: floa
         ([1, 1.001, 0.999], [1.011, 1.01, 1.0105], "passed", "passed"),  # proven slower, but by less than 2 %
         ([1, 1.001, 0.999], [1.05, 1.051, 1.049], "failed", "failed"),
         ([1, 1.004, 0.996], [1.022, 1.018, 1.025], "failed", "not enough runs"),
-        ([1, 1.1, 0.9], [1, 1.1, 0.9], "not enough runs", "not enough runs"),
+        ([1, 1.1, 0.9], [1.1, 0.9, 1], "not enough runs", "not enough runs"),
         ([1], [2], "not enough runs", "not enough runs"),
     ],
 )
 def test_outcomes(a: list[float], b: list[float], regression: str, equivalence: str) -> None:
-    result = compare_sides(side("a", np.array(a)), side("b", np.array(b)))
+    result = compare_sides(side("a", np.array(a)), side("b", np.array(b), first=1))
     assert check_regression(result, 0.02).outcome == regression
     assert check_equivalence(result, 0.02).outcome == equivalence
 
 
 def test_texts_say_what_is_known_and_what_it_takes() -> None:
-    unsure = compare_sides(side("a", np.array([1, 1.02, 0.98])), side("b", np.array([1, 1.02, 0.98])))
+    unsure = compare_sides(side("a", np.array([1, 1.02, 0.98])), side("b", np.array([1.02, 0.98, 1]), first=1))
     text = check_regression(unsure, 0.02).text
     assert text.startswith("neither is B proven slower nor a regression of 2.00% excluded: B takes 0.00% less time, at")
-    assert "at 95 % confidence at most 3." in text
+    assert "at 95 % confidence at most 6." in text
     assert text.endswith(" runs a side decide it")
-    one = compare_sides(side("a", np.array([1.0])), side("b", np.array([1.0])))
+    one = compare_sides(side("a", np.array([1.0])), side("b", np.array([1.0]), first=1))
     assert check_equivalence(one, 0.02).text.startswith("1 and 1 runs: at least two a side are needed")
     assert check_regression(unsure, 0.0).outcome == "not enough runs"
 
@@ -94,3 +95,21 @@ def test_the_worst_outcome_counts(tmp_path: Path) -> None:
     assert worst([passed, unsure, failed]) == "failed"
     assert worst([passed, unsure]) == "not enough runs"
     assert worst([passed]) == worst([]) == "passed"
+
+
+def test_an_order_that_allows_no_verdict_answers_no_check() -> None:
+    """Whatever the times are: three runs after three others, with a stored baseline's distance and without."""
+    a, b = side("a", np.array([1, 1.001, 0.999])), side("b", np.array([0.9, 0.901, 0.9]))
+    for last in ("100", "2026-11-22"):
+        after = replace(b, finished=[f"{last}-{i}" for i in range(3)])
+        result = compare_sides(a, after)
+        assert result.verdict == "no verdict"
+        for check in (check_regression(result, 0.02), check_equivalence(result, 0.02)):
+            assert check.outcome == "no verdict"
+            assert check.text.startswith("all runs of A came before those of the other side")
+        assert worst([check_regression(result, 0.02)]) == "no verdict"
+        (accepted,) = compare_all([("", a, after)], Terms(accept_blocked_order=True))
+        assert accepted.verdict == "faster"
+        assert check_regression(accepted, 0.02).outcome == "passed"
+    elsewhere = compare_sides(a, replace(side("b", np.array([0.9, 0.901, 0.9]), first=1), machines=["y"] * 3))
+    assert "on different machines" in check_regression(elsewhere, 0.02).text

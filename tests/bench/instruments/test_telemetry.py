@@ -53,6 +53,17 @@ def test_energy_is_unknown_where_a_gpu_counts_none_or_nothing_was_timed() -> Non
     assert summarize([counted], 0.5)["joules_per_iteration"] == 2.0
 
 
+def test_energy_of_an_evaluation_is_left_out() -> None:
+    """2 J an iteration; after iteration 100 an evaluation takes 5 kJ, in which no iteration is launched."""
+    training = [(i, 2.0 * i, 1) for i in range(0, 101, 4)]
+    evaluation = [(100, 200.0 + 50.0 * n, 0) for n in range(1, 101)]
+    after = [(i, 5000.0 + 2.0 * i, 2) for i in range(104, 201, 4)]
+    seen = [*training, *evaluation, *after]
+    states = [(i, GpuState(None, None, None, None, joules)) for i, joules, _ in seen]
+    assert summarize([Samples(states, [s for _, _, s in seen])], 0.5)["joules_per_iteration"] == pytest.approx(2.0)
+    assert (summarize([Samples(states)], 0.5)["joules_per_iteration"] or 0) > 20
+
+
 def test_energy_is_that_between_changes_of_a_counter_that_lags() -> None:
     """2 J an iteration, counted every 50 iterations; from the first sample to the last it would be 1.70."""
     states = [(i, GpuState(None, None, None, None, 100.0 * (i // 50))) for i in range(1, 248, 3)]

@@ -7,7 +7,7 @@ import pytest
 
 from dlrm_bench.bench.ladder import run_ladder as module
 from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE
-from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
+from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, run_ladder
 from dlrm_bench.bench.records.ladder import Plan
 from dlrm_bench.dlrm.benchmark import Rung
 from tests.bench.made_records import profile, recorded_runs, write
@@ -40,8 +40,9 @@ def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_profiles: str = "") ->
     return ended
 
 
-def plan(rounds: int = 4, **others: Any) -> Plan:
-    return make_plan(RUNGS, processes=2, rounds=rounds, seed=1, flags=["--seed", "3"], command="cmd", **others)
+def plan(rounds: int = 4, detect: float | None = None, minutes: float | None = None, **others: Any) -> Plan:
+    how_many = Rounds(most=rounds, detect=detect, minutes=minutes)
+    return make_plan(RUNGS, how_many, processes=2, seed=1, flags=["--seed", "3"], command="cmd", **others)
 
 
 def make(folder: Path, rounds: int = 4, host: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.limits.bound import bound_of, bound_table, roofline_points
 from dlrm_bench.bench.profile.kernel_names import STAGES
-from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, Ceiling, best_rate, read_limits
+from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, POOLED, Ceiling, best_rate, read_limits
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from tests.bench.made_records import H200, configured, profile, recorded_runs, write
@@ -131,3 +131,51 @@ def test_the_command_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     found = roofline_points(read_record(profiled).run)
     assert found is not None
     assert {point.name for point in found[0]} >= {"GEMMs"}
+
+
+def test_records_of_files_have_a_bound() -> None:
+    """All timed records of day files, whose path another machine had; nothing is faster than its bound."""
+    known = 0
+    for path in sorted(RECORDS.glob("**/run.json")):
+        run = read_record(path.parent).run
+        data, pipeline = run["config"].get("data", {}), run["config"]["pipeline"]
+        if data.get("path") is None or run["machine"]["gpu"] is None or pipeline.get("fp8"):
+            continue
+        bound = bound_of(run)
+        assert bound is not None, path
+        if run["latency_ms"] is not None and run["host"] is None:
+            assert run["latency_ms"]["p50"] > bound.iteration
+            known += 1
+    assert known >= 20
+
+
+def test_the_table_says_where_its_rates_are_from(tmp_path: Path) -> None:
+    run = read_record(RECORDS / "05-4xh200-512-a-gpu-full-ladder/00-peer-memory-bf16").run
+    known, measured = bound_table(run), bound_table(run, CEILINGS[0])
+    assert known is not None
+    assert measured is not None
+    assert "rates known of NVIDIA H200" in str(known.caption)
+    said = str(measured.caption)
+    assert f"rates measured by {CEILINGS[0]['id']}: memory; rates known of NVIDIA H200 " in said
+    other = bound_table(read_record(RECORDS / "05-4xh200-512-a-gpu-full-ladder/00-overlap-tf32").run, CEILINGS[0])
+    assert other is not None
+    assert "warning: precision tf32, beside limits of bf16" in str(other.caption)
+
+
+def test_measured_rates_alone_bound_a_run_on_cpus(tmp_path: Path) -> None:
+    """Products, memory, copies and collectives were all measured; without limits nothing is known of CPUs."""
+    cpus = {**H200, "gpu": None, "gpus": 0}
+    run = read_record(write(tmp_path / "a", RUN, machine=cpus, config=configured(precision="fp32"))).run
+    ceilings = [
+        Ceiling(name=LARGE_PRODUCT, stage=None, ms=2.0, amount=1e9, unit="FLOP"),
+        Ceiling(name=LARGE_COPY, stage=None, ms=5.0, amount=1e8, unit="B"),
+        Ceiling(name="memory: copy", stage=None, ms=1.0, amount=1e7, unit="B"),
+        Ceiling(name=POOLED, stage="embedding_forward", ms=1.0, amount=1e6, unit="B"),
+    ]
+    limits: Any = {"id": "l", "ceilings": ceilings, "machine": cpus, "config": {"precision": "fp32"}}
+    bound = bound_of(run, limits)
+    assert bound is not None
+    assert (bound.rates.flop, bound.rates.memory, bound.rates.links) == ({"fp32": 5e11}, 1e10, 1e9)
+    assert bound_of(run) is None
+    assert bound_of(run, {**limits, "ceilings": ceilings[:2]}) is None
+    assert bound_of(run, {**limits, "config": {"precision": "bf16"}}) is None

@@ -1,6 +1,8 @@
 """MFU and energy by hand, and what has none."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,3 +52,13 @@ def test_neither_profiled_runs_nor_cpus_have_one(tmp_path: Path) -> None:
     on_cpu = made(tmp_path / "b", machine={**H200, "gpus": 0, "gpu": None})
     assert profiled["efficiency"] is on_cpu["efficiency"] is efficiency_of_runs([profiled, on_cpu]) is None
     assert efficiency_in_words(on_cpu) is None
+
+
+def test_products_in_eight_bits_are_a_share_of_the_peak_of_eight_bits(tmp_path: Path) -> None:
+    run = made(tmp_path / "a")
+    in_eight_bits: Any = copy.deepcopy(run)
+    in_eight_bits["config"]["pipeline"]["fp8"] = True
+    mfu, of_fp8 = ((efficiency_of(each) or {})["mfu"] for each in (run, in_eight_bits))
+    assert mfu is not None
+    assert of_fp8 == pytest.approx(mfu / 2, rel=1e-3)
+    assert "of 1979 TFLOP/s (fp8)" in str(efficiency_in_words(in_eight_bits))

@@ -1,12 +1,13 @@
 """The check that a JSON file has its form."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
 
 
 class Outer(TypedDict):
@@ -72,3 +73,18 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes, said: s
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(ValueError, match=rf"x\.json {said}|x\.json is corrupt {said}"):
         read_json(tmp_path / "x.json")
+
+
+def test_text_has_short_values_on_a_line_and_loses_none() -> None:
+    value = {"a": {"b": [1, 2.5, None], "c": {}}, "long": list(range(200)), "many": [{"x": "ü" * 60}, {"y": "z" * 60}]}
+    text = json_text(value)
+    assert json.loads(text) == value
+    assert text.splitlines()[1] == ' "a": {"b": [1, 2.5, null], "c": {}},'
+    assert text.splitlines()[2].startswith(' "long": [0, 1, 2, ')  # a flat list stays on its line
+    assert [line.strip() for line in text.splitlines()[4:6]] == [f'{{"x": "{"ü" * 60}"}},', f'{{"y": "{"z" * 60}"}}']
+
+
+@pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": {"b": ["x" * 200, float("nan")]}}])
+def test_text_refuses_numbers_that_json_cannot_hold(value: object) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_text(value)

@@ -22,7 +22,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert record.latencies_ms.tolist() == [2, 3, 2]
     assert record.run["created"] == "2026-11-22T00:00:00+00:00"
     assert record.run["config"]["world_size"] == 2
-    assert record.run["samples_per_second"] == pytest.approx(10 / (7 / 3) * 1000)
+    assert record.run["samples_per_second"] == pytest.approx(10 / (6 / 3) * 1000)  # 6 ms by either clock
     assert (record.run["machine"]["gpu"], record.run["machine"]["driver"]) == ("NVIDIA H200", None)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_bench.bench.ladder import run_ladder as ladder_module
 from dlrm_bench.bench.ladder.launching import LAUNCHER
-from dlrm_bench.bench.ladder.run_ladder import make_plan, run_ladder
+from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, run_ladder
 from dlrm_bench.bench.records.limits import LIMITS_JSON
 from dlrm_bench.dlrm.benchmark import Rung
 from tests.bench.made_records import profile, recorded_runs, telemetry, write
@@ -32,7 +32,7 @@ def make_results(results: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ladder_module, "run_forked", pretend)
     (results / "ladder").mkdir(parents=True)
     rungs = (Rung("stock", ()), Rung("fast", (), "Half of the work."), Rung("same", ()))
-    plan = make_plan(rungs, processes=2, rounds=3, seed=0, flags=[], command="dlrm-bench ladder", host=True)
+    plan = make_plan(rungs, Rounds(most=3), processes=2, seed=0, flags=[], command="dlrm-bench ladder", host=True)
     list(run_ladder(plan, results / "ladder"))
     write(results / "timed-1", RUNS[20], telemetry=telemetry(throttled=True))
     write(results / "timed-2", RUNS[21], minute=1)

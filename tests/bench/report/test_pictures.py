@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -11,26 +13,47 @@ from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, read_record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import families
-from dlrm_bench.bench.report.pictures import published, series_marks
+from dlrm_bench.bench.report.pictures import of_family, published, series_marks
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
+from dlrm_bench.bench.stats.series import summary_statistics
 from dlrm_bench.dlrm.dcnv2 import ruleset
 from tests.bench.made_records import recorded_runs, write
-from tests.bench.report.test_families import ladder_of
+from tests.bench.report.test_families import ladder_of, proven  # noqa: F401 (a fixture that made ladders need)
 
 RUNS = recorded_runs()
 
 
-def test_beside_published_results_stand_the_newest_of_each_number_of_gpus(tmp_path: Path) -> None:
+def test_beside_published_results_stand_runs_of_their_global_batch(tmp_path: Path) -> None:
+    """Made records have two ranks, whatever their machine."""
     sources = Sources()
-    for number, (gpus, name) in enumerate(((2, "older"), (4, "old"), (4, "newer"), (2, "newest"))):
-        runs = ladder_of(tmp_path / name, gpus=gpus, rungs=number + 1, created=str(number))
+    made = ((2, "older", 27648), (4, "old", 27648), (4, "newer", 27648), (2, "newest", 27648), (8, "other batch", 512))
+    for number, (gpus, name, batch) in enumerate(made):
+        runs = ladder_of(tmp_path / name, gpus=gpus, rungs=number + 1, created=str(number), batch=batch)
         sources.ladders.append(runs)
-    figure = published(families(sources), sources).draw()
-    names = [" ".join(label.get_text().split()) for label in figure.axes[0].get_yticklabels()]
-    ours = names[len(PUBLISHED) :]
-    assert {name.split(",")[0] for name in ours} == {"2 x H200", "4 x H200"}
-    assert len(ours) == 4  # first rung and fastest of the two newest
+    picture = published(families(sources), [])
+    assert picture is not None
+    names = [" ".join(label.get_text().split()) for label in picture.draw().axes[0].get_yticklabels()]
+    same = [row for row in PUBLISHED if row.global_batch_size == 55296]
+    assert len(names) == len(same) + 4  # first rung and fastest of the two newest
+    assert {name.split(":")[0] for name in names[len(same) :]} == {"2 x H200, newest", "4 x H200, newer"}
+    assert all(name.endswith(", 55296") for name in names)
+
+
+def test_nothing_stands_beside_published_results_that_does_not_compare(tmp_path: Path) -> None:
+    sources = Sources(ladders=[ladder_of(tmp_path / "other batch", gpus=8, rungs=2, created="0")])
+    assert published(families(sources), []) is None
+
+
+def test_the_distributions_show_the_medians_of_the_tables(tmp_path: Path) -> None:
+    """The geometric mean of the runs' medians, and not the median of all iterations together."""
+    long, short = np.full(200, 1.0), np.full(50, 4.0)
+    for i, run in enumerate((long, short)):
+        write(tmp_path / str(i), run, minute=i)
+    (family,) = families(Sources(timed=[read_record(tmp_path / str(i)) for i in range(2)]))
+    (drawn,) = [each for each in of_family(family, {}, [], headline=True) if each.kind == "distributions"]
+    assert "2.000" in [text.get_text() for text in drawn.draw().axes[0].texts]
+    assert family.sides["0"].metrics()["p50"] == pytest.approx(2.0)
 
 
 def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
@@ -70,7 +93,8 @@ def texts_overlap_or_stick_out(figure: Figure) -> list[str]:
 
 def test_labels_do_not_overlap() -> None:
     long = "20261121T005946Z-8xh200-launch-bound-with-a-long-name"
-    series = {f"{long}-{i}": RUNS[i] * 10 ** (i / 4) for i in range(12)} | {"same": RUNS[0], "again": RUNS[0]}
+    values = {f"{long}-{i}": RUNS[i] * 10 ** (i / 4) for i in range(12)} | {"same": RUNS[0], "again": RUNS[0]}
+    series = {name: (each, summary_statistics(each)) for name, each in values.items()}
     figures = (
         plots.distributions(series),
         plots.work([(f"a kernel with a rather long name {i}", 10.0**i, 2.0 if i % 2 else None) for i in range(5)]),

@@ -14,13 +14,16 @@ from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.stats.repetitions import (
     balanced_orders,
     detectable,
+    detectable_by,
+    detectable_range,
     drift_left,
     finds,
     finds_from,
     holm,
     runs_needed,
 )
-from dlrm_bench.bench.stats.statistics import UNPROVEN, compare
+from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE
+from dlrm_bench.bench.stats.statistics import UNPROVEN, Estimate, compare, student_t
 
 
 @pytest.mark.parametrize(("runs", "paired"), [(3, True), (5, True), (5, False), (12, False)])
@@ -48,9 +51,25 @@ def test_one_run_detects_nothing() -> None:
 
 
 def test_what_so_many_runs_find_in_words() -> None:
-    assert (finds(0.031), finds_from(0.031)) == ("find differences from 3.10%", "3.10%")
-    assert (finds(1.5124), finds_from(1.5124)) == ("find factors from 2.51", "2.51 x")  # beside a proven 20.8 x
-    assert (finds(1e10), finds_from(math.inf)) == ("find no factor below 100", "over 100 x")
+    small = (0.0186, 0.031, 0.0891)
+    assert finds(small) == "find differences from 3.10% (1.86% to 8.91%, by so few runs)"
+    assert finds_from(small) == "3.10% (1.86% .. 8.91%)"
+    large = (0.7, 1.5124, 1e10)  # beside a proven 20.8 x
+    assert finds(large) == "find factors from 2.51 (70.00% to over 100 x, by so few runs)"
+    assert finds_from(large) == "2.51 x (70.00% .. over 100 x)"
+    assert finds((1e3, 1e10, math.inf)) == "find no factor below 100"
+
+
+@pytest.mark.parametrize("freedom", [1, 4, 9])
+def test_the_range_of_what_is_detectable_covers_it(freedom: int) -> None:
+    """In 95 % of ladders what truly is detectable lies in the range; the one figure of two rounds is anywhere."""
+    rng, true = np.random.default_rng(0), detectable_by(Estimate(0.0, 0.01, freedom))
+    seen = 0.01 * np.sqrt(rng.chisquare(freedom, 400) / freedom)
+    ranges = [detectable_range(Estimate(0.0, float(error), freedom)) for error in seen]
+    assert np.mean([low <= true <= high for low, _, high in ranges]) == pytest.approx(0.95, abs=0.025)
+    assert all(low < value < high for low, value, high in ranges)
+    values = [value for _, value, _ in ranges]
+    assert max(values) / min(values) > 2
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -178,7 +197,7 @@ def pooled(kind: str) -> tuple[np.ndarray, float]:
 def judged_different(a: np.ndarray, b: np.ndarray, paired: bool = False) -> bool:
     """What compare() says of runs with these logarithms of medians."""
     sides = ([np.exp(run)[None] for run in side] for side in (a, b))
-    return compare(*sides, paired=paired).ratios["p50"].verdict != UNPROVEN
+    return compare(*sides, paired=paired).estimates["p50"].verdict() != UNPROVEN
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,3 +239,18 @@ def test_2_percent_is_found_with_the_number_of_runs_that_is_printed(kind: str, t
     slower = math.log(1.02)
     found = [judged_different(rng.choice(pool, needed), rng.choice(pool, needed) + slower) for _ in range(tries)]
     assert np.mean(found) >= 0.8 - 2 * math.sqrt(0.8 * 0.2 / tries)
+
+
+def test_intervals_of_rounds_that_ended_by_what_they_find_cover_95_percent() -> None:
+    """Differences of logarithms that spread by 1.25 and 1.5 times what is to be found, the worst there is."""
+    rng, most = np.random.default_rng(0), 40
+    factors = {n: math.log1p(detectable(0.001, n, True, confidence=AUTO_CONFIDENCE)) / 0.001 for n in range(6, 41, 2)}
+    quantiles = {n: [student_t((1 + c) / 2, n - 1) for c in (AUTO_CONFIDENCE, 0.95)] for n in factors}
+    drawn = np.concatenate([rng.normal(0, spread, (4000, most)) for spread in (1.25, 1.5)])
+    covered = np.zeros(2)
+    for row in drawn:
+        rounds = next((n for n in factors if factors[n] * row[:n].std(ddof=1) <= 1), most)
+        t = abs(row[:rounds].mean()) / (row[:rounds].std(ddof=1) / math.sqrt(rounds))
+        covered += t <= np.array(quantiles[rounds])
+    assert covered[0] / len(drawn) > 0.947
+    assert covered[1] / len(drawn) < 0.94  # which is why

@@ -15,9 +15,9 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.state import ModelState
 from tests.dlrm.zoo.small import ALL_ON, DISTINCT, PRESETS, drawn, small
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
+from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
 
 STEPS = DISTINCT + 2
 
@@ -42,11 +42,11 @@ def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None) -> T
     pipeline: Any = build_pipeline(config, config.pipeline, ranks)
     batches = drawn(replace(config, seed=0), ranks, 2 * STEPS)
     if state is not None:
-        pipeline.load_state_dict(state)
+        load_whole_state(pipeline, state)
         batches = batches[STEPS:]
     prepared = map(pipeline.prepare, batches)
     losses = [pipeline.train_step(prepared).item() for _ in range(STEPS)]
-    after = pipeline.state_dict()
+    after = whole_state(pipeline)
     later = [pipeline.train_step(prepared).item() for _ in range(0 if state is not None else STEPS)]
     described = pipeline.describe()
     pipeline.close()

@@ -1,0 +1,114 @@
+"""What a comparison cannot know, in sentences."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from dlrm_bench.bench.compare.order import ACCEPT, WAY_OUT, notes_on_order
+from dlrm_bench.bench.compare.sides import Side
+from dlrm_bench.bench.stats.repetitions import finds
+from dlrm_bench.bench.stats.series import Metric, drift_within, spread_of_log
+from dlrm_bench.bench.stats.statistics import NO_VERDICT
+from dlrm_bench.bench.stats.variance import Levels, agree_by_luck
+
+if TYPE_CHECKING:
+    from dlrm_bench.bench.compare.comparison import Result
+
+METRIC_NAMES: dict[Metric, str] = {"p50": "median", "p90": "p90", "p99": "p99", "mean": "mean"}
+
+
+def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
+    """Yields what the comparison cannot know. accepted: reasons for no verdict that the user takes the risk of."""
+    a, b, comparison = result.a, result.b, result.comparison
+    if result.verdict == NO_VERDICT:
+        yield f"no verdict: {WAY_OUT}"
+    if accepted:
+        yield f"{ACCEPT}: a verdict in spite of what differs: {'; '.join(accepted)}"
+    if result.references is not None:
+        old, new = (side.label for side in result.references)
+        yield (
+            f"the verdict is on the difference of differences: B over {new}, less A over {old}. It takes for granted "
+            "that what changed between the sittings changed A's program and the reference by the same factor"
+        )
+    if result.per_sample:
+        yield (
+            "the batch sizes differ, so the verdict is about samples per second: the mean time of an iteration over "
+            "its samples; times of an iteration stand beside it without one"
+        )
+    if not comparison.between_runs:
+        yield (
+            f"runs: {comparison.runs[0]} and {comparison.runs[1]}. With one run on a side it cannot be known how much "
+            "runs of the same program differ: the intervals describe these runs only and prove nothing about programs"
+        )
+    else:
+        if result.references is None:
+            yield from notes_on_order(a, b)
+        yield from _notes_on_runs(result)
+    if a.mean_only or b.mean_only:
+        yield (
+            "an MLPerf log gives the mean over a whole run, evaluations left out, and neither percentiles nor the "
+            "machine's state: whether the work was the same is for the reader to judge"
+        )
+    for side in (a, b):
+        if not side.mean_only:
+            yield from _notes_on_windows(side, alone=not comparison.between_runs)
+
+
+def lucky(between: float, spread: tuple[Levels, Levels], paired: bool, freedom: float) -> float | None:
+    """Returns what the iterations of runs let their metric spread by, where the runs spread by far less; else None.
+
+    between: standard deviation of the runs' logarithms, or of their pairs' differences. spread: of A's and B's runs.
+    """
+    known = [each.iteration for each in spread if each.iteration is not None]
+    if len(known) < 2:
+        return None
+    within = math.hypot(*known) / (1 if paired else math.sqrt(2))
+    return within if agree_by_luck(between, within, freedom) else None
+
+
+def _notes_on_runs(result: "Result") -> Iterator[str]:
+    runs = f"{result.comparison.runs[0]} and {result.comparison.runs[1]} runs"
+    needed = result.runs_needed(abs(result.estimate.ratio().value - 1))
+    assert result.detectable is not None
+    yield f"{runs} that differ like these {finds(result.detectable)}" + (
+        f"; one of the size seen here takes about {needed} a side"
+        if needed and needed > min(result.comparison.runs)
+        else ""
+    )
+    if not (result.a.mean_only or result.b.mean_only):
+        spread = result.spread_of_runs()
+        a, b = (each.in_words() for each in spread)
+        yield f"a run's {METRIC_NAMES[result.metric]} varies by level (standard deviation): A {a}; B {b}"
+        between = result.comparison.spread(result.estimate)
+        within = lucky(between, spread, result.comparison.paired, result.estimate.freedom)
+        if within is not None and result.references is None:
+            yield (
+                f"runs agree better ({between:.2%}) than their own iterations let expect ({within:.2%}): "
+                "by luck, so that the interval may be too narrow; take more runs"
+            )
+    several = sorted({machine for side in (result.a, result.b) for machine in side.machines})
+    if len(several) > 1:
+        yield (
+            f"runs on {len(several)} machines: the interval is about these machines, and other machines of the same "
+            "description may differ by more"
+        )
+
+
+def _notes_on_windows(side: Side, alone: bool) -> Iterator[str]:
+    """What is wrong with the timed windows of a side's runs: not steady, too short."""
+    drifts = [drift_within(run) for run in side.series]
+    changes = [drift.change for drift in drifts if drift is not None and not drift.steady]
+    if changes:
+        yield (
+            f"{side.label}: {len(changes)} of {len(drifts)} runs were not steady: between parts of its timed "
+            f"iterations the median changed by up to {max(changes, key=abs):+.1%}; a longer window (--min-time) tells "
+            "more"
+        )
+    if alone and any(spread_of_log(run, "p50").too_short for run in side.series):
+        yield (
+            f"{side.label}: the series is too short for its autocorrelation, and its interval may be too narrow: time "
+            "more iterations"
+        )
+    short = [len(run) for run in side.series if len(run) < 100]
+    if short:
+        yield f"{side.label}: p99 of a run of {min(short)} iterations is little more than its largest value"

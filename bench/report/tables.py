@@ -1,0 +1,228 @@
+"""Tables from records, as rows of cells: what a Markdown file shows where it asks for them (markdown.py).
+
+Each kind takes the folder of the file and the lines of its comment, and returns rows, of which the first has the
+headings. ValueError says what a line or a record lacks. Bold is proven: as the ladder judges it where its own
+table has the comparison, else by `compare`, with Holm's correction over all such comparisons of a table.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dlrm_bench.bench.compare.comparison import Result, compare_all
+from dlrm_bench.bench.compare.sides import Side, read_side
+from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, host_cells, lucky, proven, read_judged_ladder
+from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
+from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.report.rounding import milliseconds, times, with_interval
+from dlrm_bench.bench.stats.series import CONFIDENCE
+from dlrm_bench.bench.stats.statistics import Ratio, student_t
+
+Rows = list[list[str]]
+LUCK = "\N{DAGGER}"
+_RECORD = re.compile(r"\d\d+-")
+_TIMES = re.compile(r"<!-- table: times\n.*\n(.+)\n")
+"""The first comparison of a page's first table of kind `times`."""
+_AUC = re.compile(r"<!-- table: auc\n(.+)\n")
+
+
+def _times(folder: Path, lines: Sequence[str]) -> Rows:
+    """A heading, then a line for each comparison: words | record | a side in it | another.
+
+    A side is a rung of a ladder, or a folder of runs.
+    """
+    if len(lines) < 2:
+        raise ValueError("a heading and a line for each comparison are needed")
+    words, _, a, b = _cells(lines[0], 4)
+    pairs = [_pair(folder, line) for line in lines[1:]]
+    cells = [_as_in_ladder(record, *sides) for record, (_, *sides) in pairs]
+    others = [place for place, cell in enumerate(cells) if cell is None]
+    for place, result in zip(others, compare_all([pairs[place][1] for place in others]), strict=True):
+        cells[place] = _faster(result)
+    rows = [[words, f"{a}, ms", f"{b}, ms", "times faster (95 % interval)", "runs"]]
+    for (record, (name, left, right)), cell in zip(pairs, cells, strict=True):
+        runs = " and ".join(map(str, dict.fromkeys((len(left.series), len(right.series)))))
+        link = runs if record.resolve() == folder.resolve() else f"[{runs}]({record.relative_to(folder)})"
+        rows.append([name, milliseconds(_typical(left)), milliseconds(_typical(right)), cell or "", link])
+    return rows
+
+
+def _as_in_ladder(record: Path, a: Side, b: Side) -> str | None:
+    """The cell that the ladder's own table has for two of its rungs; None where it has none."""
+    if not (record / LADDER_JSON).exists():
+        return None
+    ladder, _ = read_judged_ladder(record)
+    names = [str(record / rung["name"]) for rung in ladder["rungs"]]
+    place = names.index(b.label) if b.label in names else 0
+    if place and a.label == names[0]:
+        return _over(ladder, "first")[place - 1]
+    return _over(ladder, "previous")[place - 1] if place and a.label == names[place - 1] else None
+
+
+def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
+    """The rungs of the ladder in `folder`: times, ratios to the first rung and to the one before, cost to the host.
+
+    No lines. As `dlrm-bench ladder` judges them, all rungs considered.
+    """
+    if lines:
+        raise ValueError("it shows the ladder of its own folder, and takes no lines")
+    ladder, _ = read_judged_ladder(folder)
+    rungs = ladder["rungs"]
+    rounds = "one round" if ladder["rounds"] == 1 else f"{ladder['rounds']} rounds"
+    columns = [
+        ["rung", *(rung["name"] for rung in rungs)],
+        ["median, ms", *(milliseconds(rung["median_ms"]) for rung in rungs)],
+        ["p99, ms", *(milliseconds(rung["p99_ms"]) for rung in rungs)],
+        [f"times faster than {rungs[0]['name']}, {rounds}", "", *_over(ladder, "first")],
+    ]
+    if len(rungs) > 2:
+        columns.append(["than the rung before", "", "", *_over(ladder, "previous")[1:]])
+    if any(rung["host"] for rung in rungs):
+        hosts = [host_cells(rung["host"]) if rung["host"] else [""] * len(HOST_COLUMNS) for rung in rungs]
+        columns.append(["CPU, ms", *(cells[0] for cells in hosts)])
+        columns.append(["launches, graphs, syncs, reads", *(", ".join(filter(None, cells[1:5])) for cells in hosts)])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _over(ladder: Ladder, against: Literal["first", "previous"]) -> list[str]:
+    """A cell for each rung but the first."""
+    found, told = proven(ladder, against), " ".join(lucky(ladder))
+    cells = []
+    for rung in ladder["rungs"][1:]:
+        first = against == "first"
+        value = rung["speedup_vs_first"] if first else rung["speedup_vs_previous"]
+        interval = rung["ci95"] if first else rung["ci95_vs_previous"]
+        cells.append(_ratio_cell(value, interval, rung["name"] in found, f" {rung['name']} " in told))
+    return cells
+
+
+def _latencies(folder: Path, lines: Sequence[str]) -> Rows:
+    """A heading, then a line for each side: words | path."""
+    if len(lines) < 2:
+        raise ValueError("a heading and a line for each side are needed")
+    rows = [[_cells(lines[0], 2)[0], "runs", "median, ms", "p99, ms", "99.9 %, ms", "mean, ms"]]
+    for line in lines[1:]:
+        words, path = _cells(line, 2)
+        side = read_side(folder / path)
+        metrics = side.metrics()
+        tail = float(np.exp(np.mean([np.log(np.percentile(run, 99.9)) for run in side.series])))
+        figures = (metrics["p50"], metrics["p99"], tail, metrics["mean"])
+        rows.append([words, str(len(side.series)), *map(milliseconds, figures)])
+    return rows
+
+
+def _auc(folder: Path, lines: Sequence[str]) -> Rows:
+    """One line: folder | side | side, whose runs are SIDE-0, SIDE-1, ... by their seeds; the last row has the mean of
+    the differences, with Student's t interval of 95 %."""
+    place, a, b = _cells(lines[0], 3)
+    found = sorted((folder / place).glob(f"{a}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    if len(found) < 2:
+        raise ValueError(f"{folder / place} has no run {a}-0, {a}-1 and so on: an interval needs two")
+    seeds = [path.name.rpartition("-")[2] for path in found]
+    aucs = {side: [_final_auc(folder / place / f"{side}-{seed}") for seed in seeds] for side in (a, b)}
+    rows = [["seed", a, b, f"{b} - {a}"]]
+    rows += [[s, f"{x:.6f}", f"{y:.6f}", f"{y - x:+.6f}"] for s, x, y in zip(seeds, *aucs.values(), strict=True)]
+    differences = np.subtract(aucs[b], aucs[a])
+    error = float(differences.std(ddof=1)) / len(differences) ** 0.5
+    mean, half = float(differences.mean()), student_t((1 + CONFIDENCE) / 2, len(differences) - 1) * error
+    rows.append(["mean, 95 % interval", "", "", f"{mean:+.5f} ({mean - half:+.5f} to {mean + half:+.5f})"])
+    return rows
+
+
+def _final_auc(record: Path) -> float:
+    training = read_record(record).run["training"]
+    if training is None or training["auc"] is None:
+        raise ValueError(f"{record} has no AUC")
+    return training["auc"]
+
+
+def _records(folder: Path, lines: Sequence[str]) -> Rows:
+    """A row for each record in `folder`: what it shows, where it ran, and its result. No lines."""
+    if lines:
+        raise ValueError("it shows the records of its own folder, and takes no lines")
+    rows = [["record", "what it shows", "machine", "result"]]
+    for record in sorted((path for path in folder.iterdir() if _RECORD.match(path.name)), key=lambda path: path.name):
+        text = (record / "README.md").read_text(encoding="utf-8")
+        number = record.name.partition("-")[0]
+        heading = re.match(rf"# {number}: (.+)\n", text)
+        machine = re.search(r"^- Machine: (.+)$", text, re.MULTILINE)
+        if heading is None or machine is None:
+            raise ValueError(f"{record / 'README.md'} needs a heading '# {number}: ...' and a line '- Machine: ...'")
+        rows.append([f"[{number}]({record.name})", heading[1], machine[1], _result(record, text)])
+    return rows
+
+
+def _result(record: Path, text: str) -> str:
+    """The record's own line '- Result: ...', or its AUC, or its first comparison, or the ends of its ladder."""
+    own = re.search(r"^- Result: ((?:.+\n)(?:  .+\n)*)", text, re.MULTILINE)
+    if own is not None:
+        return " ".join(own[1].split())
+    if auc := _AUC.search(text):
+        rows = _auc(record, [auc[1]])
+        return f"AUC, {rows[0][-1]}: {rows[-1][-1]}"
+    if line := _TIMES.search(text):
+        _, (_, a, b) = _pair(record, line[1])
+        (result,) = compare_all([("", a, b)])
+        before, after, cell, runs = _typical(a), _typical(b), _faster(result), min(result.comparison.runs)
+    elif (record / LADDER_JSON).exists():
+        ladder, _ = read_judged_ladder(record)
+        before, after = (ladder["rungs"][place]["median_ms"] for place in (0, -1))
+        cell, runs = _over(ladder, "first")[-1], ladder["rounds"]
+    else:
+        raise ValueError(f"{record / 'README.md'} has neither a line '- Result: ...' nor a comparison")
+    alone = ", one run" if runs == 1 else ""
+    return f"{milliseconds(before)} and {milliseconds(after)} ms, times faster: {cell}{alone}"
+
+
+def _pair(folder: Path, line: str) -> tuple[Path, tuple[str, Side, Side]]:
+    words, record, a, b = _cells(line, 4)
+    return folder / record, (words, read_side(folder / record / a), read_side(folder / record / b))
+
+
+def _typical(side: Side) -> float:
+    """Median latency, ms, or the mean where that is all that is known."""
+    return side.metrics()["mean" if side.mean_only else "p50"]
+
+
+def _faster(result: Result) -> str:
+    ratio = _speedup(result)
+    interval = [ratio.low, ratio.high] if result.comparison.between_runs else None
+    by_luck = any("by luck" in note for note in result.notes)
+    return _ratio_cell(ratio.value, interval, result.verdict in ("faster", "slower"), by_luck)
+
+
+def _ratio_cell(value: float, interval: Sequence[float] | None, is_proven: bool, by_luck: bool) -> str:
+    """How many times faster: bold where proven, and the ratio alone after one run.
+
+    A dagger says that runs agree better than their iterations let expect: the interval may be too narrow, and proves
+    less than it seems to.
+    """
+    if interval is None:
+        return times(value)
+    cell = with_interval(value, *interval)
+    return f"{cell} {LUCK}" if by_luck else f"**{cell}**" if is_proven else cell
+
+
+def _speedup(result: Result) -> Ratio:
+    """How many times faster B is than A, from the estimate of B's time over A's."""
+    ratio = result.estimate.ratio()
+    return Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+
+
+def _cells(line: str, count: int) -> list[str]:
+    cells = [cell.strip() for cell in line.split("|")]
+    if len(cells) != count:
+        raise ValueError(f"expected {count} cells with | between them, found {line!r}")
+    return cells
+
+
+KINDS: dict[str, Callable[[Path, Sequence[str]], Rows]] = {
+    "times": _times,
+    "rungs": _rungs,
+    "latencies": _latencies,
+    "auc": _auc,
+    "records": _records,
+}

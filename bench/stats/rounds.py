@@ -1,0 +1,67 @@
+"""Estimates of a ladder: things compared round by round, less the part that a steady drift of the machine explains.
+
+Each round runs every thing once, in an order that the next round runs backwards. A difference within a round is free of
+what the round shares, but not of the drift between the two runs: of 16 things under 2 % a run, a pair is up to 30 %
+apart one way and then the other. The mean over two rounds loses it, and the spread from round to round does not, so
+that nothing is found. One slope, estimated from all runs together, takes the drift out of every difference.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlrm_bench.bench.stats.statistics import Estimate
+
+FEWEST_THINGS, FEWEST_ROUNDS = 3, 4
+"""From which on a drift is estimated. Two things are neighbours in each round, where a drift does little, and with
+fewer rounds the degrees of freedom that the slope takes cost more than the drift."""
+
+
+def estimates_of_rounds(
+    logs: np.ndarray, positions: np.ndarray, pairs: Sequence[tuple[int, int]]
+) -> list[Estimate | None]:
+    """Returns for each pair (i, j) the estimate of the logarithm of thing j's metric over thing i's.
+
+    logs: logarithm of the metric, [things, rounds]. positions: place of the run in the order of all, [things, rounds];
+    what is additive in the round, in the thing and linear in the position is told apart by least squares. The spread is
+    that of the pair's own differences, so that a noisy thing makes no other one's interval wide. None for a pair in a
+    ladder of one round, which does not show how much runs differ.
+    """
+    rounds = logs.shape[1]
+    assert positions.shape == logs.shape, "every run has a place"
+    if rounds < 2:
+        return [None] * len(pairs)
+    slope, variance, freedom = _drift(logs, positions)
+    estimates: list[Estimate | None] = []
+    for i, j in pairs:
+        apart = positions[j] - positions[i]
+        differences = logs[j] - logs[i] - slope * apart
+        squares = float(((differences - differences.mean()) ** 2).sum())
+        error = math.sqrt(squares / freedom / rounds + variance * float(apart.mean()) ** 2)
+        estimates.append(Estimate(float(differences.mean()), error, freedom))
+    return estimates
+
+
+def _drift(logs: np.ndarray, positions: np.ndarray) -> tuple[float, float, float]:
+    """Returns the change of the logarithm from run to run, its variance, and the degrees of freedom left to a pair.
+
+    The slope is one parameter that the things - 1 independent sets of differences share; of two things this is the
+    regression of their differences on the distance of their runs.
+    """
+    things, rounds = logs.shape
+    if things < FEWEST_THINGS or rounds < FEWEST_ROUNDS:
+        return 0.0, 0.0, rounds - 1.0
+    left, places = _centred(logs), _centred(positions.astype(np.float64))
+    squares = float((places**2).sum())
+    if squares == 0:  # the same order in all rounds: a drift and the things cannot be told apart
+        return 0.0, 0.0, rounds - 1.0
+    slope = float((places * left).sum()) / squares
+    residual = float(((left - slope * places) ** 2).sum()) / ((things - 1) * (rounds - 1) - 1)
+    return slope, residual / squares, rounds - 1 - 1 / (things - 1)
+
+
+def _centred(values: np.ndarray) -> np.ndarray:
+    """Returns values [things, rounds] less the means of their thing and of their round."""
+    by_thing, by_round = values.mean(axis=1, keepdims=True), values.mean(axis=0, keepdims=True)
+    return np.asarray(values - by_thing - by_round + values.mean())

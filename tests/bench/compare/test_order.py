@@ -1,0 +1,69 @@
+"""Orders of runs that allow a verdict, and those in which the machine alone would make a difference."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench.compare.order import are_pairs, confounded, notes_on_order
+from tests.bench.stats.rates import of_a_reference, of_an_order, side
+
+
+def sides(order: str):
+    """A and B of equal runs in this order."""
+    return [side(name, np.zeros(order.count(name)), np.flatnonzero([each == name for each in order])) for name in "AB"]
+
+
+@pytest.mark.parametrize("order", ["ABBA", "BAAB", "ABBAAB", "ABAB", "ABABAB", "AABBAABB", "AABBBA", "AB" * 10])
+def test_runs_in_turn_allow_a_verdict(order: str) -> None:
+    assert list(confounded(*sides(order))) == []
+
+
+@pytest.mark.parametrize("order", ["AB", "AABB", "BBAA", "AAABBB", "AAAAAB", "ABBBBB"])
+def test_blocks_do_not(order: str) -> None:
+    (why,) = confounded(*sides(order))
+    assert why.startswith(f"all runs of {order[0]} came before those of the other side")
+
+
+@pytest.mark.parametrize("order", ["AAAABBBBAB", "AAAAABABBBBB", "BABBBAAAA"])
+def test_neither_do_orders_in_which_a_drift_or_a_step_alone_would_pass(order: str) -> None:
+    (why,) = confounded(*sides(order))
+    assert why.endswith("a drift or one step alone would differ")
+
+
+def test_machines_must_be_shared() -> None:
+    a, b = sides("ABBA")
+    assert list(confounded(a, replace(b, machines=["x", "y"]))) == []
+    (why,) = confounded(a, replace(b, machines=["y", "z"]))
+    assert "on different machines" in why
+    assert list(confounded(a, replace(b, machines=["", ""]))) == []  # not known
+
+
+def test_unknown_times_are_a_reason_and_the_same_runs_are_none() -> None:
+    a, b = sides("AABB")
+    (why,) = confounded(a, replace(b, finished=[]))
+    assert why == "B does not say when its runs ran, nor on which machine"
+    same = replace(a, keys=[("1", "2", "3")])
+    assert list(confounded(same, same)) == []
+
+
+def test_one_side_first_in_most_pairs_is_noted() -> None:
+    assert not are_pairs(*sides("ABABAB"))
+    (note,) = notes_on_order(*sides("ABABAB"))
+    assert "A came first in most pairs" in note
+    assert are_pairs(*sides("ABBAAB"))
+    assert list(notes_on_order(*sides("ABBAAB"))) == []
+
+
+@pytest.mark.parametrize("order", ["ABBAABBA", "ABABABAB", "AAABBB", "AAAABBBBAB", "AABBAABB"])
+@pytest.mark.parametrize("drift", ["none", "2 % a run", "step", "walk"])
+def test_no_change_of_the_machine_is_called_a_difference(order: str, drift: str) -> None:
+    """Of 100 comparisons of a program with itself, 5 %, and two standard errors."""
+    wrong = float(of_an_order(order, drift, 100)[2].removesuffix("%"))
+    assert wrong <= 9.5
+
+
+def test_a_reference_gives_a_verdict_across_sittings() -> None:
+    _, wrong, _, found = of_a_reference(5, 100)
+    assert float(wrong.removesuffix("%")) <= 9.5
+    assert float(found.removesuffix("%")) >= 80

@@ -1,0 +1,121 @@
+"""Tables from made records: what is bold, what one run shows, and what an index takes from each record."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench.report.tables import KINDS, LUCK, _ratio_cell
+from tests.bench.made_records import edit, recorded_runs, write
+from tests.bench.report.made_results import make_results
+
+RUNS = recorded_runs()
+
+
+def pair(folder: Path, factor: float, runs: int = 4) -> None:
+    """Writes `runs` runs of a and of b, in the order a b b a, b taking `factor` times as long."""
+    for i in range(runs):
+        for place, side in enumerate("ab"):
+            minute = 2 * i + (place if i % 2 == 0 else 1 - place)
+            scale = (factor if side == "b" else 1.0) * (1 + 0.02 * ((i * 7 + place * 3) % 5))
+            write(folder / side / str(i), RUNS[0] * scale, minute=minute)
+
+
+def test_a_proven_difference_is_bold_and_another_is_not(tmp_path: Path) -> None:
+    pair(tmp_path / "twice", 0.5)
+    pair(tmp_path / "same", 1.0)
+    lines = ["what | where | a | b", "twice | twice | a | b", "the same | same | a | b"]
+    heading, twice, same = KINDS["times"](tmp_path, lines)
+    assert heading == ["what", "a, ms", "b, ms", "times faster (95 % interval)", "runs"]
+    assert twice[3].startswith("**")
+    assert twice[3].endswith("**")
+    assert float(twice[3].strip("*").partition(" ")[0]) == pytest.approx(2, rel=0.05)
+    assert "*" not in same[3]
+    assert (twice[4], same[4]) == ("[4](twice)", "[4](same)")
+    assert float(twice[1]) == pytest.approx(2 * float(twice[2]), rel=0.05)
+
+
+def test_one_run_has_no_interval(tmp_path: Path) -> None:
+    pair(tmp_path, 0.5, runs=1)
+    (_, row) = KINDS["times"](tmp_path, ["what | where | a | b", "x | . | a | b"])
+    assert float(row[3]) == pytest.approx(2, rel=0.1)  # no interval, nothing bold
+    assert row[4] == "1"
+
+
+def test_a_narrow_interval_has_a_dagger_and_is_not_bold() -> None:
+    assert _ratio_cell(2.0, [1.9, 2.1], is_proven=True, by_luck=True) == f"2.00 (1.900 to 2.10) {LUCK}"
+    assert _ratio_cell(2.0, [1.9, 2.1], is_proven=True, by_luck=False) == "**2.00 (1.900 to 2.10)**"
+
+
+def test_rungs_show_their_host_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = make_results(tmp_path / "results", monkeypatch) / "ladder"
+    heading, stock, fast, same = KINDS["rungs"](ladder, [])
+    assert heading[:5] == ["rung", "median, ms", "p99, ms", "times faster than stock, 3 rounds", "than the rung before"]
+    assert heading[5:] == ["CPU, ms", "launches, graphs, syncs, reads"]
+    assert stock[3:5] == ["", ""]
+    assert fast[0] == "fast"
+    assert fast[4] == ""  # the first rung is the rung before
+    assert same[4] != ""
+    assert fast[5:] == ["12.000", "12, 12, 12, 12"]
+    assert same[5:] == ["", ""]  # its profiled run failed
+
+
+def test_a_comparison_that_a_ladder_has_is_the_ladders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = make_results(tmp_path / "results", monkeypatch)
+    rungs = KINDS["rungs"](results / "ladder", [])
+    lines = [
+        "what | where | a | b",
+        "fast | ladder | stock | fast",
+        "same | ladder | stock | same",
+        "last | ladder | fast | same",
+        "back | ladder | same | fast",
+    ]
+    _, fast, same, last, back = KINDS["times"](results, lines)
+    assert [fast[3], same[3], last[3]] == [rungs[2][3], rungs[3][3], rungs[3][4]]
+    assert float(back[3].strip("*").partition(" ")[0]) == pytest.approx(2, rel=0.2)  # none is judged over a later one
+    assert fast[4] == "[3](ladder)"
+
+
+def test_latencies_are_those_of_the_records(tmp_path: Path) -> None:
+    write(tmp_path / "one", np.full(80, 2.0))
+    assert KINDS["latencies"](tmp_path, ["what | path", "words | one"]) == [
+        ["what", "runs", "median, ms", "p99, ms", "99.9 %, ms", "mean, ms"],
+        ["words", "1", "2.000", "2.000", "2.000", "2.000"],
+    ]
+
+
+def aucs(folder: Path, side: str, values: list[float]) -> None:
+    for seed, auc in enumerate(values):
+        run = write(folder / f"{side}-{seed}", RUNS[0])
+        training = {"losses": {"first": 0.7, "last": 0.6}, "auc": auc, "target": None, "epoch_num": 1.0}
+        edit(run, training={**training, "best_auc": None, "status": "success"})
+
+
+def test_auc_has_the_interval_of_the_differences(tmp_path: Path) -> None:
+    aucs(tmp_path, "a", [0.80, 0.81, 0.82])
+    aucs(tmp_path, "b", [0.801, 0.813, 0.822])
+    rows = KINDS["auc"](tmp_path, [". | a | b"])
+    assert rows[0] == ["seed", "a", "b", "b - a"]
+    assert rows[2] == ["1", "0.810000", "0.813000", "+0.003000"]
+    # Differences 1, 3 and 2 thousandths: 2 +- 4.303 * 1 / sqrt(3).
+    assert rows[-1][-1] == "+0.00200 (-0.00048 to +0.00448)"
+
+
+def test_an_index_takes_own_words_or_what_the_files_say(tmp_path: Path) -> None:
+    for name in ("01-words", "02-pair"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "01-words" / "README.md").write_text("# 01: one\n\n- Machine: CPU\n- Result: two\n  lines\n- Note: x\n")
+    pair(tmp_path / "02-pair", 0.5, runs=1)
+    table = "<!-- table: times\nwhat | where | a | b\nx | . | a | b\n-->\n<!-- end of table -->\n"
+    (tmp_path / "02-pair" / "README.md").write_text(f"# 02: another\n\n- Machine: CPU\n\n{table}")
+    heading, words, measured = KINDS["records"](tmp_path, [])
+    assert heading == ["record", "what it shows", "machine", "result"]
+    assert words == ["[01](01-words)", "one", "CPU", "two lines"]
+    assert measured[:3] == ["[02](02-pair)", "another", "CPU"]
+    assert measured[3].endswith(", one run")
+    (tmp_path / "02-pair" / "README.md").write_text("# 02: another\n\n- Machine: CPU\n")
+    with pytest.raises(ValueError, match="neither a line '- Result"):
+        KINDS["records"](tmp_path, [])
+    (tmp_path / "02-pair" / "README.md").write_text("# another\n")
+    with pytest.raises(ValueError, match="needs a heading '# 02"):
+        KINDS["records"](tmp_path, [])
