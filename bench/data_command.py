@@ -1,21 +1,18 @@
 """dlrm-bench data: the commands of each benchmark's data."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS, preset_of
 
-DataCommand = Literal["generate", "fill", "preprocess", "check", "speed"]
 
-
-def run_data(what: DataCommand, words: Sequence[str]) -> int:
+def run_data(what: str, words: Sequence[str]) -> int:
     """Hands the flags on to a command of the benchmark that --preset names, by default the first one; returns the exit
-    status. ValueError names the known presets."""
-    preset, flags = _split(words)
-    benchmark = preset_of(preset)[0] if preset is not None else BENCHMARKS[0]
+    status. ValueError names the known presets, or a benchmark that has no files."""
+    preset, others = _split(words)
+    benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
     if benchmark.data_command is None:
-        raise ValueError(f"--preset {preset}: {benchmark.title} has random batches alone, and no files")
-    return benchmark.data_command(what, preset, flags)
+        raise ValueError(f"--preset {preset}: {benchmark.title} has no files of data, its batches are random")
+    return benchmark.data_command(what, preset, others)
 
 
 def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -165,6 +165,11 @@ class Parts(Protocol):
         ...
 
 
+DataCommand = Callable[[str, str | None, Sequence[str]], int]
+"""Runs a command of `dlrm-bench data`, such as generate, with the preset that is named and all other words; returns the
+exit status."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One variant of a ladder: its name, the flags of launch/dlrm.py that make it, and what it changes, in a
@@ -207,9 +212,8 @@ class Benchmark:
     """None where nobody has counted its work."""
     parts: Callable[[], Parts]
     """Imports what trains it."""
-    data_command: Callable[[str, str | None, Sequence[str]], int] | None = None
-    """Runs `dlrm-bench data WHAT` on WHAT, the preset that is named and the other flags, and returns the exit status;
-    None where the benchmark reads no files."""
+    data_command: DataCommand | None = None
+    """Makes and checks its data; None where there are no files."""
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
     """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
-from dlrm_bench.dlrm.benchmark import Benchmark, Parts
+from dlrm_bench.dlrm.benchmark import Benchmark, DataCommand, Parts
 from dlrm_bench.dlrm.dcnv2 import ruleset, work
 from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.dlrm.dcnv2.presets import PRESETS
@@ -15,10 +15,8 @@ def _parts() -> Parts:
     return cast(Parts, import_module("dlrm_bench.dlrm.dcnv2.parts"))
 
 
-def _data_command(what: str, preset: str | None, flags: Sequence[str]) -> int:
-    from dlrm_bench.dlrm.dcnv2.data.commands import main  # each command imports what it needs
-
-    return main(what, preset, flags)
+def _data_command(what: str, preset: str | None, words: Sequence[str]) -> int:
+    return cast(DataCommand, import_module("dlrm_bench.dlrm.dcnv2.data.commands").main)(what, preset, words)
 
 
 DCNV2 = Benchmark(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
-from dlrm_bench.dlrm.benchmark import Benchmark, Parts
+from dlrm_bench.dlrm.benchmark import Benchmark, DataCommand, Parts
 from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
@@ -15,11 +15,8 @@ def _parts() -> Parts:
     return cast(Parts, import_module("dlrm_bench.dlrm.dlrmv4.parts"))
 
 
-def _data_command(what: str, preset: str | None, flags: Sequence[str]) -> int:
-    from dlrm_bench.dlrm.dlrmv4.data.commands import main  # each command imports what it needs
-
-    assert preset is not None, "no preset is another benchmark's"
-    return main(what, preset, flags)
+def _data_command(what: str, preset: str | None, words: Sequence[str]) -> int:
+    return cast(DataCommand, import_module("dlrm_bench.dlrm.dlrmv4.data.commands").main)(what, preset, words)
 
 
 DLRMV4 = Benchmark(
