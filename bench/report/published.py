@@ -26,5 +26,3 @@ PUBLISHED = (
     Published("64 x GB200", "HugeCTR, Supermicro v5.0", 135168, 1.30, 0.713),
 )
 """Computed from the logs in mlcommons/training_results_v4.0, v4.1 and v5.0 as analysis/mlperf_logs.py does."""
-BENCHMARK = "dlrm_dcnv2"
-"""That of all of them."""
