@@ -1,0 +1,59 @@
+"""Cross-cutting: a submission of DLRMv4 under ruleset 6.1.0, by all checkers, with its reference convergence points."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench.mlperf.submission.checkers import check_package
+from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, Package, open_packages
+from dlrm_bench.bench.mlperf.submission.score import score_package
+from tests.bench.mlperf.submission.made_packages import description
+from tests.dlrm.dlrmv4.test_ruleset import CLOSED, write_log
+
+
+def made_package(folder: Path, evaluations: int) -> Package:
+    """Ten runs of 200, 201, ... s, each of which reaches the target at the last of so many evaluations."""
+    package = Package(folder / "Example", "fast", "dlrmv4")
+    package.results.mkdir(parents=True)
+    for run, name in enumerate(RESULT_NAMES):
+        path = package.results / name
+        aucs = (*(0.7 for _ in range(evaluations - 1)), 0.76)
+        write_log(path, replace(CLOSED, seed=run), aucs=aucs)
+        *lines, last = path.read_text().splitlines()
+        stop = json.loads(last[8:])
+        stop["time_ms"] += 200_000 + 1000 * run
+        path.write_text("\n".join([*lines, f":::MLLOG {json.dumps(stop)}"]) + "\n")
+    package.description.parent.mkdir()
+    package.description.write_text(json.dumps(description()))
+    source = package.implementations / "dlrm-bench" / "run.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("pass\n")
+    return package
+
+
+def errors(package: Package) -> list[str]:
+    return [f"{v.checker}: {f.text}" for v in check_package(package) for f in v.findings if f.fatal]
+
+
+def test_a_package_is_accepted_and_scored(tmp_path: Path) -> None:
+    """68.8 million samples: a little faster than the reference's 69.07, so that the score is scaled up."""
+    package = made_package(tmp_path, 6)
+    assert open_packages(tmp_path) == [package]
+    assert errors(package) == []
+    score = score_package(package)
+    assert score.mean_epochs == 57_344_000 + 5 * 2_293_760
+    assert score.scaling == pytest.approx(69_067_662 / 68_812_800, rel=1e-3)
+    assert score.olympic_minutes == pytest.approx(204.5 / 60, abs=0.01)
+
+
+def test_runs_that_converge_faster_than_the_reference_may_are_refused(tmp_path: Path) -> None:
+    """64.2 million samples, below the 66.3 that the checker computes."""
+    found = errors(made_package(tmp_path, 4))
+    assert any(error.startswith("RCP: ") for error in found), found
+
+
+def test_a_ruleset_that_does_not_know_the_benchmark_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--ruleset 6\.0\.0 does not know dlrmv4: choose one of 6\.1\.0"):
+        check_package(made_package(tmp_path, 6), "6.0.0")
