@@ -87,7 +87,6 @@ MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zo
 """Packages of single benchmarks, which the floors above know as values alone."""
 MODELS_STILL_KNOWN = {
     "bench/cli.py": "data commands",
-    "bench/compare/verdict.py": "notes of rungs",
     "bench/mlperf/submission/log_sense.py": "MLPerf's target",
     "launch/auc_over_seeds.py": "planted data",
 }
