@@ -227,8 +227,9 @@ class Data:
     """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise the others.
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
-    preprocess: Criteo's raw days to MLPerf's formats. check: whether the files of a directory are whole and what they
-    should be. speed: how fast ranks read them.
+    preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: whether the files of a directory are
+    whole and what they should be. speed: how fast ranks read them. With --preset NAME, where that is one of DLRMv4:
+    its data, by the flags that --help then shows.
     """
 
     what: Positional[Literal["generate", "fill", "preprocess", "check", "speed"]]
@@ -236,17 +237,9 @@ class Data:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Hands the flags on; returns the exit status."""
-        if self.what == "generate":
-            from dlrm_bench.dlrm.dcnv2.data.planted import main
-        elif self.what == "fill":
-            from dlrm_bench.dlrm.dcnv2.data.fill import main
-        elif self.what == "speed":
-            from dlrm_bench.dlrm.dcnv2.data.speed import main
-        elif self.what == "preprocess":
-            from dlrm_bench.dlrm.dcnv2.data.preprocess import main
-        else:
-            from dlrm_bench.dlrm.dcnv2.data.check import main
-        return main(forwarded)
+        from dlrm_bench.bench.data_command import run_data
+
+        return run_data(self.what, forwarded)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -81,7 +81,7 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     or the epoch ends."""
     max_time: float | None = None
     """With --min-time: go on beyond it while the timed iterations are not steady, until these have taken this many
-    seconds. Steady means that the medians of their first and last quarter differ by 2 % at most, or by accident."""
+    seconds. Steady means that the medians of their eighths differ by 2 % at most, or by accident."""
     warmup_iterations: int = 50
     """First iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None

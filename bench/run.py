@@ -22,12 +22,12 @@ from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.bench.instruments.clock import IterationClock, frozen_gc
 from dlrm_bench.bench.instruments.losses import LossHistory, NonFiniteError
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
-from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
+from dlrm_bench.bench.instruments.schedule import Schedule, epoch_iterations, plan_schedule
 from dlrm_bench.bench.instruments.stall import StallWatch
 from dlrm_bench.bench.instruments.telemetry import RunMonitor
 from dlrm_bench.bench.machine.description import describe_machine, platform_name, short_name
 from dlrm_bench.bench.machine.source import git_state
-from dlrm_bench.bench.mlperf.division import division_of
+from dlrm_bench.bench.mlperf.division import counted_samples, division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
@@ -97,6 +97,8 @@ class Run:
                         self.auc = self.evaluate(self.schedule.epoch_num(iteration))
                         if self.reached_target:
                             break
+                        if iteration < last:
+                            self.log.block_start(self.schedule.epoch_num(iteration))
                     if saves:
                         with named_checkpoints(self):
                             self.save(iteration, losses)
@@ -263,10 +265,12 @@ def run(
         machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
         dataset = named(config.benchmark).parts().open_data(config)
         _check_target(config, dataset.best_auc)
-        schedule = plan_schedule(config, dataset.train_samples, ranks.world_size)
+        schedule = plan_schedule(
+            config, dataset.train_samples, ranks.world_size, epoch_iterations(config, dataset, ranks)
+        )
         resumed = find_checkpoint(config, schedule)
         folder = _agree_on_folder(config, ranks, machine)
-        log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None)
+        log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None, counted_samples(config, dataset))
         if resumed is None:
             _log_init(config, ranks, log, machine, dataset, schedule)
         else:
@@ -368,7 +372,7 @@ def _log_init(
         _drop_page_cache()
     log.cache_clear(config.mlperf.clear_cache)
     log.init_start()
-    division, obstacles = division_of(config, dataset)
+    division, obstacles = division_of(config, dataset, schedule.global_batch_size)
     if obstacles and not config.data.is_random and ranks.rank == 0:
         LOGGER.warning("--mlperf.division closed: logged as open, because %s", "; ".join(obstacles))
     log.submission(

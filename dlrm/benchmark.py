@@ -55,12 +55,60 @@ class Work(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """When a run to a target evaluates, in iterations."""
+
+    every: int
+    first: int
+    """A multiple of `every`: earlier ones are left out."""
+    at_end: bool
+    """Whether a run evaluates after its last iteration, whatever the cadence."""
+
+
+def parts_of_epoch(train_samples: int, global_batch_size: int, evaluations: int) -> Evaluations:
+    """Returns MLPerf's cadence up to v6.0: every floor(train samples / (evaluations * global batch)) iterations."""
+    every = max(1, train_samples // (evaluations * global_batch_size))
+    return Evaluations(every=every, first=every, at_end=True)
+
+
 class Ruleset(Protocol):
     """MLPerf's rules for a benchmark: what its log says, and what the closed division fixes."""
 
     @property
     def version(self) -> str:
-        """The ruleset of mlperf_logging's checkers that judges its logs."""
+        """The ruleset of mlperf_logging's checkers that judges its logs: the newest of `versions`."""
+        ...
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """All rulesets that know the benchmark."""
+        ...
+
+    @property
+    def target_auc(self) -> float:
+        """The AUC that a run of the closed division has to reach."""
+        ...
+
+    @property
+    def train_samples(self) -> int:
+        """Training samples of MLPerf's data."""
+        ...
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether logs count samples and have a block between two evaluations; otherwise the fraction of the epoch, and
+        one epoch."""
+        ...
+
+    @property
+    def reference_names(self) -> tuple[str, ...]:
+        """What published logs of the same benchmark also call it."""
+        ...
+
+    @property
+    def pinned_to_data(self) -> frozenset[str]:
+        """Keys of which the open division too allows values of MLPerf's own data alone."""
         ...
 
     def hyperparameters(
@@ -70,7 +118,8 @@ class Ruleset(Protocol):
         ...
 
     def obstacles(self, config: TrainingConfig, run: Mapping[str, Any], data: "Dataset") -> Iterator[str]:
-        """Yields in words what keeps a run out of the closed division. run: the other fields of its configuration."""
+        """Yields in words what keeps a run out of the closed division. run: the other fields of its configuration,
+        and global_batch_size."""
         ...
 
 
@@ -158,6 +207,9 @@ class Benchmark:
     """None where nobody has counted its work."""
     parts: Callable[[], Parts]
     """Imports what trains it."""
+    cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
+    """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
+    --evaluations-per-epoch."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""

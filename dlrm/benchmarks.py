@@ -6,10 +6,11 @@ from typing import Any
 from dlrm_bench.dlrm.benchmark import Benchmark, Preset
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.dcnv2.benchmark import DCNV2
+from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
 from dlrm_bench.dlrm.zoo.benchmark import ZOO
 from dlrm_bench.dlrm.zoo.hstu.benchmark import HSTU
 
-BENCHMARKS: tuple[Benchmark, ...] = (DCNV2, *ZOO, HSTU)
+BENCHMARKS: tuple[Benchmark, ...] = (DCNV2, DLRMV4, *ZOO, HSTU)
 
 PRESETS: Mapping[str, tuple[Benchmark, Preset]] = {
     name: (benchmark, preset) for benchmark in BENCHMARKS for name, preset in benchmark.presets.items()
@@ -36,6 +37,16 @@ def named(name: str) -> Benchmark:
         if benchmark.name == name:
             return benchmark
     raise ValueError(f"no benchmark is called {name!r}: known are {', '.join(b.name for b in BENCHMARKS)}")
+
+
+def of_mlperf_log(name: str | None) -> Benchmark | None:
+    """Returns the benchmark that an MLPerf log calls by this name; None where the log does not say, or names another
+    than those known here."""
+    for benchmark in BENCHMARKS:
+        rules = benchmark.ruleset
+        if rules is not None and name in (benchmark.name, *rules.reference_names):
+            return benchmark
+    return None
 
 
 def restored(config: Mapping[str, Any]) -> TrainingConfig:

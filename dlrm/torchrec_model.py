@@ -62,6 +62,11 @@ class TorchRecModel:
     constraints: Mapping[str, ParameterConstraints] | None = None
     """For TorchRec's planner, by table; for models of EmbeddingBagCollections alone. None: tables are sharded
     table-wise, over the ranks in turn."""
+    by_rows: bool = False
+    """Without constraints: split each table by rows over all ranks, as ones larger than a rank's memory need it."""
+    drops_repeats: bool = False
+    """Whether a rank asks for the rows of an EmbeddingCollection that its batch names once each (use_index_dedup), on
+    GPUs: FBGEMM has no such operator for CPUs."""
     sizes: DeclaredSizes = field(default_factory=DeclaredSizes)
     compiled: tuple[nn.Module, ...] = ()
     """Parts of `module` that torch.compile can take, in which TorchRec's trace finds no sharded module."""

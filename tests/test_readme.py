@@ -13,7 +13,7 @@ from tests.launched import fork, run_script, wait
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ROOT / "pipeline" / "README.md"
-OTHERS = ("bench", "results", "pipeline/five_stage")
+OTHERS = ("bench", "results", "pipeline/five_stage", "pipeline/device_metrics")
 READMES = [ROOT / "README.md", OPTIONS, *(ROOT / folder / "README.md" for folder in OTHERS)]
 PAGES = [*READMES, ROOT / "results" / "LABBOOK.md", *sorted((ROOT / "results").glob("*/README.md"))]
 EXAMPLE = ROOT / "examples" / "torchrec_script.py"

@@ -39,6 +39,7 @@ SHOULD_BE_EQUAL = {
     "number of ranks": "config.world_size",
     "global batch": "config.global_batch_size",
     "precision": "config.precision",
+    "benchmark": "config.benchmark",
     "model": "config.model",
     "optimizer of the tables": "config.optimizer.embedding",
     "data": "config.data.source",

@@ -16,13 +16,17 @@ from dlrm_bench.bench.compare.comparability import (
     settings_of,
     unknown,
 )
-from dlrm_bench.bench.mlperf.published_logs import BENCHMARK, MLPerfRun, read_mlperf_log
+from dlrm_bench.bench.mlperf.published_logs import MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.records.distinct import distinct, record_key
 from dlrm_bench.bench.records.ladder import LADDER_JSON, ended_by_precision, members_of
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE, Metric
 from dlrm_bench.bench.stats.statistics import mean_statistics
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 from dlrm_bench.dlrm.data.paths import why_not
+
+REFERENCE_LOGS = "seed*.log"
+"""Names of the logs that MLPerf's reference publishes with its convergence points, a folder for each batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,7 @@ def read_side(path: Path) -> Side:
         }
         said = [f"{path}: {what} left out: {', '.join(names)}" for what, names in left_out.items() if names]
         return side_of_records(str(path), timed, said + copies)
-    logs = sorted(path.glob("result_*.txt"))
+    logs = sorted(path.glob("result_*.txt")) or sorted(path.glob(REFERENCE_LOGS))
     if logs:
         return _side_of_logs(str(path), [run for log in logs for run in read_mlperf_log(log)])
     raise ValueError(f"{path} holds neither {RUN_JSON} nor folders with one nor result_*.txt: name a record or a log")
@@ -176,12 +180,16 @@ def _resuming(ladder: Path) -> str:
 
 
 def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
+    named = {run.known.name: run for run in runs if run.known is not None}
     for run in runs:
-        if run.benchmark not in (None, BENCHMARK):
+        if run.benchmark is not None and run.known is None:
             raise ValueError(
                 f"{run.path} is a log of {run.benchmark}, another benchmark, whose iterations are other work: name "
-                f"logs of {BENCHMARK}"
+                f"logs of {' or '.join(b.name for b in BENCHMARKS if b.ruleset is not None)}"
             )
+    if len(named) > 1:
+        paths = " and ".join(f"{run.path} of {name}" for name, run in named.items())
+        raise ValueError(f"{label} holds logs of several benchmarks, {paths}: name those of one")
     usable = [run for run in runs if run.train_ms_per_iteration is not None and run.train_ms_per_iteration > 0]
     if not usable:
         raise ValueError(
@@ -194,7 +202,7 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
         series=[np.array([run.train_ms_per_iteration]) for run in usable],
         finished=[],
         machines=[""] * len(usable),
-        settings={"global batch": different(run.global_batch_size for run in usable)},
+        settings={"benchmark": list(named), "global batch": different(run.global_batch_size for run in usable)},
         global_batch_size=_one_batch_size(label, [run.global_batch_size for run in usable]),
         mean_only=True,
         warnings=[f"{path}: {lines} malformed lines" for path, lines in damaged.items()]

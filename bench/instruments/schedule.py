@@ -1,12 +1,17 @@
 """How many iterations a run has, and when it evaluates."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.stats.series import drift_within
+from dlrm_bench.dlrm.benchmark import Evaluations
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _EPOCH_BY_TIME = 1000  # iterations of random batches
 
@@ -20,6 +25,10 @@ class Schedule:
     """Iterations of a run by time before its first look at the clock."""
     evaluate_every: int | None
     """None where the run has no target."""
+    first_evaluation: int = 0
+    """Iterations before which nothing is evaluated."""
+    evaluates_last: bool = True
+    """Whether a run with a target evaluates after its last iteration, whatever the cadence."""
     iterations_per_epoch: float
     """Not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have no end: their epoch is
     the samples that the run is to see, and in a run by time a thousand iterations."""
@@ -48,10 +57,13 @@ class Schedule:
         return iteration / self.iterations_per_epoch
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether an evaluation follows: at the cadence, and after the last iteration whatever the cadence."""
+        """Whether an evaluation follows: at the cadence from the first one on, and, where the benchmark's rules allow
+        it, after the last iteration whatever the cadence."""
         if self.evaluate_every is None:
             return False
-        return iteration % self.evaluate_every == 0 or iteration == self.iterations
+        if iteration == self.iterations and self.evaluates_last:
+            return True
+        return iteration >= self.first_evaluation and iteration % self.evaluate_every == 0
 
     def lacking(self, latencies_ms: np.ndarray, warmup: int) -> int:
         """Iterations that a run by time lacks after those of its own, `latencies_ms` [n]; 0 in other runs, and where it
@@ -81,10 +93,13 @@ def _steady(latencies_ms: np.ndarray) -> bool:
     return drift is not None and drift.steady
 
 
-def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int) -> Schedule:
+def plan_schedule(
+    config: RunConfig, train_samples: int | None, world_size: int, epoch_iterations: int | None = None
+) -> Schedule:
     """The schedule of a run. ValueError, naming the flag, if the data set cannot fill the iterations asked for.
 
-    train_samples: samples of one epoch; None for random batches.
+    train_samples: samples of one epoch; None for random batches. epoch_iterations: global batches in it; by default as
+    many as it fills.
     """
     global_batch_size = config.local_batch_size * world_size
     by_time = config.iterations is None and config.target_auc is None and config.min_time is not None
@@ -100,7 +115,8 @@ def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int)
             min_time_s=config.min_time if by_time else None,
             max_time_s=config.max_time,
         )
-    per_epoch = train_samples // global_batch_size  # the last partial batch is dropped
+    # The last partial batch is dropped.
+    per_epoch = train_samples // global_batch_size if epoch_iterations is None else epoch_iterations
     iterations = config.iterations or per_epoch
     if per_epoch == 0:
         raise ValueError(
@@ -117,13 +133,35 @@ def plan_schedule(config: RunConfig, train_samples: int | None, world_size: int)
             f"--warmup-iterations {config.warmup_iterations} leaves nothing to time of {iterations} iterations: "
             "lower it"
         )
-    cadence = train_samples // (config.evaluations_per_epoch * global_batch_size)
+    evaluations = named(config.benchmark).cadence(train_samples, global_batch_size, config.evaluations_per_epoch)
+    _require_an_evaluation(config, evaluations, iterations, by_time)
     return Schedule(
         global_batch_size=global_batch_size,
         iterations=first_look if by_time else iterations,
         most=iterations,
         min_time_s=config.min_time if by_time else None,
         max_time_s=config.max_time,
-        evaluate_every=max(1, cadence) if config.target_auc is not None else None,
+        evaluate_every=evaluations.every if config.target_auc is not None else None,
+        first_evaluation=evaluations.first,
+        evaluates_last=evaluations.at_end,
         iterations_per_epoch=train_samples / global_batch_size,
+    )
+
+
+def epoch_iterations(config: RunConfig, dataset: Dataset, ranks: Ranks) -> int | None:
+    """Returns the global batches of an epoch, where the data tells: fewer than its samples would fill, where each of
+    several parts leaves some out."""
+    if dataset.train_samples is None or dataset.train_samples < config.local_batch_size * ranks.world_size:
+        return None
+    batches = dataset.train_batches(ranks.rank, ranks.world_size, config.local_batch_size)
+    return len(batches) if isinstance(batches, Sequence) else None
+
+
+def _require_an_evaluation(config: RunConfig, evaluations: Evaluations, iterations: int, by_time: bool) -> None:
+    """ValueError where a run to a target would end before its first evaluation, and none follows its last iteration."""
+    if config.target_auc is None or by_time or evaluations.at_end or iterations >= evaluations.first:
+        return
+    raise ValueError(
+        f"--target-auc {config.target_auc}: the first evaluation is after {evaluations.first} iterations, and the run "
+        f"has {iterations}: leave --iterations out, raise --evaluations-per-epoch, or lower --local-batch-size"
     )

@@ -1,4 +1,4 @@
-"""Which MLPerf division a run's log may name: closed is only what trains MLPerf's model on its data by its rules."""
+"""Which MLPerf division a run's log may name, and what it counts: by the ruleset of its benchmark."""
 
 from dataclasses import fields
 
@@ -7,13 +7,21 @@ from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import Dataset
 
 
-def division_of(config: RunConfig, dataset: Dataset) -> tuple[Division, list[str]]:
-    """Returns the division that the log names, and why it is not closed where --mlperf.division asks for that."""
+def division_of(config: RunConfig, dataset: Dataset, global_batch_size: int) -> tuple[Division, list[str]]:
+    """Returns the division that the log names, and why it is not closed where --mlperf.division asks for that: closed
+    is only what trains MLPerf's model on its data by its rules."""
     if config.mlperf.division == "open":
         return "open", []
     ruleset = named(config.benchmark).ruleset
     if ruleset is None:
         return "open", [f"MLPerf has no rules for {config.preset}"]
     run = {field.name: getattr(config, field.name) for field in fields(config)}
+    run["global_batch_size"] = global_batch_size
     obstacles = list(ruleset.obstacles(config, run, dataset))
     return ("open" if obstacles else "closed"), obstacles
+
+
+def counted_samples(config: RunConfig, dataset: Dataset) -> int | None:
+    """Returns the samples of the epoch where the benchmark's logs count samples; None where they count epochs."""
+    ruleset = named(config.benchmark).ruleset
+    return dataset.train_samples if ruleset is not None and ruleset.counts_samples else None

@@ -70,9 +70,12 @@ class MLPerfLog:
     Global rank 0 passes a path, every other rank None, which makes each method do nothing. An event has reached the
     file when its method returns. Any thread may call close(), after which nothing more is logged. `epoch_num` is
     always the fraction of the epoch, which has `train_samples`, that has been trained, 0 to 1.
+
+    counted: train_samples where the ruleset counts samples (Ruleset.counts_samples): events then have samples_count
+    beside epoch_num, and training between evaluations is a block each, instead of one epoch.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, counted: int | None = None) -> None:
         # A Logger made directly is in no registry and has no parent: instances cannot write into each other's files,
         # and nothing reaches the root logger or the console, as mllog's own module-level logger would.
         logger = logging.Logger("dlrm_bench.bench.mlperf.log", level=logging.INFO)
@@ -87,12 +90,15 @@ class MLPerfLog:
         self._closed = path is None
         self._running = False
         self._open_eval: float | None = None
+        self._counted = counted
+        self._in_block = False
 
     def go_on(self, lines: str) -> None:
         """Begins with the lines of an interrupted run, whose training goes on: nothing before an evaluation is logged
         again."""
         self._write(lines)
         self._running = True
+        self._in_block = lines.rfind(f'"{constants.BLOCK_START}"') > lines.rfind(f'"{constants.BLOCK_STOP}"')
 
     def note(self, text: str) -> None:
         """Adds a line for people, which the checkers leave out."""
@@ -148,24 +154,37 @@ class MLPerfLog:
             self._log(self._mllog.start, constants.RUN_START)
 
     def epoch_start(self) -> None:
-        """Begins the only epoch."""
-        self._log(self._mllog.start, constants.EPOCH_START, epoch_num=0)
+        """Begins the only epoch, or the first block."""
+        if self._counted is None:
+            self._log(self._mllog.start, constants.EPOCH_START, epoch_num=0)
+        else:
+            self.block_start(0.0)
+
+    def block_start(self, epoch_num: float) -> None:
+        """Begins a block, which the next evaluation or the run's end stops; does nothing where there is one epoch."""
+        with self._lock:
+            if self._counted is not None:
+                self._in_block = True
+                self._log(self._mllog.start, constants.BLOCK_START, **self._done(epoch_num))
 
     def eval_start(self, epoch_num: float) -> None:
         """Begins an evaluation."""
         with self._lock:
+            if self._in_block:
+                self._in_block = False
+                self._log(self._mllog.end, constants.BLOCK_STOP, **self._done(epoch_num))
             self._open_eval = epoch_num
-            self._log(self._mllog.start, constants.EVAL_START, epoch_num=epoch_num)
+            self._log(self._mllog.start, constants.EVAL_START, **self._done(epoch_num))
 
     def eval_accuracy(self, epoch_num: float, auc: float) -> None:
         """The AUC, 0 to 1, of the evaluation under way."""
-        self._log(self._mllog.event, constants.EVAL_ACCURACY, auc, epoch_num=epoch_num)
+        self._log(self._mllog.event, constants.EVAL_ACCURACY, auc, **self._done(epoch_num))
 
     def eval_stop(self, epoch_num: float) -> None:
         """Ends an evaluation."""
         with self._lock:
             self._open_eval = None
-            self._log(self._mllog.end, constants.EVAL_STOP, epoch_num=epoch_num)
+            self._log(self._mllog.end, constants.EVAL_STOP, **self._done(epoch_num))
 
     def close(self, status: RunStatus, epoch_num: float) -> None:
         """Ends an evaluation left open, the run (with its status) and the epoch; of several calls the first one counts.
@@ -177,14 +196,23 @@ class MLPerfLog:
             if self._closed:
                 return
             if self._open_eval is not None:
-                self._log(self._mllog.end, constants.EVAL_STOP, epoch_num=self._open_eval)
+                self._log(self._mllog.end, constants.EVAL_STOP, **self._done(self._open_eval))
             if self._running:
+                if self._in_block:
+                    self._log(self._mllog.end, constants.BLOCK_STOP, **self._done(epoch_num))
                 # run_stop tells how far too, as in NVIDIA's logs: a run without evaluations says it nowhere before.
-                self._log(self._mllog.end, constants.RUN_STOP, status=status, epoch_num=epoch_num)
-                self._log(self._mllog.end, constants.EPOCH_STOP, epoch_num=epoch_num)
+                self._log(self._mllog.end, constants.RUN_STOP, status=status, **self._done(epoch_num))
+                if self._counted is None:
+                    self._log(self._mllog.end, constants.EPOCH_STOP, epoch_num=epoch_num)
             self._closed = True
             for handler in self._logger.handlers:
                 handler.close()
+
+    def _done(self, epoch_num: float) -> dict[str, float]:
+        """What an event says of how far the training is."""
+        if self._counted is None:
+            return {constants.EPOCH_NUM: epoch_num}
+        return {constants.SAMPLES_COUNT: round(epoch_num * self._counted), constants.EPOCH_NUM: epoch_num}
 
     def _log(self, write: Callable[..., None], key: str, value: Any = None, **metadata: float | str) -> None:
         with self._lock:
@@ -200,13 +228,17 @@ class ComplianceVerdict:
     """The checker found nothing, and the run ended with status success."""
     output: str
     """The checker's text, and ours below it where we add a reason to fail."""
+    of_data: tuple[str, ...] = ()
+    """Where it failed for keys of which the rules allow values of MLPerf's own data alone, and for nothing else: these
+    keys."""
 
 
-def check_compliance(log: Path, ruleset: str) -> ComplianceVerdict:
+def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset()) -> ComplianceVerdict:
     """Runs MLPerf's compliance checker over `log` in a process of its own; it leaves no files behind.
 
     The checker passes an aborted run whose AUC had reached the target once (or, in the open division, was evaluated
-    at all). Here such a log fails. ValueError where the file is missing or the checker does not know the ruleset.
+    at all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError where the file is missing or
+    the checker does not know the ruleset.
     """
     if not log.is_file():
         raise ValueError(f"{log} is not a file: name the MLPerf log to check")
@@ -224,11 +256,24 @@ def check_compliance(log: Path, ruleset: str) -> ComplianceVerdict:
         raise ValueError(f"the compliance checker refuses ruleset {ruleset!r}:\n{process.stdout}")
     # Only the word proves that the check ran to its end; a crash also has output.
     if process.returncode != 0 or "INFO - SUCCESS" not in process.stdout:
-        return ComplianceVerdict(False, process.stdout)
+        refused = _refused_keys(process.stdout, pinned)
+        of_data = refused if refused and _run_status(log) == constants.SUCCESS else ()
+        return ComplianceVerdict(False, process.stdout, of_data)
     status = _run_status(log)
     if status != constants.SUCCESS:
         return ComplianceVerdict(False, f"{process.stdout}ERROR - run_stop has status {status!r}, not 'success'\n")
     return ComplianceVerdict(True, process.stdout)
+
+
+def _refused_keys(output: str, pinned: frozenset[str]) -> tuple[str, ...]:
+    """Returns the keys whose values the checker refuses; none where it refuses another key, or something else."""
+    said = re.split(r"^(?:INFO|ERROR) - ", output, flags=re.MULTILINE)
+    found = [part for part in said if part.startswith("WARNING") or "WARNING - " in part]
+    findings = "".join(found).partition("WARNING - ")[2].split("-" * 30 + "\n")
+    keys = [re.match(r"\s*CHECK for '(\w+)' failed in line", finding) for finding in findings]
+    if not all(key is not None and key[1] in pinned for key in keys):
+        return ()
+    return tuple(dict.fromkeys(key[1] for key in keys if key is not None))
 
 
 def _run_status(log: Path) -> str | None:

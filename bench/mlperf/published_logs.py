@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeGuard
 from rich import box
 from rich.table import Table
 
-BENCHMARK = "dlrm_dcnv2"
-"""What submission_benchmark is in logs of this benchmark; MLPerf called the model before it 'dlrm'."""
+from dlrm_bench.dlrm.benchmark import Benchmark
+from dlrm_bench.dlrm.benchmarks import of_mlperf_log
 
 _MARKER = b":::MLLOG"
 _LONGEST_EVENT = 1 << 20
@@ -30,6 +30,16 @@ class Event(NamedTuple):
     """Unix time."""
     value: Any
     metadata: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Block:
+    """Training between two evaluations, where a log counts samples."""
+
+    start_ms: float
+    stop_ms: float
+    samples: int
+    """Trained in it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +67,27 @@ class MLPerfRun:
     """Largest fraction of the epoch that any event names."""
     auc: float | None = None
     """AUC of the last evaluation."""
+    best_auc: float = 0.0
+    """The largest of all evaluations."""
+    target_ms: float | None = None
+    """Unix time of the first AUC that reached the target of the closed division."""
+    blocks: list[Block] = field(default_factory=list)
+    """Those that began and ended; none where the log counts epochs."""
     evals_ms: list[float] = field(default_factory=list)
     """Duration of every evaluation that began and ended."""
     eval_epochs: list[float] = field(default_factory=list)
     """epoch_num of every evaluation that began, where the log says it."""
     malformed_lines: int = 0
     """Lines of the whole file that begin an event and are none."""
+
+    @property
+    def known(self) -> Benchmark | None:
+        """The benchmark, where it is one of this program. A name that only the reference's logs have counts with
+        MLPerf's data alone: another model may be called so."""
+        found = of_mlperf_log(self.benchmark)
+        if found is None or found.ruleset is None or self.benchmark == found.name:
+            return found
+        return found if self.train_samples == found.ruleset.train_samples else None
 
     @property
     def iterations(self) -> int | None:
@@ -73,7 +98,13 @@ class MLPerfRun:
 
     @property
     def train_ms_per_iteration(self) -> float | None:
-        """(run_stop - run_start - all evaluations) / iterations, in milliseconds."""
+        """(run_stop - run_start - all evaluations) / iterations, in milliseconds; where the log has blocks, that of the
+        blocks that began before the target was reached, without what is between them."""
+        if self.blocks and self.global_batch_size:
+            blocks = [b for b in self.blocks if self.target_ms is None or b.start_ms < self.target_ms]
+            samples = sum(block.samples for block in blocks)
+            trained_ms = sum(block.stop_ms - block.start_ms for block in blocks)
+            return trained_ms * self.global_batch_size / samples if samples else None
         if self.start_ms is None or self.stop_ms is None or self.iterations is None:
             return None
         return (self.stop_ms - self.start_ms - sum(self.evals_ms)) / self.iterations
@@ -84,6 +115,20 @@ class MLPerfRun:
         if self.start_ms is None or self.stop_ms is None or self.status != "success" or self.auc is None:
             return None
         return (self.stop_ms - self.start_ms) / 60_000
+
+    @property
+    def minutes_to_target(self) -> float | None:
+        """From run_start to the first AUC that reached MLPerf's target, whatever came then: reference logs go on."""
+        if self.start_ms is None or self.target_ms is None:
+            return None
+        return (self.target_ms - self.start_ms) / 60_000
+
+    @property
+    def seconds_before_training(self) -> float | None:
+        """From run_start to the first block; None where the log has none."""
+        if self.start_ms is None or not self.blocks:
+            return None
+        return (self.blocks[0].start_ms - self.start_ms) / 1000
 
     @property
     def eval_seconds(self) -> float | None:
@@ -127,6 +172,7 @@ LOG_COLUMNS = (
     "evals",
     "s / eval",
     "time to train, min",
+    "s before training",
     "AUC",
     "status",
 )
@@ -147,7 +193,8 @@ def log_row(run: MLPerfRun) -> tuple[str, ...]:
         (run.train_ms_per_iteration, ".3f"),
         (len(run.evals_ms), "d"),
         (run.eval_seconds, ".2f"),
-        (run.time_to_train_minutes, ".3f"),
+        (run.time_to_train_minutes if run.stop_ms is not None else run.minutes_to_target, ".3f"),
+        (run.seconds_before_training, ".1f"),
         (run.auc, ".5f"),
     )
     cells = ("-" if value is None else format(value, form) for value, form in numbers)
@@ -178,6 +225,7 @@ class _Reader:
         self.malformed = 0
         self._path = path
         self._eval_start: float | None = None
+        self._block: tuple[float, float] | None = None
 
     def read(self, line: bytes) -> None:
         event = _parse(line)
@@ -192,7 +240,7 @@ class _Reader:
             header = {name: getattr(run, name) for name, _ in _HEADER.values()} if run and key == "run_start" else {}
             run = MLPerfRun(path=self._path, **header)
             self.runs.append(run)
-            self._eval_start = None
+            self._eval_start = self._block = None
         if key in _HEADER:
             name, kind = _HEADER[key]
             if isinstance(value, kind) and not isinstance(value, bool):
@@ -202,7 +250,9 @@ class _Reader:
 
     def _follow(self, run: MLPerfRun, key: str, time: float, value: Any, metadata: dict[str, Any]) -> None:
         """Takes in an event between run_start and run_stop."""
-        epoch = metadata.get("epoch_num")
+        epoch, samples = metadata.get("epoch_num"), metadata.get("samples_count")
+        if not is_number(epoch) and is_number(samples) and run.train_samples:
+            epoch = samples / run.train_samples
         if key == "run_start":
             run.start_ms = time
         elif key == "eval_start":
@@ -210,6 +260,12 @@ class _Reader:
             run.eval_epochs += [float(epoch)] if is_number(epoch) else []
         elif key == "eval_accuracy":
             run.auc = float(value) if is_number(value) else None
+            self._judge(run, time)
+        elif key == "block_start":
+            self._block = (time, float(samples)) if is_number(samples) else None
+        elif key == "block_stop" and self._block is not None and is_number(samples):
+            (start, before), self._block = self._block, None
+            run.blocks.append(Block(start_ms=start, stop_ms=time, samples=round(samples - before)))
         elif key == "eval_stop" and self._eval_start is not None:
             run.evals_ms.append(time - self._eval_start)
             self._eval_start = None
@@ -218,6 +274,13 @@ class _Reader:
             run.status = str(metadata.get("status", "unknown"))
         if is_number(epoch) and run.start_ms is not None:
             run.epoch_num = max(run.epoch_num or 0.0, float(epoch))
+
+    def _judge(self, run: MLPerfRun, time: float) -> None:
+        """Takes in the AUC of an evaluation."""
+        run.best_auc = max(run.best_auc, run.auc or 0.0)
+        rules = run.known.ruleset if run.known is not None else None
+        if run.target_ms is None and rules is not None and run.best_auc >= rules.target_auc:
+            run.target_ms = time
 
 
 _HEADER: dict[str, tuple[str, type]] = {

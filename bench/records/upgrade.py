@@ -14,6 +14,8 @@ _FLAT = (
 )
 """What schema 1 has of the pipeline, beside fields of the run; `pipeline` there is a schedule's name, or None."""
 
+_FIRST = "dlrm_dcnv2"
+"""The only benchmark before records named theirs."""
 _BEFORE: dict[str, dict[str, Any]] = {
     "optimizer": {"embedding": "adagrad"},
     "data": {"random_ids": "uniform"},
@@ -44,13 +46,13 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     options = _options_of_schema_1(config) if schema == 1 else dict(config["pipeline"])
     rest = {name: value for name, value in config.items() if schema != 1 or name not in _FLAT}
     for block, before in _BEFORE.items():
-        if block in rest:
+        if block in rest and rest.get("benchmark", _FIRST) == _FIRST:
             rest[block] = before | rest[block]
     for block, removed in _REMOVED.items():
         if block in rest:
             rest[block] = {name: value for name, value in rest[block].items() if name not in removed}
     if "model" in rest:
-        rest.setdefault("benchmark", "dlrm_dcnv2")  # for years the only one
+        rest.setdefault("benchmark", _FIRST)
     if "iterations" in rest:
         rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
         rest.setdefault("max_time", None)

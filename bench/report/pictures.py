@@ -19,7 +19,7 @@ from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
-from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.report.published import BENCHMARK, PUBLISHED
 from dlrm_bench.bench.report.roofline import roofline
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
@@ -242,7 +242,8 @@ def series_marks(record: Record) -> plots.SeriesMarks:
 
 def published(shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
     """Shows results of one global batch beside one another, published ones and ours; None where none compares."""
-    ours = [(f"log {Path(log.label).name}", log) for log in logs] + _fastest(shown)
+    same_work = [log for log in logs if log.settings["benchmark"] in ([], [BENCHMARK])]
+    ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown)
     rows: list[tuple[str, float, bool]] = []
     for batch in sorted({row.global_batch_size for row in PUBLISHED}):
         same = [(f"{words}, {batch}", side) for words, side in ours if side.global_batch_size == batch]

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+BENCHMARK = "dlrm_dcnv2"
+"""The benchmark of all of them, as MLPerf's logs name it."""
+
 
 class Published(NamedTuple):
     """A published MLPerf result, from its logs: ms per iteration is train only."""

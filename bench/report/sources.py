@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dlrm_bench.bench.compare.sides import Side, read_side, side_of_records
+from dlrm_bench.bench.compare.sides import REFERENCE_LOGS, Side, read_side, side_of_records
 from dlrm_bench.bench.ladder.analysis import read_judged_ladder
 from dlrm_bench.bench.records.distinct import distinct, record_key
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
@@ -104,7 +104,7 @@ def _find(path: Path, entered: set[Path]) -> Iterator[tuple[Kind, Path]]:
         yield "limits", path
     elif (path / RUN_JSON).exists():
         yield "record", path
-    elif any(path.glob("result_*.txt")) and (path / "system.json").exists():
+    elif (any(path.glob("result_*.txt")) and (path / "system.json").exists()) or any(path.glob(REFERENCE_LOGS)):
         yield "logs", path
     elif _unfinished(path):
         yield "unfinished", path

@@ -11,13 +11,20 @@ from dlrm_bench.dlrm.data.dataset import Dataset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
 
-version = "6.0.0"
+versions = ("3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0")
+"""Rounds with this benchmark."""
+version = versions[-1]
 """The newest ruleset that knows this benchmark; the checkers' own default does not, and passes or crashes."""
+target_auc = MLPERF_TARGET_AUC
+counts_samples = False
+reference_names: tuple[str, ...] = ()
+pinned_to_data: frozenset[str] = frozenset()
 
 # Samples of days 0 to 22 and of the first half of day 23 (training_rules.adoc; ruleset 6.0.0 checks the latter).
 TRAIN_SAMPLES = 4195197692
 EVAL_SAMPLES = 89137319
 EVALUATIONS = 20
+train_samples = TRAIN_SAMPLES
 EPS = 1e-8
 
 

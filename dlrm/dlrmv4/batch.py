@@ -11,6 +11,7 @@ from torchrec.streamable import Pipelineable
 
 from dlrm_bench.dlrm.config import require
 from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, CONTEXT_ROWS, LABEL, LENGTH, QUERY, Packed, events_of
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 
@@ -92,6 +93,43 @@ def batch_of(samples: Samples, config: ModelConfig, distinct: bool = False) -> B
         labels=samples.labels,
         longest=longest,
         event=event,
+    )
+
+
+def batch_of_packed(packed: Packed, artist: Tensor, album: Tensor, config: ModelConfig) -> Batch:
+    """Returns a packed batch, on whatever device its buffer is, as a batch there, without a wait for it: each event of
+    a user that it names once, so that tables are read and tokens made once for it.
+
+    artist, album: int32 by item, on that device (ItemMaps).
+    """
+    table, size = packed.samples, packed.layout.samples
+    share, more = divmod(packed.layout.events, size)  # as many for each sample: FBGEMM gives a sequence one warp
+    events = events_of(packed)
+    item = packed.item.long()
+    named = Samples(
+        lengths=table[LENGTH],
+        item=packed.item,
+        artist=artist[item],
+        album=album[item],
+        timestamp=packed.timestamp[events],
+        action=packed.action,
+        candidate_item=table[CANDIDATE],
+        candidate_artist=table[CANDIDATE + 1],
+        candidate_album=table[CANDIDATE + 2],
+        query_timestamp=table[QUERY],
+        context=table[CONTEXT_ROWS:LABEL],
+        labels=table[LABEL].float(),
+    )
+    spread = share + (torch.arange(size, device=table.device) < more).int()
+    return Batch(
+        features=_kjt(named, config, (named.item, named.artist, named.album), spread.int()),
+        lengths=named.lengths,
+        timestamp=named.timestamp,
+        action=named.action,
+        query_timestamp=named.query_timestamp,
+        labels=named.labels,
+        longest=packed.longest + OWN_TOKENS,
+        event=events.int(),
     )
 
 

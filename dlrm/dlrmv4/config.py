@@ -5,10 +5,14 @@ recommendation/, generative_recommenders/dlrm_v4/configs.py (tables, widths) and
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dlrm_bench.dlrm.config import require
+from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.dlrm.optimizers import RowWiseAdagrad, TableOptimizer
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.tables.tables import Tables
 
 EVENT_TABLES = ("item_id", "artist_id", "album_id")
 """Tables that each event of a history names a row of, and the candidate too."""
@@ -31,7 +35,6 @@ OWN_TOKENS = CONTEXT_TOKENS + 1
 
 AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
-Precision = Literal["fp32", "bf16"]
 DropoutSeed = Literal["rank", "same"]
 Exchange = Literal["fp32", "fp16"]
 
@@ -103,6 +106,9 @@ class ModelConfig:
     """Tokens whose output the last layer computes. all: every token's, as the reference does unless its
     HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: theirs alone, for no other is read; keys and values are computed of
     every token. The same results, but for dropout's masks."""
+    dropout_seed: DropoutSeed = "rank"
+    """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
+    equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
     recompute_layers: bool = False
     """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint)."""
 
@@ -154,6 +160,10 @@ class ModelConfig:
             self.last_layer in ("all", "candidates"),
             f"--model.last-layer is {self.last_layer!r}: choose all or candidates",
         )
+        require(
+            self.dropout_seed in ("rank", "same"),
+            f"--model.dropout-seed is {self.dropout_seed!r}: choose rank or same",
+        )
 
     @property
     def max_length(self) -> int:
@@ -169,6 +179,18 @@ class ModelConfig:
     def rows(self) -> tuple[int, ...]:
         """Rows of each table, in the order of `tables`."""
         return (*self.event_rows, *self.context_rows)
+
+    @property
+    def tables(self) -> Tables:
+        """The embedding tables as built. Ids a sample are a mean: histories are half as long as the longest, about
+        those of Yambda's first windows."""
+        events, context = len(EVENT_TABLES), len(CONTEXT_TABLES)
+        return Tables(
+            names=(*EVENT_TABLES, *CONTEXT_TABLES),
+            rows=self.rows,
+            columns=self.embedding_dim,
+            hot=(self.max_history // 2 + 1,) * events + (1,) * context,
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -221,11 +243,21 @@ class OptimizerConfig:
             f"--optimizer.clip-norm is {self.clip_norm}: it must be finite and not negative",
         )
 
-    def rate(self, step: int) -> float:
-        """Returns the rate of iteration `step`, counted from 0."""
-        if step >= self.ramp_steps:
+    @property
+    def tables(self) -> TableOptimizer:
+        """The optimizer of the tables, as a value."""
+        return RowWiseAdagrad(self.adagrad_eps)
+
+    def rate(self, iteration: int) -> float | None:
+        """Returns the rate of an iteration, counted from 1: 0 of the first, as the reference counts from 0; None where
+        it is constant."""
+        return self.rate_after(iteration - 1) if self.ramp_steps else None
+
+    def rate_after(self, trained: int) -> float:
+        """Returns the rate of the iteration that comes after `trained` others."""
+        if trained >= self.ramp_steps:
             return self.learning_rate
-        return self.learning_rate * step / self.ramp_steps
+        return self.learning_rate * trained / self.ramp_steps
 
 
 def mlperf_learning_rate(global_batch_size: int) -> float:
@@ -234,28 +266,52 @@ def mlperf_learning_rate(global_batch_size: int) -> float:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class TrainingConfig:
-    """What is trained, but for its data: model, optimizer, batch, number format and seed."""
+class DataConfig:
+    """Where samples come from: a folder of events, by Yambda or made, and which of its windows train."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    local_batch_size: int = 1024
-    """Samples per rank and iteration; the global batch is this times the world size."""
-    precision: Precision = "bf16"
-    """Number format of tokens and of the products that make and transform them. Weights, tables, the candidate's MLP
-    and the head are fp32 in either."""
-    exchange: Exchange = "fp32"
-    """Number format of rows and of their gradients on their way between ranks. fp16 is the reference's default, though
-    its README says fp32."""
-    seed: int = 0
-    """Seed of weights and of dropout."""
-    dropout_seed: DropoutSeed = "rank"
-    """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
-    equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
+    path: Path = Path("data/yambda")
+    """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/: MLCommons' download, what `dlrm-bench data
+    preprocess` makes of Yambda, or what `data generate` makes. The last window evaluates."""
+    train_windows: int | None = None
+    """Number of windows that train, from the first one on; by default all but the last."""
+    drop_last_evaluation: bool = True
+    """Leave out of an evaluation what does not fill a global batch, as the reference does: at 4,096 samples, 2,012 of
+    the 2,058,204 that it logs. Otherwise every sample counts."""
+    prefetch_batches: int = 4
+    """Batches that the reader threads keep ready in pinned memory, ahead of the GPU."""
+    reader_threads: int = 2
+    """Threads of each rank that build batches; a thread is idle while enough batches are ready."""
 
     def __post_init__(self) -> None:
-        require(self.local_batch_size > 0, f"--local-batch-size is {self.local_batch_size}: it must be positive")
-        require(self.precision in ("fp32", "bf16"), f"--precision is {self.precision!r}: choose fp32 or bf16")
-        require(self.exchange in ("fp32", "fp16"), f"--exchange is {self.exchange!r}: choose fp32 or fp16")
-        require(0 <= self.seed < 2**63, f"--seed is {self.seed}: choose 0 <= seed < 2^63")
-        require(self.dropout_seed in ("rank", "same"), f"--dropout-seed is {self.dropout_seed!r}: choose rank or same")
+        for flag in ("prefetch_batches", "reader_threads"):
+            require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
+        require(
+            self.train_windows is None or self.train_windows > 0,
+            f"--data.train-windows is {self.train_windows}: it must be positive",
+        )
+
+    @property
+    def batches_in_memory(self) -> tuple[int, str]:
+        """Number of batches that a rank holds in host memory, and the flag that sets it."""
+        return self.prefetch_batches, "--data.prefetch-batches"
+
+    @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Names of the fields that say which samples are trained on, in which order."""
+        return ("train_windows",)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether batches are drawn at random: never."""
+        return False
+
+    @property
+    def id_statistics(self) -> IdStatistics:
+        """Ids as if drawn anew from all rows. Neighbouring samples of a user share nearly all of theirs, so that
+        distinct rows are far fewer than this says."""
+        return UNIFORM
+
+
+Dlrmv4Training = TrainingConfig[ModelConfig, DataConfig, OptimizerConfig]
+"""What DLRMv4 trains. Precision: the number format of tokens and of the products that make and transform them, bf16 in
+MLPerf's; weights, tables, the candidate's MLP and the head are fp32 in any."""

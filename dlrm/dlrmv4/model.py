@@ -10,7 +10,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import ShardedTensor
 
 from dlrm_bench.dlrm.dlrmv4.batch import Batch
-from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 
@@ -67,7 +67,7 @@ def embedding_configs(config: ModelConfig) -> list[EmbeddingConfig]:
     ]
 
 
-def build_model(config: TrainingConfig, device: torch.device, tables_device: torch.device | None = None) -> Dlrmv4Train:
+def build_model(config: Dlrmv4Training, device: torch.device, tables_device: torch.device | None = None) -> Dlrmv4Train:
     """Returns the model with the initial dense weights of config.seed on `device`.
 
     tables_device: where tables lie, "meta" unless told; fill them with `fill_tables`, after sharding where they are
@@ -102,6 +102,6 @@ def fill_tables(model: nn.Module, config: ModelConfig, seed: int) -> None:
     assert len(filled) == len(numbers), "each table has a key in the state, on every rank"
 
 
-def seed_dropout(config: TrainingConfig, rank: int) -> None:
+def seed_dropout(config: Dlrmv4Training, rank: int) -> None:
     """Seed torch's generators, of host and device, which dropout draws from; once weights are there."""
-    torch.manual_seed(config.seed + (rank if config.dropout_seed == "rank" else 0))
+    torch.manual_seed(config.seed + (rank if config.model.dropout_seed == "rank" else 0))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchrec import JaggedTensor
 
+from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.dlrmv4.batch import Batch
-from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, ModelConfig, Precision, tables
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.layers import MLP_EPS, Mlp, layer_norm, linear, normal_, uniform_
 from dlrm_bench.dlrm.dlrmv4.preprocessor import Preprocessor
 from dlrm_bench.dlrm.dlrmv4.sequences import (

@@ -32,7 +32,7 @@ from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 def fuse_table_optimizer(model: Dlrmv4Train, config: OptimizerConfig) -> None:
     """Let the tables be updated in their backward pass by row-wise Adagrad, once the model is sharded: each row's state
     grows by the mean of its squared gradient, and the row falls by rate * gradient / (sqrt(state) + eps)."""
-    arguments = {"lr": config.rate(0), "eps": config.adagrad_eps}
+    arguments = {"lr": config.rate_after(0), "eps": config.adagrad_eps}
     apply_optimizer_in_backward(RowWiseAdagrad, model.model.embeddings.parameters(), arguments)
 
 
@@ -95,10 +95,10 @@ class RampedOptimizer:
 
     def _set_rates(self) -> None:
         for group in self.states.param_groups:
-            group["lr"] = self._config.rate(self._step)
+            group["lr"] = self._config.rate_after(self._step)
         self._tables.step()  # gives FBGEMM's kernels the rate, and updates nothing
 
     def _adam(self, weights: list[nn.Parameter]) -> torch.optim.Adam:
         return torch.optim.Adam(
-            weights, lr=self._config.rate(self._step), betas=self._config.adam_betas, eps=self._config.adam_eps
+            weights, lr=self._config.rate_after(self._step), betas=self._config.adam_betas, eps=self._config.adam_eps
         )

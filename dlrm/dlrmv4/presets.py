@@ -1,13 +1,26 @@
-"""The models of DLRMv4's presets, with optimizer and batch; their data and the length of their runs stand elsewhere."""
+"""The presets of DLRMv4."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
-from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, TrainingConfig, mlperf_learning_rate
+from dlrm_bench.dlrm.benchmark import Preset
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dlrmv4.config import (
+    DataConfig,
+    Dlrmv4Training,
+    ModelConfig,
+    OptimizerConfig,
+    mlperf_learning_rate,
+)
 
 MLPERF_TARGET_AUC = 0.75
 """Area under the ROC curve over the evaluation's window (training_policies, pull request 594)."""
 MLPERF_GLOBAL_BATCH = 8192
+MLPERF_EVALUATIONS = 1000
+"""Evaluations in an epoch; one is every thousandth of the training samples (eval_every_data_pct), once they begin."""
+SMOKE_TARGET_AUC = 0.75
 
 _MODEL = ModelConfig()
 
@@ -18,48 +31,64 @@ def with_fewer_rows(model: ModelConfig, share: float) -> ModelConfig:
     return replace(model, event_rows=(item, artist, album), context_rows=tuple(context))
 
 
-_MLPERF = TrainingConfig(
+_MLPERF: Dlrmv4Training = TrainingConfig(
     model=_MODEL,
+    data=DataConfig(),
     optimizer=OptimizerConfig(learning_rate=mlperf_learning_rate(MLPERF_GLOBAL_BATCH)),
     local_batch_size=1024,
+    precision="bf16",
 )
-
-TRAININGS: dict[str, TrainingConfig] = {
-    "smoke-dlrmv4": TrainingConfig(
-        model=ModelConfig(
-            event_rows=(4001, 501, 1501),
-            context_rows=(6001, 20_000, 20_000, 20_000, 20_000, 12_000, 12_002, 20_000),
-            embedding_dim=32,
-            width=32,
-            layers=2,
-            heads=2,
-            head_width=16,
-            preprocessor_hidden=32,
-            head_hidden=32,
-            max_history=63,
-            position_buckets=128,
-            time_buckets=1024,
-            last_layer="candidates",
-        ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, ramp_steps=50),
-        local_batch_size=64,
-        precision="fp32",
+_SMOKE: Dlrmv4Training = TrainingConfig(
+    model=ModelConfig(
+        event_rows=(4001, 501, 1501),
+        context_rows=(6001, 20_000, 20_000, 20_000, 20_000, 12_000, 12_002, 20_000),
+        embedding_dim=32,
+        width=32,
+        layers=2,
+        heads=2,
+        head_width=16,
+        preprocessor_hidden=32,
+        head_hidden=32,
+        max_history=63,
+        position_buckets=128,
+        time_buckets=1024,
+        last_layer="candidates",
     ),
-    "mlperf-dlrmv4": _MLPERF,
-    "dlrmv4-two-gpus": replace(_MLPERF, model=with_fewer_rows(_MODEL, 1 / 4)),
-    "dlrmv4-one-gpu": replace(_MLPERF, model=with_fewer_rows(_MODEL, 1 / 8)),
+    data=DataConfig(path=Path("data/smoke-dlrmv4")),
+    optimizer=OptimizerConfig(learning_rate=2e-3, ramp_steps=50),
+    local_batch_size=64,
+    precision="fp32",
+)
+_TO_TARGET = {"target_auc": MLPERF_TARGET_AUC, "evaluations_per_epoch": MLPERF_EVALUATIONS}
+
+PRESETS: dict[str, Preset] = {
+    "mlperf-dlrmv4": Preset(
+        text="DLRMv4 to its target: 559 GiB of tables, eight GPUs of 141 GB or more; 1,024 samples a GPU, GBS 8192.",
+        training=_MLPERF,
+        run=_TO_TARGET,
+        division="closed",
+    ),
+    "dlrmv4-two-gpus": Preset(
+        text="Batches, shapes and dense work of two of those eight GPUs, as many rows for each: data for these rows.",
+        training=replace(_MLPERF, model=with_fewer_rows(_MODEL, 1 / 4)),
+        run=_TO_TARGET,
+    ),
+    "dlrmv4-one-gpu": Preset(
+        text="Batches, shapes and dense work of one of those eight GPUs, as many rows for it: data for these rows.",
+        training=replace(_MLPERF, model=with_fewer_rows(_MODEL, 1 / 8)),
+        run=_TO_TARGET,
+    ),
+    "smoke-dlrmv4": Preset(
+        text="A small DLRMv4 on made data (6,000 users, 4,000 items) to a target AUC: a minute on two CPU cores. "
+        "Evaluations every hundredth of its samples, the first at the share of them that MLPerf's rules say of theirs.",
+        training=_SMOKE,
+        run={"target_auc": SMOKE_TARGET_AUC, "evaluations_per_epoch": 100, "loss_interval": 20},
+    ),
 }
-"""The training configuration of each preset, by its name.
-
-- mlperf-dlrmv4: the benchmark. 559 GiB of tables: eight GPUs of 141 GB or more; global batch 8,192.
-- dlrmv4-two-gpus, dlrmv4-one-gpu: batches, shapes and dense work of two and of one of those eight GPUs, and as many
-  rows for each, 70 GiB. Ids need data that were made for these tables. The rate is that of 8,192 samples still.
-- smoke-dlrmv4: seconds on a CPU. Its rows hold 6,000 users, 4,000 items, 500 artists and 1,500 albums.
-"""
 
 
-def training(preset: str) -> TrainingConfig:
+def training(preset: str) -> Dlrmv4Training:
     """Returns the training configuration of the preset of this name; ValueError names the known presets."""
-    if preset not in TRAININGS:
-        raise ValueError(f"--preset {preset!r} is unknown: choose one of {', '.join(TRAININGS)}")
-    return TRAININGS[preset]
+    if preset not in PRESETS:
+        raise ValueError(f"--preset {preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+    return cast(Dlrmv4Training, PRESETS[preset].training)

@@ -12,7 +12,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan
 
 from dlrm_bench.dlrm.config import require
-from dlrm_bench.dlrm.dlrmv4.config import Exchange, TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, Exchange, tables
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
 from dlrm_bench.dlrm.dlrmv4.work import memory_bytes
@@ -20,8 +20,13 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.table_memory import table_memory_bytes
 
 
-def build_sharded(config: TrainingConfig, ranks: Ranks) -> tuple[DistributedModelParallel, RampedOptimizer]:
+def build_sharded(
+    config: Dlrmv4Training, ranks: Ranks, exchange: Exchange = "fp32"
+) -> tuple[DistributedModelParallel, RampedOptimizer]:
     """Returns the model with its initial weights, and its optimizer, for any of TorchRec's train pipelines. Collective.
+
+    exchange: number format of rows and of their gradients on their way between ranks. fp16 is the reference's default,
+    though its README says fp32.
 
     On GPUs the input dist drops a batch's repeated ids (use_index_dedup), which are nearly all of them; FBGEMM has no
     such operator for CPUs. ValueError, on every rank, where the tables do not fit.
@@ -30,7 +35,7 @@ def build_sharded(config: TrainingConfig, ranks: Ranks) -> tuple[DistributedMode
     model = build_model(config, ranks.device)
     fuse_table_optimizer(model, config.optimizer)
     sharder = EmbeddingCollectionSharder(
-        qcomm_codecs_registry=_codecs(config.exchange, ranks.device), use_index_dedup=ranks.device.type == "cuda"
+        qcomm_codecs_registry=_codecs(exchange, ranks.device), use_index_dedup=ranks.device.type == "cuda"
     )
     plan = construct_module_sharding_plan(
         model.model.embeddings,
@@ -55,7 +60,7 @@ def _codecs(exchange: Exchange, device: torch.device) -> dict[str, QuantizedComm
     return get_qcomm_codecs_registry(precisions, device=device)
 
 
-def check_tables_fit(config: TrainingConfig, world_size: int, available: int) -> None:
+def check_tables_fit(config: Dlrmv4Training, world_size: int, available: int) -> None:
     """ValueError unless a rank's part of tables and states fits in `available` bytes."""
     memory = memory_bytes(config.model)
     needed = (memory["tables"] + memory["table_states"]) / world_size

@@ -35,7 +35,8 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         self._switches = options
         self._caches_casts = options.cuda_graph == "none"
         codecs = quantized_codecs(options, ranks.device)
-        sharders = Sharders.of_torchrec(codecs)
+        drops_repeats = of_benchmark.drops_repeats and ranks.device.type == "cuda"
+        sharders = Sharders.of_torchrec(codecs, drops_repeats)
         if options.trim_input_dist:
             sharders = _trimming(of_benchmark.sizes, codecs, options.graph_dists)
         super().__init__(config, of_benchmark, options, ranks, sharders)

@@ -108,7 +108,8 @@ class TorchRecPipeline(ABC):
     def set_learning_rate(self, value: float) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline: of every parameter group; FBGEMM's fused update takes its group's
         in the optimizer's zero_grad, before the backward."""
-        check_learning_rate(value)
+        if value != 0:  # with which a ramp begins, and which changes no weight
+            check_learning_rate(value)
         for group in self._optimizer.param_groups:
             group["lr"] = value
 

@@ -17,7 +17,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, ShardingType
 
 from dlrm_bench.dlrm.config import TrainingConfig
@@ -42,11 +42,11 @@ class Sharders:
     sequences: EmbeddingCollectionSharder
 
     @classmethod
-    def of_torchrec(cls, codecs: Codecs | None) -> "Sharders":
-        """Returns TorchRec's own."""
+    def of_torchrec(cls, codecs: Codecs | None, drops_repeats: bool) -> "Sharders":
+        """Returns TorchRec's own. drops_repeats: of the ids of sequences."""
         return cls(
             EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
-            EmbeddingCollectionSharder(qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=drops_repeats),
         )
 
     def of(self, collection: nn.Module) -> Any:
@@ -109,7 +109,7 @@ def build_sharded(
         rows |= {f"{path}.{name}": len(weights) for name, weights in part.named_parameters()}
     of_kinds = [sharder for sharder in (sharders.bags, sharders.sequences) if _has(collections, sharder)]
     if of_benchmark.constraints is None:
-        plan = _in_turn(collections, sharders, ranks)
+        plan = _plan_of_all(collections, sharders, ranks, of_benchmark.by_rows)
     else:
         assert not _has(collections, sharders.sequences), "the planner is asked about bags alone"
         left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
@@ -165,13 +165,14 @@ def _planned(
         ) from error
 
 
-def _in_turn(collections: Mapping[str, nn.Module], sharders: Sharders, ranks: Ranks) -> ShardingPlan:
-    """Returns a plan by which the tables, in their order, go to the ranks in turn, each whole."""
+def _plan_of_all(collections: Mapping[str, nn.Module], sharders: Sharders, ranks: Ranks, by_rows: bool) -> ShardingPlan:
+    """Returns a plan by which the tables, in their order, go to the ranks in turn, each whole, or by rows to all."""
     plans, count = {}, 0
     for path, part in collections.items():
         of_table = {}
         for table in sharders.of(part).shardable_parameters(part):
-            of_table[table], count = table_wise(rank=count % ranks.world_size), count + 1
+            of_table[table] = row_wise() if by_rows else table_wise(rank=count % ranks.world_size)
+            count += 1
         plans[path] = construct_module_sharding_plan(
             part,
             of_table,

@@ -54,7 +54,8 @@ class StockPipeline(TorchRecPipeline):
         )
         self._options = options
         fused = options.schedule == "fused-sparse-dist"
-        sharders = Sharders.of_torchrec(quantized_codecs(options, ranks.device))
+        drops_repeats = of_benchmark.drops_repeats and ranks.device.type == "cuda"
+        sharders = Sharders.of_torchrec(quantized_codecs(options, ranks.device), drops_repeats)
         # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
         # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
         left_out = {ShardingType.DATA_PARALLEL} if fused else ()

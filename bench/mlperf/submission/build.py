@@ -17,7 +17,7 @@ import dlrm_bench
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
 from dlrm_bench.bench.mlperf.submission.host import describe_host
-from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, RUNS, Package, disagreements, read_run
+from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, RUNS, Package, disagreements, read_run, rules_of
 from dlrm_bench.bench.mlperf.submission.scripts import write_scripts
 from dlrm_bench.bench.mlperf.submission.system_description import (
     describe_system,
@@ -103,11 +103,12 @@ def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
         raise ValueError("\n  ".join(("these runs are no submission:", *fatal)))
     first, record = logs[0], runs[0].record
     name = system_id(system or f"{first.platform or 'system'}_{IMPLEMENTATION}")
-    package = Package(out / system_id(first.org or "unnamed"), name)
+    rules_of(first.benchmark)
+    package = Package(out / system_id(first.org or "unnamed"), name, first.benchmark or "")
     _copy_logs(package, logs)
     described = write_description(package.description, _description(first, record))
     notes = _copy_source(package.implementations / IMPLEMENTATION, record)
-    write_scripts(package.implementations / name, name, IMPLEMENTATION, _command(record, first), record)
+    write_scripts(package, IMPLEMENTATION, _command(record, first), record)
     return Built(package, described, missing_fields(read_description(package.description)), notes)
 
 

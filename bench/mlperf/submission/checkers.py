@@ -19,14 +19,12 @@ from tempfile import TemporaryDirectory
 from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
 from dlrm_bench.bench.mlperf.submission.log_sense import senseless
 from dlrm_bench.bench.mlperf.submission.package import (
-    BENCHMARK,
     BYPASSES,
-    RULESET,
     Finding,
     Package,
-    Ruleset,
     arrangement,
     read_run,
+    rules_of,
 )
 
 Command = tuple[str, list[str]]
@@ -55,14 +53,18 @@ class Convergence:
     """How a submission converges beside the reference's convergence points (RCP)."""
 
     mean_epochs: float
-    """Mean of the runs' epochs to converge, without the fastest and the slowest."""
+    """Mean of the runs' epochs to converge, or samples where the rules count these, without the fastest and the
+    slowest."""
     scaling: float
     """Factor on the score: reference mean / this mean where the submission converged faster and passed, else 1."""
 
 
-def check_package(package: Package, ruleset: Ruleset = RULESET) -> list[Verdict]:
-    """Runs all checkers over one system of a package; returns a verdict for each, in a fixed order."""
-    logs = package.logs()
+def check_package(package: Package, version: str | None = None) -> list[Verdict]:
+    """Runs all checkers over one system of a package; returns a verdict for each, in a fixed order.
+
+    version: of the ruleset; by default the newest that knows the benchmark.
+    """
+    logs, ruleset = package.logs(), package.ruleset(version)
     own = Verdict("arrangement", list(arrangement(package)))
     closed = _is_closed(logs)
     with TemporaryDirectory() as scratch:
@@ -73,7 +75,7 @@ def check_package(package: Package, ruleset: Ruleset = RULESET) -> list[Verdict]
                 for log in copy.logs()
             ),
             _command("package_checker", str(copy.folder), "training", ruleset),
-            _command("rcp_checker", "--rcp_version", ruleset, str(copy.results)),
+            _rcp_command(copy, ruleset),
             _command("system_desc_checker", str(copy.description), "training", ruleset),
             _command("repo_checker", str(package.folder.resolve()), "training", ruleset),
         ]
@@ -83,20 +85,19 @@ def check_package(package: Package, ruleset: Ruleset = RULESET) -> list[Verdict]
         own,
         _sense(logs),
         _compliance(logs, compliance),
-        _packaged(packaged, len(logs)),
-        _rcp(rcp) if closed else Verdict("RCP", text="", asked=False),
+        _packaged(packaged, package.benchmark, len(logs)),
+        _rcp(rcp, package) if closed else Verdict("RCP", text="", asked=False),
         _plain("system description", system, "System description checker passed"),
         _plain("repository", repository, "ALL CHECKS PASSED."),
     ]
 
 
-def convergence(package: Package, ruleset: Ruleset = RULESET) -> tuple[Verdict, Convergence | None]:
+def convergence(package: Package, version: str | None = None) -> tuple[Verdict, Convergence | None]:
     """What the RCP checker says of a closed submission; None without figures, where it did not get so far."""
     with TemporaryDirectory() as scratch:
         copy = _copy(package, Path(scratch))
-        command = _command("rcp_checker", "--rcp_version", ruleset, str(copy.results))
-        (text,) = run_checkers([command], Path(scratch))
-    verdict = _rcp(_relative(text, copy.folder, package.folder))
+        (text,) = run_checkers([_rcp_command(copy, package.ruleset(version))], Path(scratch))
+    verdict = _rcp(_relative(text, copy.folder, package.folder), package)
     return verdict, _figures(text)
 
 
@@ -120,9 +121,15 @@ def _command(checker: str, *arguments: str) -> Command:
     return f"mlperf_logging.{checker}", ["--log_output", os.devnull, *arguments]
 
 
+def _rcp_command(package: Package, ruleset: str) -> Command:
+    """The checker's own default is a ruleset that may not know the benchmark; its points are the pruned ones, as the
+    package checker's, for its functions' default is no name that they know."""
+    return _command("rcp_checker", "--rcp_version", ruleset, "--rcp_pass", "pruned_rcps", str(package.results))
+
+
 def _copy(package: Package, scratch: Path) -> Package:
     """What the checkers read and write, of this system alone: its description, its logs, and the bypasses."""
-    copy = Package(scratch / package.folder.resolve().name, package.system)
+    copy = Package(scratch / package.folder.resolve().name, package.system, package.benchmark)
     copy.results.mkdir(parents=True)
     copy.description.parent.mkdir()
     if package.description.exists():
@@ -211,7 +218,7 @@ def _compliance(logs: Sequence[Path], texts: Sequence[str]) -> Verdict:
     return verdict
 
 
-def _packaged(text: str, logs: int) -> Verdict:
+def _packaged(text: str, benchmark: str, logs: int) -> Verdict:
     """The package checker; what it says about single logs is the compliance checker's to say."""
     verdict = Verdict("package", text=text)
     quiet = ("CHECK for", "Failed ", "Required ", "FAILED")
@@ -221,20 +228,22 @@ def _packaged(text: str, logs: int) -> Verdict:
         if not finding.text.startswith(quiet)
     ]
     checked = text.count("Running compliance on file:")
-    if f"Skipping benchmark: {BENCHMARK}" in text or checked != logs:
+    if f"Skipping benchmark: {benchmark}" in text or checked != logs:
         verdict.findings.append(Finding(f"the checker looked at {checked} of {logs} logs"))
     if "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" not in text and verdict.passed:
         verdict.findings.append(Finding("the checker did not end with SUCCESS"))
     return verdict
 
 
-def _rcp(text: str) -> Verdict:
+def _rcp(text: str, package: Package) -> Verdict:
     verdict = Verdict("RCP", _findings(text, lambda level: level != "WARNING"), text)
     if "RCP test PASSED" not in text and verdict.passed:
         verdict.findings.append(Finding("the checker did not end with PASSED"))
     figures = _figures(text)
     if figures is not None:
-        note = f"mean of {figures.mean_epochs:.4f} epochs to converge; factor on the score {figures.scaling:.6f}"
+        mean = figures.mean_epochs
+        of = f"{mean:,.0f} samples" if rules_of(package.benchmark).counts_samples else f"{mean:.4f} epochs"
+        note = f"mean of {of} to converge; factor on the score {figures.scaling:.6f}"
         verdict.findings.append(Finding(note, fatal=False))
     return verdict
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrm_bench.bench.mlperf.submission.checkers import Verdict, check_package
-from dlrm_bench.bench.mlperf.submission.package import RULESET, RUNS, Ruleset, open_packages
+from dlrm_bench.bench.mlperf.submission.package import RUNS, open_packages
 from dlrm_bench.bench.mlperf.submission.score import score_package, score_table
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
@@ -86,8 +86,8 @@ class Check:
     """Folder of the submission: ORG, or the one it lies in. Nothing in it is changed."""
     system: str | None = None
     """One of several systems; by default all."""
-    ruleset: Ruleset = RULESET
-    """Ruleset of the checkers."""
+    ruleset: str | None = None
+    """Ruleset of the checkers, such as 6.1.0; by default the newest that knows the benchmark."""
     log: Path | None = None
     """File for everything that the checkers say."""
 
@@ -98,7 +98,8 @@ class Check:
         for package in open_packages(self.package, self.system):
             verdicts = check_package(package, self.ruleset)
             accepted &= all(verdict.passed for verdict in verdicts)
-            console.print(_verdicts_table(f"{package.folder.name}, {package.system}, ruleset {self.ruleset}", verdicts))
+            ruleset = package.ruleset(self.ruleset)
+            console.print(_verdicts_table(f"{package.folder.name}, {package.system}, ruleset {ruleset}", verdicts))
             for verdict in verdicts:
                 for finding in verdict.findings:
                     text = f"{'error' if finding.fatal else 'note'}: {verdict.checker}: {finding.text}"
@@ -122,8 +123,8 @@ class Score:
     """Folder of the submission: ORG, or the one it lies in."""
     system: str | None = None
     """One of several systems; by default all."""
-    ruleset: Ruleset = RULESET
-    """Ruleset of the reference convergence points."""
+    ruleset: str | None = None
+    """Ruleset of the reference convergence points; by default the newest that knows the benchmark."""
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Prints runs and score; returns the exit status."""

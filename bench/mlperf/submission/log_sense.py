@@ -11,7 +11,8 @@ from typing import Any
 
 from dlrm_bench.bench.mlperf.published_logs import Event, is_number, read_events
 from dlrm_bench.bench.mlperf.submission.package import Finding
-from dlrm_bench.dlrm.dcnv2.presets import MLPERF_TARGET_AUC
+from dlrm_bench.dlrm.benchmark import Ruleset
+from dlrm_bench.dlrm.benchmarks import of_mlperf_log
 
 _CHANCE = 0.5
 """AUC of a model that knows nothing: below any target, in any division."""
@@ -35,13 +36,16 @@ class _Course:
 
     name: str
     division: str | None = None
+    rules: Ruleset | None = None
+    """Of its benchmark; None until the log names one that is known here."""
     last: Event | None = None
     start_ms: float | None = None
     stop_ms: float | None = None
     status: str | None = None
     evaluating: bool = False
-    epoch_num: float | None = None
-    """Of the last evaluation that began."""
+    done: float | None = None
+    """Samples or epochs, as the rules count, that were trained before the last evaluation that began."""
+    in_block: bool = False
     aucs: list[float] = field(default_factory=list)
     went_back: bool = False
 
@@ -53,10 +57,17 @@ class _Course:
         self.last = event
         if key == "submission_division":
             self.division = value if isinstance(value, str) else None
+        elif key == "submission_benchmark":
+            benchmark = of_mlperf_log(value if isinstance(value, str) else None)
+            self.rules = None if benchmark is None else benchmark.ruleset
         elif key == "run_start":
             self.start_ms = time
         elif key == "run_stop":
             yield from self._stop(time, metadata)
+        elif key in ("block_start", "block_stop"):
+            if self.in_block == (key == "block_start"):
+                yield self._wrong(f"{key} stands {'within' if self.in_block else 'outside of'} a block")
+            self.in_block = key == "block_start"
         elif key in _OF_EVALUATIONS:
             yield from self._evaluate(event)
 
@@ -80,11 +91,14 @@ class _Course:
         if key == "eval_start":
             if self.evaluating:
                 yield self._wrong("eval_start stands within an evaluation")
-            epoch = metadata.get("epoch_num")
-            if is_number(epoch):
-                if self.epoch_num is not None and epoch <= self.epoch_num:
-                    yield self._wrong(f"an evaluation at epoch_num {epoch:g} follows one at {self.epoch_num:g}")
-                self.epoch_num = epoch
+            if self.in_block:
+                yield self._wrong("eval_start stands within a block")
+            unit = "samples_count" if self.rules is not None and self.rules.counts_samples else "epoch_num"
+            done = metadata.get(unit)
+            if is_number(done):
+                if self.done is not None and done <= self.done:
+                    yield self._wrong(f"an evaluation at {unit} {done:.12g} follows one at {self.done:.12g}")
+                self.done = done
         elif key == "eval_stop" and not self.evaluating:
             yield self._wrong("eval_stop stands outside of an evaluation")
         elif key == "eval_accuracy":
@@ -98,13 +112,14 @@ class _Course:
     def end(self) -> Iterator[Finding]:
         if self.status != "success":
             return
+        closed = _CHANCE if self.rules is None else self.rules.target_auc
         if not self.aucs:
             yield self._wrong("run_stop says success, and there is no AUC")
-        elif self.division == "open" and _CHANCE < self.aucs[-1] < MLPERF_TARGET_AUC:
-            text = f"its last AUC is {self.aucs[-1]:.5f}, below the {MLPERF_TARGET_AUC} of the closed division"
+        elif self.division == "open" and _CHANCE < self.aucs[-1] < closed:
+            text = f"its last AUC is {self.aucs[-1]:.5f}, below the {closed} of the closed division"
             yield Finding(f"{self.name}: {text}", fatal=False)
-        elif self.aucs[-1] < MLPERF_TARGET_AUC:
-            target = _CHANCE if self.division == "open" else MLPERF_TARGET_AUC
+        elif self.aucs[-1] < closed:
+            target = _CHANCE if self.division == "open" else closed
             yield self._wrong(f"run_stop says success, and the last AUC is {self.aucs[-1]:.5f}, not above {target}")
 
     def _wrong(self, text: str) -> Finding:

@@ -1,14 +1,13 @@
 """The tree of a submission, as MLCommons' submission rules lay it out, and what is wrong with one.
 
 ORG/systems/SYSTEM.json
-ORG/results/SYSTEM/dlrm_dcnv2/result_0.txt .. result_9.txt
-ORG/benchmarks/dlrm_dcnv2/implementations/{IMPLEMENTATION/..., SYSTEM/...}
+ORG/results/SYSTEM/BENCHMARK/result_0.txt .. result_9.txt
+ORG/benchmarks/BENCHMARK/implementations/{IMPLEMENTATION/..., SYSTEM/...}
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.mlperf.submission.system_description import (
@@ -17,14 +16,11 @@ from dlrm_bench.bench.mlperf.submission.system_description import (
     missing_fields,
     read_description,
 )
+from dlrm_bench.dlrm.benchmark import Ruleset
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 
-BENCHMARK = "dlrm_dcnv2"
 RUNS = 10
 """Result logs of one benchmark on one system: exactly so many (training_rules.adoc)."""
-Ruleset = Literal["3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0"]
-"""Rounds with this benchmark."""
-RULESET: Ruleset = "6.0.0"
-"""The newest ruleset that knows this benchmark; the checkers' own default does not, and passes or crashes."""
 RESULT_NAMES = tuple(f"result_{run}.txt" for run in range(RUNS))
 BYPASSES = "package_checker_params"
 """A file in which a submitter turns the seed or the RCP checker off."""
@@ -32,11 +28,21 @@ BYPASSES = "package_checker_params"
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One organisation's submission, and one of the systems in it."""
+    """One organisation's submission, and one of the systems in it, with one benchmark."""
 
     folder: Path
     """ORG."""
     system: str
+    benchmark: str
+    """Its name in logs and folders."""
+
+    def ruleset(self, version: str | None = None) -> str:
+        """Returns a ruleset of the benchmark, by default the newest that knows it; the checkers' own default may not,
+        and passes or crashes. ValueError names those that do."""
+        versions = rules_of(self.benchmark).versions
+        if version is not None and version not in versions:
+            raise ValueError(f"--ruleset {version} does not know {self.benchmark}: choose one of {', '.join(versions)}")
+        return version or versions[-1]
 
     @property
     def description(self) -> Path:
@@ -46,12 +52,12 @@ class Package:
     @property
     def results(self) -> Path:
         """The folder of the result logs."""
-        return self.folder / "results" / self.system / BENCHMARK
+        return self.folder / "results" / self.system / self.benchmark
 
     @property
     def implementations(self) -> Path:
         """The folder of the source code and of the system's scripts."""
-        return self.folder / "benchmarks" / BENCHMARK / "implementations"
+        return self.folder / "benchmarks" / self.benchmark / "implementations"
 
     def logs(self) -> list[Path]:
         """All files result_*.txt that are there, by number."""
@@ -59,7 +65,8 @@ class Package:
 
 
 def open_packages(folder: Path, system: str | None = None) -> list[Package]:
-    """The package in `folder`, which is ORG or holds ORG alone, once for each system with results, or for `system`.
+    """The package in `folder`, which is ORG or holds ORG alone, once for each system with results, or for `system`, and
+    for each benchmark that it has results of.
 
     ValueError, which says what was expected, if there is none.
     """
@@ -67,15 +74,29 @@ def open_packages(folder: Path, system: str | None = None) -> list[Package]:
     if len(roots) != 1:
         found = f"{len(roots)} of them" if roots else "none"
         raise ValueError(
-            f"{folder} is no submission: it, or one folder in it, should hold results/SYSTEM/{BENCHMARK}; found {found}"
+            f"{folder} is no submission: it, or one folder in it, should hold results/SYSTEM/BENCHMARK; found {found}"
         )
     (root,) = roots
-    systems = [path.name for path in _folders(root / "results") if (path / BENCHMARK).is_dir()]
+    known = _known()
+    pairs = [(path.name, name) for path in _folders(root / "results") for name in known if (path / name).is_dir()]
+    systems = list(dict.fromkeys(name for name, _ in pairs))
     if system is not None and system not in systems:
         raise ValueError(f"--system {system}: {root / 'results'} has {', '.join(systems) or 'no system'}")
     if not systems:
-        raise ValueError(f"{root / 'results'} has no system with a folder {BENCHMARK}: nothing to check")
-    return [Package(root, name) for name in systems if system in (None, name)]
+        raise ValueError(f"{root / 'results'} has no system with a folder {' or '.join(known)}: nothing to check")
+    return [Package(root, name, benchmark) for name, benchmark in pairs if system in (None, name)]
+
+
+def rules_of(benchmark: str | None) -> Ruleset:
+    """Returns MLPerf's rules for a benchmark, by its name in logs; ValueError where it has none."""
+    for known in BENCHMARKS:
+        if known.name == benchmark and known.ruleset is not None:
+            return known.ruleset
+    raise ValueError(f"MLPerf's rules for {benchmark!r} are not known here: submit runs of {' or '.join(_known())}")
+
+
+def _known() -> list[str]:
+    return [benchmark.name for benchmark in BENCHMARKS if benchmark.ruleset is not None]
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
 from dlrm_bench.bench.mlperf.submission.checkers import convergence
 from dlrm_bench.bench.mlperf.submission.log_sense import senseless
-from dlrm_bench.bench.mlperf.submission.package import RULESET, RUNS, Package, Ruleset, read_run
+from dlrm_bench.bench.mlperf.submission.package import RUNS, Package, read_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Score:
     scaling: float
     """Factor by the reference convergence points; 1 in the open division."""
     mean_epochs: float | None
-    """Mean of epochs to converge, as the RCP checker has it; None in the open division."""
+    """Mean of epochs, or samples, to converge, as the RCP checker has it; None in the open division."""
     invalid: list[str]
     """Why there is no valid result."""
     notes: list[str]
@@ -55,8 +55,12 @@ def olympic_mean(minutes: Sequence[float]) -> float:
     return math.fsum(sorted(minutes)[1:-1]) / (len(minutes) - 2)
 
 
-def score_package(package: Package, ruleset: Ruleset = RULESET) -> Score:
-    """Computes the score; ValueError if a log cannot be read."""
+def score_package(package: Package, version: str | None = None) -> Score:
+    """Computes the score; ValueError if a log cannot be read.
+
+    version: of the ruleset; by default the newest that knows the benchmark.
+    """
+    ruleset = package.ruleset(version)
     runs = [read_run(log) for log in package.logs()]
     invalid, notes = [], list[str]()
     if len(runs) != RUNS:

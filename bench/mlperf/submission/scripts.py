@@ -5,25 +5,26 @@ run_and_time.sh (submission_rules.adoc, "Directory structure", Training). They m
 """
 
 import json
-from pathlib import Path
 
+from dlrm_bench.bench.mlperf.submission.package import Package
 from dlrm_bench.bench.records.schema import RunRecord
+from dlrm_bench.dlrm.benchmarks import named
 
-_README = """# DLRM-DCNv2 with {implementation} on {system}
+_README = """# {title} with {implementation} on {system}
 
 The source code is in `../{implementation}`; its README.md explains the flags. On every node:
 
     ./setup.sh                                  # once: the pinned packages, into a virtual environment
-    RAW=/criteo/raw DATA=/criteo/mlperf ./init_datasets.sh    # once: Criteo's 24 raw days to MLPerf's files
+    RAW=/raw DATA=/data ./init_datasets.sh      # once: {raw} to MLPerf's files
     SEED=0 ./run_and_time.sh                    # one run
 
 One run is
 
     {command}
 
-- Data preprocessing: `dlrm/dcnv2/data/preprocess.py`, byte for byte that of the reference.
-- Data traversal order: that of the files; `dlrm/dcnv2/data/dataset.py`.
-- Model and its initialisation: `dlrm/dcnv2/network.py`, `dlrm/tables/initial_weights.py`.
+- Data preprocessing: `dlrm/{room}/data/preprocess.py`, byte for byte that of the reference.
+- Data traversal order: {order}; `dlrm/{room}/data/dataset.py`.
+- Model and its initialisation: `dlrm/{room}/network.py`, `dlrm/tables/initial_weights.py`.
 - Optimizer, hyperparameters, evaluation frequency: `{system}_{implementation}.json`, as the runs resolved them.
 - Evaluation: exact AUC over all samples, `dlrm/data/metrics.py`.
 """
@@ -40,11 +41,11 @@ venv/bin/pip install --no-deps --no-build-isolation .
 """
 
 _DATASETS = """#!/usr/bin/env bash
-# Makes MLPerf's files in $DATA from Criteo's raw days in $RAW, and checks every byte.
+# Makes MLPerf's files in $DATA from {raw} in $RAW, and checks every byte.
 set -euo pipefail
 bin=$(cd "$(dirname "$0")/../{implementation}" && pwd)/venv/bin
-"$bin/dlrm-bench" data preprocess "${{RAW:?}}" "${{DATA:?}}"
-"$bin/dlrm-bench" data check "$DATA"
+"$bin/dlrm-bench" data preprocess {flags}"${{RAW:?}}" "${{DATA:?}}"
+"$bin/dlrm-bench" data check {flags}"$DATA"
 """
 
 _RUN = """#!/usr/bin/env bash
@@ -56,10 +57,25 @@ PATH="$PWD/venv/bin:$PATH"
 """
 
 
-def write_scripts(folder: Path, system: str, implementation: str, command: str, record: RunRecord | None) -> None:
-    """Writes the files that are not there yet into `folder`; command: one run, as a line of a shell script."""
+_WORDS = {
+    "dlrm_dcnv2": {"room": "dcnv2", "raw": "Criteo's 24 raw days", "order": "that of the files", "flags": ""},
+    "dlrmv4": {
+        "room": "dlrmv4",
+        "raw": "Yambda's parquet files",
+        "order": "windows of a day in turn, each by user and then by time",
+        "flags": "--preset mlperf-dlrmv4 ",
+    },
+}
+"""What differs between benchmarks."""
+
+
+def write_scripts(package: Package, implementation: str, command: str, record: RunRecord | None) -> None:
+    """Writes the files that are not there yet into the system's folder of the implementations; command: one run, as a
+    line of a shell script."""
+    system, folder = package.system, package.implementations / package.system
     pins = "gpu" if record is None or record["machine"]["gpus"] else "cpu"
     names = {"system": system, "implementation": implementation, "command": command, "pins": pins}
+    names |= {"title": named(package.benchmark).title, **_WORDS[package.benchmark]}
     configuration = {key: record[key] for key in ("config", "git", "pipeline")} if record else {}
     files = {
         f"{system}_{implementation}.json": json.dumps(configuration, indent=4) + "\n",

@@ -293,13 +293,14 @@ def _require_space(config: GenerateConfig, events: int) -> None:
         )
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Command line entry; returns the exit status."""
-    return exit_status(lambda: _run(args))
+def main(args: Sequence[str] | None = None, default: GenerateConfig | None = None) -> int:
+    """Command line entry; returns the exit status. default: what holds where flags say nothing else."""
+    return exit_status(lambda: _run(args, default))
 
 
-def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(GenerateConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+def _run(args: Sequence[str] | None, default: GenerateConfig | None) -> int:
+    words: dict[str, Any] = {} if default is None else {"default": default}
+    config = tyro.cli(GenerateConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), **words)
     generated, written = generate(config)
     print(
         f"{config.out}: {generated.events} events of {generated.users} users, {generated.train_anchors} samples of "

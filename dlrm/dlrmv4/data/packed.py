@@ -102,11 +102,11 @@ class Packed:
         return self.storage[self.layout.action_start : self.layout.end]
 
 
-def expand(packed: Packed, artist: Tensor, album: Tensor) -> Samples:
-    """The samples, on the device of the buffer, without a wait for it.
+def events_of(packed: Packed) -> Tensor:
+    """Which of the distinct events each event of the histories is, int64 [T], on the device of the buffer, without a
+    wait for it.
 
-    artist, album: int32 by item, on that device (ItemMaps). Plain PyTorch, with 8-byte numbers for each of
-    packed.candidates: a kernel needs none of these.
+    Plain PyTorch, with 8-byte numbers for each of packed.candidates: a kernel needs none of these.
     """
     table, device = packed.samples, packed.storage.device
     first, end = table[FIRST:END].long(), table[END].long()
@@ -119,7 +119,13 @@ def expand(packed: Packed, artist: Tensor, album: Tensor) -> Samples:
     held = event >= first[pool, sample]
     place = torch.where(held, torch.cumsum(held, 0) - 1, packed.tokens)
     kept = torch.empty(packed.tokens + 1, dtype=torch.int64, device=device)
-    kept = kept.scatter_(0, place, event)[:-1]
+    return kept.scatter_(0, place, event)[:-1]
+
+
+def expand(packed: Packed, artist: Tensor, album: Tensor) -> Samples:
+    """The samples, on the device of the buffer, without a wait for it. artist, album: int32 by item, on that device
+    (ItemMaps)."""
+    table, kept = packed.samples, events_of(packed)
     item = packed.item[kept]
     return Samples(
         lengths=table[LENGTH],

@@ -8,7 +8,7 @@ import pytest
 from dlrm_bench.bench.compare.sides import read_side, rungs_of
 from tests.bench.ladder.made_ladders import made as made
 from tests.bench.made_records import configured, edit, profile, recorded_runs, write
-from tests.bench.mlperf.test_published_logs import small_log
+from tests.bench.mlperf.test_published_logs import DLRMV4_LOGS, small_log
 
 RUNS = recorded_runs()
 
@@ -104,3 +104,15 @@ def test_logs_of_another_benchmark_are_refused(tmp_path: Path) -> None:
         read_side(log)
     log.write_text("".join(line for line in small_log().splitlines(keepends=True) if "submission" not in line))
     assert any("does not say of which benchmark" in warning for warning in read_side(log).warnings)
+
+
+def test_the_references_logs_of_dlrmv4_are_a_side(tmp_path: Path) -> None:
+    side = read_side(DLRMV4_LOGS / "gbs_32768")
+    assert (side.global_batch_size, side.settings["benchmark"]) == (32768, ["dlrmv4"])
+    assert side.metrics()["mean"] == pytest.approx(2561.84, abs=0.01)
+    assert any("unfinished" in warning for warning in side.warnings)
+    (path,) = (DLRMV4_LOGS / "gbs_8192").glob("*.log")
+    (tmp_path / "result_0.txt").write_text(path.read_text())
+    (tmp_path / "result_1.txt").write_text(small_log())
+    with pytest.raises(ValueError, match=r"logs of several benchmarks, .* of dlrmv4 and .* of dlrm_dcnv2"):
+        read_side(tmp_path)

@@ -128,3 +128,24 @@ def test_a_target_and_a_number_of_iterations_come_before_time(changes: dict[str,
     assert this.min_time_s is None
     assert this.lacking(np.ones(10), warmup=0) == 0
     assert this.iterations == (changes.get("iterations") or 1_000_000 // this.global_batch_size)
+
+
+def dlrmv4(**changes: object) -> RunConfig:
+    return replace(preset("mlperf-dlrmv4"), **changes)  # type: ignore[arg-type]
+
+
+def test_dlrmv4_evaluates_on_its_own_grid():
+    schedule = plan_schedule(dlrmv4(), 2_290_835_423, 8, epoch_iterations=279_000)
+    evaluated = [i for i in range(1, 8000) if schedule.evaluates_after(i)]
+    assert evaluated == list(range(7000, 8000, 280))
+    assert schedule.iterations == 279_000  # as many as its windows have, and not as many as its samples fill
+    assert not schedule.evaluates_after(279_000)  # which is not on the grid
+    assert not schedule.evaluates_after(278_999 // 280 * 280 + 1)
+    assert schedule.epoch_num(7000) * 2_290_835_423 == pytest.approx(57_344_000)
+
+
+def test_a_run_that_would_end_before_its_first_evaluation_is_refused():
+    with pytest.raises(ValueError, match="the first evaluation is after 7000 iterations, and the run has 6999"):
+        plan_schedule(dlrmv4(iterations=6999), 2_290_835_423, 8)
+    assert plan_schedule(dlrmv4(iterations=6999, target_auc=None), 2_290_835_423, 8).evaluate_every is None
+    assert plan_schedule(dlrmv4(iterations=7000), 2_290_835_423, 8).evaluates_after(7000)

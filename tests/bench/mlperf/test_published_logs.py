@@ -17,9 +17,11 @@ from dlrm_bench.bench.mlperf.published_logs import LOG_COLUMNS, MLPerfRun, log_r
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.dcnv2 import ruleset
+from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
 from tests.launched import forked_launch
 
 LOGS = Path(__file__).resolve().parents[2] / "data" / "mlperf_logs" / "nvidia_8xh200_v4.0"
+DLRMV4_LOGS = LOGS.parent / "amd_dlrmv4_reference"
 PUBLISHED = LOGS / "result_0.txt"
 
 
@@ -76,11 +78,51 @@ def test_a_row_of_a_table() -> None:
         "evals": "15",
         "s / eval": "1.56",
         "time to train, min": "3.486",
+        "s before training": "-",
         "AUC": "0.80309",
         "status": "success",
     }
     unknown = log_row(MLPerfRun(path=PUBLISHED))
-    assert unknown == ("result_0.txt", "-", "-", "-", "0", "-", "-", "-", "unfinished")
+    assert unknown == ("result_0.txt", "-", "-", "-", "0", "-", "-", "-", "-", "unfinished")
+
+
+@pytest.mark.parametrize(
+    ("batch", "to_target_s", "before_s", "steps_ms", "eval_s"),
+    [
+        (8192, 9510.790, 924.412, (1055.7, 758.9), 84.61),
+        (16384, 6461.055, 882.498, (1476.0, 756.0), 55.49),
+        (32768, 4799.500, 790.070, (4313.9, 809.8), 32.95),
+    ],
+)
+def test_the_references_logs_of_dlrmv4(
+    batch: int, to_target_s: float, before_s: float, steps_ms: tuple[float, float], eval_s: float
+) -> None:
+    """They say 'hstu', count samples in blocks, and go on beyond the target without a run_stop."""
+    (path,) = (DLRMV4_LOGS / f"gbs_{batch}").glob("*.log")
+    (run,) = read_mlperf_log(path)
+    assert run.known is DLRMV4
+    assert (run.org, run.platform, run.global_batch_size, run.status) == ("AMD", "MI350", batch, "unfinished")
+    assert run.minutes_to_target == pytest.approx(to_target_s / 60)
+    assert run.time_to_train_minutes is None  # which is what a submission is scored by
+    assert run.seconds_before_training == pytest.approx(before_s)
+    assert run.eval_seconds == pytest.approx(eval_s, abs=0.01)
+    of_blocks = [(block.stop_ms - block.start_ms) * batch / block.samples for block in run.blocks]
+    assert of_blocks[:2] == pytest.approx(steps_ms, abs=0.1)  # the first one compiles
+    assert run.train_ms_per_iteration == pytest.approx(sum(steps_ms) / 2, abs=0.1)  # without what is after the target
+    assert len(run.blocks) == 3
+    row = dict(zip(LOG_COLUMNS, log_row(run), strict=True))
+    assert row["time to train, min"] == f"{to_target_s / 60:.3f}"
+    assert row["s before training"] == f"{before_s:.1f}"
+
+
+def test_a_reference_name_counts_with_mlperfs_data_alone(tmp_path: Path) -> None:
+    """Another model may be called hstu."""
+    (path,) = (DLRMV4_LOGS / "gbs_8192").glob("*.log")
+    other = tmp_path / "x.log"
+    other.write_text(path.read_text().replace("2290835423", "60000"))
+    assert read_mlperf_log(other)[0].known is None
+    other.write_text(path.read_text().replace("2290835423", "60000").replace("hstu", "dlrmv4"))
+    assert read_mlperf_log(other)[0].known is DLRMV4
 
 
 def test_our_own_log(tmp_path: Path) -> None:

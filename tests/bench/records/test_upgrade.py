@@ -9,6 +9,7 @@ from dlrm_bench.bench.config import PIPELINES, as_json
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.upgrade import defaults, upgraded
+from dlrm_bench.dlrm.benchmarks import PRESETS
 from tests.pipelines import changed
 
 OLD: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -47,6 +48,12 @@ def test_no_older_run_was_timed_by_the_clock() -> None:
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_todays_schema_stays_as_it_is(pipeline: str) -> None:
     config = as_json(changed(preset("smoke"), pipeline))
+    assert upgraded(config, 2) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_benchmark_keeps_the_fields_that_it_has(name: str) -> None:
+    config = as_json(preset(name))
     assert upgraded(config, 2) == config
 
 

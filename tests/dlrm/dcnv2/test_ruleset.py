@@ -35,13 +35,13 @@ def test_the_samples_are_those_of_the_days() -> None:
 
 
 def test_a_run_by_the_rules_is_closed_where_it_asks_for_it() -> None:
-    assert division_of(CLOSED, Samples()) == ("closed", [])  # type: ignore[arg-type]
-    assert division_of(replace(CLOSED, mlperf=MLPerfConfig()), Samples()) == ("open", [])  # type: ignore[arg-type]
+    assert division_of(CLOSED, Samples(), 55296) == ("closed", [])  # type: ignore[arg-type]
+    assert division_of(replace(CLOSED, mlperf=MLPerfConfig()), Samples(), 55296) == ("open", [])  # type: ignore[arg-type]
 
 
 def test_free_hyperparameters_are_free() -> None:
     config = replace(CLOSED, local_batch_size=77, optimizer=OptimizerConfig(learning_rate=0.0034), precision="bf16")
-    assert division_of(config, Samples())[0] == "closed"  # type: ignore[arg-type]
+    assert division_of(config, Samples(), 55296)[0] == "closed"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_free_hyperparameters_are_free() -> None:
     ],
 )
 def test_what_else_is_open(changes: dict[str, Any], samples: Samples, obstacle: str) -> None:
-    division, obstacles = division_of(replace(CLOSED, **changes), samples)  # type: ignore[arg-type]
+    division, obstacles = division_of(replace(CLOSED, **changes), samples, 55296)  # type: ignore[arg-type]
     assert division == "open"
     assert any(obstacle in text for text in obstacles)

@@ -6,20 +6,23 @@ Weights come from numpy's RandomState, whose numbers never change, so that no fi
 import os
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from dlrm_bench.dlrm.config import Precision, TrainingConfig
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of
 from dlrm_bench.dlrm.dlrmv4.config import (
     CONTEXT_TABLES,
     CONTEXT_TOKENS,
     EVENT_TABLES,
+    DataConfig,
+    Dlrmv4Training,
     ModelConfig,
-    Precision,
-    TrainingConfig,
+    OptimizerConfig,
 )
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train, build_model
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
@@ -140,10 +143,16 @@ def set_weights(weights: dict[str, nn.Parameter]) -> None:
         weight.data.copy_(drawn)
 
 
+def made_training(**changes: Any) -> Dlrmv4Training:
+    """A training configuration of what `changes` says, and defaults."""
+    known = {"data": DataConfig(), "optimizer": OptimizerConfig(), "local_batch_size": 4, "precision": "bf16"}
+    return TrainingConfig(**known | changes)
+
+
 def small_model(config: ModelConfig, precision: Precision = "fp32") -> Dlrmv4Train:
     """Returns our model with the weights that the reference was given."""
     cpu = torch.device("cpu")
-    model = build_model(TrainingConfig(model=config, precision=precision), cpu, cpu)
+    model = build_model(made_training(model=config, precision=precision), cpu, cpu)
     set_weights(dict(model.model.named_parameters()))
     return model
 

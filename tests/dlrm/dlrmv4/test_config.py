@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from dlrm_bench.dlrm.dlrmv4.config import (
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
-    TrainingConfig,
     mlperf_learning_rate,
     tables,
 )
@@ -57,6 +57,7 @@ def test_the_defaults_are_the_benchmarks() -> None:
         ("layer_dropout", -0.1, r"--model\.layer-dropout is -0.1"),
         ("loss_weight", 0.0, r"--model\.loss-weight"),
         ("last_layer", "none", r"--model\.last-layer is 'none': choose all or candidates"),
+        ("dropout_seed", "none", r"--model\.dropout-seed is 'none': choose rank or same"),
         ("attention_scale", "mean", r"--model\.attention-scale is 'mean': choose longest or maximum"),
     ],
 )
@@ -85,25 +86,26 @@ def test_an_optimizer_that_cannot_be_is_refused(change: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"local_batch_size": 0}, "--local-batch-size is 0"),
-        ({"precision": "tf32"}, "--precision is 'tf32': choose fp32 or bf16"),
-        ({"exchange": "fp8"}, "--exchange is 'fp8': choose fp32 or fp16"),
-        ({"seed": -1}, "--seed is -1"),
-        ({"dropout_seed": "none"}, "--dropout-seed is 'none': choose rank or same"),
+        ({"train_windows": 0}, r"--data\.train-windows is 0: it must be positive"),
+        ({"prefetch_batches": 0}, r"--data\.prefetch-batches must be positive"),
+        ({"reader_threads": 0}, r"--data\.reader-threads must be positive"),
     ],
 )
-def test_a_training_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+def test_data_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainingConfig(**change)
+        DataConfig(**change)
 
 
 def test_the_rate_rises_from_nothing_and_stays() -> None:
     config = OptimizerConfig()
-    assert config.rate(0) == 0
-    assert config.rate(1) == pytest.approx(1e-6 / 24_000)
-    assert config.rate(12_000) == pytest.approx(0.5e-6)
-    assert config.rate(24_000) == config.rate(10**9) == 1e-6
-    assert OptimizerConfig(ramp_steps=0).rate(0) == 1e-6
+    assert config.rate_after(0) == 0
+    assert config.rate_after(1) == pytest.approx(1e-6 / 24_000)
+    assert config.rate_after(12_000) == pytest.approx(0.5e-6)
+    assert config.rate_after(24_000) == config.rate_after(10**9) == 1e-6
+    assert OptimizerConfig(ramp_steps=0).rate_after(0) == 1e-6
+    assert config.rate(1) == 0  # of the first iteration
+    assert config.rate(12_001) == pytest.approx(0.5e-6)
+    assert OptimizerConfig(ramp_steps=0).rate(1) is None
 
 
 def test_mlperfs_rate_grows_with_the_batch() -> None:

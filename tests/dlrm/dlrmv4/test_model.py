@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dlrm_bench.dlrm.dlrmv4.config import TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, tables
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables, seed_dropout
-from tests.dlrm.dlrmv4.cases import SMALL
+from tests.dlrm.dlrmv4.cases import SMALL, made_training
 
 CPU = torch.device("cpu")
-CONFIG = TrainingConfig(model=SMALL, seed=7)
+CONFIG = made_training(model=SMALL, seed=7)
 
 
-def weights(config: TrainingConfig) -> dict[str, torch.Tensor]:
+def weights(config: Dlrmv4Training) -> dict[str, torch.Tensor]:
     model = build_model(config, CPU, CPU)
     fill_tables(model, config.model, config.seed)
     return dict(model.state_dict())
@@ -41,7 +41,7 @@ def test_tables_lie_on_meta_until_they_are_sharded() -> None:
 
 @pytest.mark.parametrize(("dropout_seed", "alike"), [("rank", False), ("same", True)])
 def test_ranks_drop_alike_only_if_told(dropout_seed: str, alike: bool) -> None:
-    config = replace(CONFIG, dropout_seed=dropout_seed)
+    config = replace(CONFIG, model=replace(SMALL, dropout_seed=dropout_seed))
     masks = []
     for rank in range(2):
         seed_dropout(config, rank)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torchrec import JaggedTensor
 
+from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
-from dlrm_bench.dlrm.dlrmv4.config import LastLayer, ModelConfig, Precision, tables
+from dlrm_bench.dlrm.dlrmv4.config import LastLayer, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
 from dlrm_bench.dlrm.dlrmv4.samples import Samples

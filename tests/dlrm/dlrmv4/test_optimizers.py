@@ -19,16 +19,16 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
 from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
-from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, ModelConfig, OptimizerConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables, seed_dropout
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.cases import PLACES
-from tests.dlrm.dlrmv4.cases import SMALL, make_samples
+from tests.dlrm.dlrmv4.cases import SMALL, made_training, make_samples
 
 STEPS = 20
 MODEL = replace(SMALL, embedding_dim=8, head_hidden=24)
-TRAINING = TrainingConfig(
+TRAINING = made_training(
     model=MODEL,
     optimizer=OptimizerConfig(learning_rate=0.02, ramp_steps=8, clip_norm=0.2),
     local_batch_size=4,
@@ -44,7 +44,7 @@ def batches(rank: int, model: ModelConfig = MODEL) -> list[Batch]:
 
 
 def shard(
-    config: TrainingConfig, ranks: Ranks, way: ParameterShardingGenerator | None = None
+    config: Dlrmv4Training, ranks: Ranks, way: ParameterShardingGenerator | None = None
 ) -> DistributedModelParallel:
     """Tables in turn by rows, and whole on the first rank and on the last one; or all in one way."""
     model = build_model(config, ranks.device)
@@ -67,7 +67,7 @@ def shard(
     return sharded
 
 
-def train_by_torchrec(ranks: Ranks, config: TrainingConfig) -> tuple[list[float], dict[str, Tensor]]:
+def train_by_torchrec(ranks: Ranks, config: Dlrmv4Training) -> tuple[list[float], dict[str, Tensor]]:
     """Returns this rank's loss of each step, and its dense weights and its rows of tables at the end."""
     torch.backends.cuda.matmul.allow_tf32 = False
     sharded = shard(config, ranks)
@@ -93,7 +93,7 @@ def whole(value: Tensor | ShardedTensor) -> Tensor:
 
 
 def train_plainly(
-    config: TrainingConfig, world_size: int
+    config: Dlrmv4Training, world_size: int
 ) -> tuple[dict[str, Tensor], list[list[float]], dict[str, Tensor], int]:
     """The whole training in one process, every update written out: initial weights, losses of each rank, weights at the
     end, and how many steps were clipped."""
@@ -166,7 +166,7 @@ def test_the_first_step_of_a_ramp_changes_nothing(run_ranks: Any) -> None:
     assert one[1] != one[2]
 
 
-def losses_on_one_batch(ranks: Ranks, config: TrainingConfig) -> list[float]:
+def losses_on_one_batch(ranks: Ranks, config: Dlrmv4Training) -> list[float]:
     config = replace(config, model=replace(config.model, input_dropout=0.0, layer_dropout=0.0))
     sharded = shard(config, ranks)
     pipeline = TrainPipelineSparseDist(sharded, RampedOptimizer(sharded, config.optimizer), ranks.device)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def losses_on_one_batch(ranks: Ranks, config: TrainingConfig) -> list[float]:
     return [float(pipeline.progress(stream)[0]) for _ in range(4)]
 
 
-def rates(ranks: Ranks, config: TrainingConfig) -> list[set[float]]:
+def rates(ranks: Ranks, config: Dlrmv4Training) -> list[set[float]]:
     optimizer = RampedOptimizer(shard(config, ranks), config.optimizer, step=3)
     found = [{group["lr"] for group in optimizer.states.param_groups}]
     optimizer.go_to(100)
@@ -185,7 +185,7 @@ def test_a_run_that_goes_on_has_the_rates_of_its_step(run_ranks: Any) -> None:
     assert run_ranks(1, rates, TRAINING)[0] == [{0.02 * 3 / 8}, {0.02}]
 
 
-def refusals(ranks: Ranks, config: TrainingConfig) -> list[str]:
+def refusals(ranks: Ranks, config: Dlrmv4Training) -> list[str]:
     errors = []
     for way in (column_wise(ranks=list(range(ranks.world_size))), data_parallel()):
         try:

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
-from dlrm_bench.dlrm.dlrmv4.presets import TRAININGS, training
+from dlrm_bench.dlrm.dlrmv4.presets import PRESETS, training
 
 
 @pytest.mark.parametrize(("preset", "gpus"), [("dlrmv4-one-gpu", 1), ("dlrmv4-two-gpus", 2)])
@@ -21,5 +21,5 @@ def test_fewer_gpus_have_the_rows_of_as_many_of_eight_and_all_else(preset: str, 
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=", ".join(TRAININGS)):
+    with pytest.raises(ValueError, match=", ".join(PRESETS)):
         training("dlrmv5")

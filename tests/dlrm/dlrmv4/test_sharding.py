@@ -1,6 +1,5 @@
 """The whole model under TorchRec, each table split by rows."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedTensor
 
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of
-from dlrm_bench.dlrm.dlrmv4.config import TrainingConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, Exchange, tables
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.presets import training
 from dlrm_bench.dlrm.dlrmv4.sharding import build_sharded, check_tables_fit
@@ -18,8 +17,10 @@ from tests.dlrm.dlrmv4.cases import by_item, make_samples
 from tests.dlrm.dlrmv4.test_optimizers import LENGTHS, TRAINING, batches, train_plainly
 
 
-def rows_and_losses(ranks: Ranks, config: TrainingConfig) -> tuple[dict[str, tuple[int, ...]], list[float]]:
-    sharded, optimizer = build_sharded(config, ranks)
+def rows_and_losses(
+    ranks: Ranks, config: Dlrmv4Training, exchange: Exchange = "fp32"
+) -> tuple[dict[str, tuple[int, ...]], list[float]]:
+    sharded, optimizer = build_sharded(config, ranks, exchange)
     rows = {}
     for name, table in sharded.state_dict().items():
         if isinstance(table, ShardedTensor):
@@ -37,7 +38,7 @@ def test_every_table_is_split_by_rows_and_trained(run_ranks: Any) -> None:
         torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses[rank][:5]), rtol=1e-5, atol=1e-7)
 
 
-def losses_of_both(ranks: Ranks, config: TrainingConfig) -> list[list[float]]:
+def losses_of_both(ranks: Ranks, config: Dlrmv4Training) -> list[list[float]]:
     losses = []
     for distinct in (False, True):
         sharded, optimizer = build_sharded(config, ranks)
@@ -56,7 +57,7 @@ def test_distinct_events_train_as_all_events(run_ranks: Any) -> None:
 
 def test_an_exchange_in_fewer_bits_changes_losses_slightly(run_ranks: Any) -> None:
     losses = torch.tensor(train_plainly(TRAINING, 2)[1])[:, :5]
-    results = run_ranks(2, rows_and_losses, replace(TRAINING, exchange="fp16"))
+    results = run_ranks(2, rows_and_losses, TRAINING, "fp16")
     apart = (torch.tensor([of_rank for _, of_rank in results]) / losses - 1).abs()
     assert 1e-5 < apart.max() < 0.02
 

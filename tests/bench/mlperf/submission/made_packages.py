@@ -79,7 +79,7 @@ def description(**changes: Any) -> dict[str, Any]:
 
 def made_package(folder: Path, name: str = "fast", **changes: Any) -> Package:
     """A closed submission that all checkers accept; ten runs of 200, 201, ... 209 s with seeds 0 to 9."""
-    package = Package(folder / "Example", name)
+    package = Package(folder / "Example", name, "dlrm_dcnv2")
     package.results.mkdir(parents=True)
     for run, log in enumerate(RESULT_NAMES):
         begin = BEGIN_MS + 1_000_000 * run

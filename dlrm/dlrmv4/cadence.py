@@ -1,0 +1,23 @@
+"""When MLPerf evaluates DLRMv4: on a grid of samples, from the first point on at which a run may have converged.
+
+Source: ruleset 6.1.0 of mlperf-logging (compliance_checker/training_6.1.0/closed_dlrmv4.yaml), which follows the
+reference (mlcommons/training, pull request 889).
+"""
+
+from dlrm_bench.dlrm.benchmark import Evaluations
+from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import TRAIN_SAMPLES
+
+
+def cadence(train_samples: int, global_batch_size: int, evaluations: int) -> Evaluations:
+    """Returns when a run evaluates that has `train_samples` in an epoch and, if it evaluated from its beginning, as
+    many evaluations in it: every ceil(train_samples / evaluations / global batch) iterations.
+
+    The first is on the first point of that grid from which the reference saw runs converge: its linear fit through its
+    runs, floor((4480 * global batch + 135,331,840) / 3) samples. Where an epoch has other samples than MLPerf's, as on
+    made data, it is at the same share of the epoch.
+    """
+    every = -(-train_samples // (evaluations * global_batch_size))
+    earliest = (4480 * global_batch_size + 135_331_840) // 3
+    if train_samples != TRAIN_SAMPLES:
+        earliest = earliest * train_samples // TRAIN_SAMPLES
+    return Evaluations(every=every, first=max(1, -(-earliest // (every * global_batch_size))) * every, at_end=False)

@@ -1,0 +1,64 @@
+"""What trains DLRMv4; see benchmark.Parts."""
+
+from typing import TYPE_CHECKING
+
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.data.checksums import sample_checksum
+from dlrm_bench.dlrm.data.dataset import FileContent
+from dlrm_bench.dlrm.dlrmv4.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.dataset import EventDataset, WindowBatch
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import map_path
+from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, PackedLayout
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.torchrec_model import TorchRecModel
+
+
+def open_data(config: TrainingConfig) -> EventDataset:
+    """Opens the cache of events and its index of windows; ValueError names the file or flag that is wrong."""
+    return EventDataset(_data(config), _model(config))
+
+
+def data_content(config: TrainingConfig) -> dict[str, FileContent]:
+    """Returns what tells the files that a run reads from others: a few blocks of each are read."""
+    root = _data(config).path
+    cache = find_cache(root)
+    paths = [cache / f"{name}.npy" for name in COLUMNS] + [map_path(root, name) for name in ("artist", "album")]
+    return {path.name: {"sample": sample_checksum(path), "blake2b": None} for path in paths}
+
+
+def batch_bytes(config: TrainingConfig) -> int:
+    """Returns the bytes of a rank's batch in which no two samples share an event: a few megabytes in practice, as
+    neighbouring samples share nearly all."""
+    return PackedLayout(config.local_batch_size, config.local_batch_size * _model(config).max_history).end
+
+
+def empty_batch(config: TrainingConfig, pin: bool) -> WindowBatch:
+    """Returns a batch of uninitialised host memory, of as many distinct events as batches have (Packed). pin:
+    page-locked."""
+    size, longest = config.local_batch_size, _model(config).max_history
+    layout = PackedLayout(size, _EVENTS_A_SAMPLE * size + longest)
+    return WindowBatch(Packed.empty(layout, tokens=0, candidates=0, longest=longest, pin=pin), size)
+
+
+def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
+    """Returns the model for the pipelines over TorchRec's modules."""
+    from dlrm_bench.dlrm.dlrmv4.torchrec import torchrec_model  # samples are read without torchrec
+
+    return torchrec_model(config, ranks)
+
+
+_EVENTS_A_SAMPLE = 700
+"""Distinct ones: 6.9 MB of 1,024 samples, the most that eight ranks saw on made data (data/packed.py)."""
+
+
+def _data(config: TrainingConfig) -> DataConfig:
+    assert isinstance(config.data, DataConfig)
+    return config.data
+
+
+def _model(config: TrainingConfig) -> ModelConfig:
+    assert isinstance(config.model, ModelConfig)
+    return config.model

@@ -1,0 +1,131 @@
+"""MLPerf's rules for DLRMv4, a benchmark from round v6.1 on; see benchmark.Ruleset.
+
+Keys, values and their order follow ruleset 6.1.0 of mlperf-logging (compliance_checker/training_6.1.0/) and the
+reference (mlcommons/training, recommendation/).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.data.dataset import Dataset
+from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, mlperf_learning_rate
+from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import EVAL_SAMPLES, TRAIN_SAMPLES
+from dlrm_bench.dlrm.dlrmv4.presets import MLPERF_EVALUATIONS, MLPERF_TARGET_AUC
+
+versions = ("6.1.0",)
+"""Rulesets that know this benchmark, the newest last."""
+version = versions[-1]
+target_auc = MLPERF_TARGET_AUC
+train_samples = TRAIN_SAMPLES
+counts_samples = True
+reference_names = ("hstu",)
+"""What the reference's own logs call it; the rules take 'dlrmv4' alone."""
+pinned_to_data = frozenset(
+    (
+        "train_samples",
+        "eval_samples",
+        "opt_base_learning_rate",
+        "opt_sparse_base_learning_rate",
+    )
+)
+"""Keys of whose values the open division too allows those of MLPerf's data alone, and of rates that suit them: a run on
+made data says what it did, and the checker refuses that."""
+
+_FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bfloat16"}
+_WIDEST_FIRST = ("fp32", "tf32", "bfloat16", "fp16")
+_BATCHES = (8192, 32768)
+"""Global batches between which reference convergence points are interpolated; a run outside has none."""
+_CONFIG_FILE = "run.json"
+"""The record's file that has the whole configuration as it was resolved."""
+
+
+def hyperparameters(
+    config: TrainingConfig, global_batch_size: int, train_samples: int, eval_samples: int
+) -> list[tuple[str, Any]]:
+    """Returns the keys and values that the closed division fixes or asks to know. The global batch stands before the
+    learning rate: the checker reads the one with the other."""
+    from mlperf_logging.mllog import constants  # not installed where records are only read
+
+    model, optimizer = config.model, config.optimizer
+    assert isinstance(model, ModelConfig)
+    assert isinstance(optimizer, OptimizerConfig)
+    computed = _FORMATS[config.precision]
+    return [
+        (constants.SEED, config.seed),
+        (constants.GLOBAL_BATCH_SIZE, global_batch_size),
+        (constants.GRADIENT_ACCUMULATION_STEPS, 1),
+        (constants.TRAIN_SAMPLES, train_samples),
+        (constants.EVAL_SAMPLES, eval_samples),
+        (constants.MAX_SEQUENCE_LENGTH, model.max_length + 1),  # 4096 of the longest sequence, 4095
+        (constants.OPT_NAME, "Adam"),
+        (constants.OPT_BASE_LR, optimizer.learning_rate),
+        (constants.OPT_ADAM_BETA_1, optimizer.adam_betas[0]),
+        (constants.OPT_ADAM_BETA_2, optimizer.adam_betas[1]),
+        (constants.OPT_ADAM_EPSILON, optimizer.adam_eps),
+        (constants.OPT_WEIGHT_DECAY, 0.0),
+        (constants.OPT_GRADIENT_CLIP_NORM, optimizer.clip_norm),
+        (constants.OPT_SPARSE_NAME, "RowWiseAdagrad"),
+        (constants.OPT_SPARSE_BASE_LR, optimizer.learning_rate),
+        (constants.OPT_LR_WARMUP_STEPS, optimizer.ramp_steps),
+        (constants.OPT_LR_WARMUP_START_LR, 0.0),
+        (constants.EVAL_EVERY_DATA_PCT, 1 / getattr(config, "evaluations_per_epoch", MLPERF_EVALUATIONS)),
+        (constants.LOWEST_NUMERICAL_PRECISION_IN_LINEAR, computed),
+        (constants.LOWEST_NUMERICAL_PRECISION_IN_ATTN, computed),
+        (constants.LOWEST_NUMERICAL_PRECISION_IN_COMM, _exchanged(config)),
+        (constants.TENSOR_PARALLELISM, 1),
+        (constants.PIPELINE_PARALLELISM, 1),
+        (constants.CONTEXT_PARALLELISM, 1),
+        (constants.EXPERT_PARALLELISM, 1),
+        (constants.MICRO_BATCH_SIZE, config.local_batch_size),
+        (constants.CONFIG_FILENAME, _CONFIG_FILE),
+    ]
+
+
+def _exchanged(config: TrainingConfig) -> str:
+    """Returns the lowest number format of what ranks exchange: rows with their gradients, and dense gradients."""
+    options = getattr(config, "pipeline", None)
+    formats = {"fp32": "fp32", "none": "fp32", "bf16": "bfloat16", "fp16": "fp16"}
+    found = {formats[getattr(options, switch, "fp32")] for switch in ("quantized_comms", "dense_all_reduce")}
+    return max(found, key=_WIDEST_FIRST.index)
+
+
+def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> Iterator[str]:
+    """Yields what keeps a run out of the closed division, where only global batch size and learning rate are free, both
+    within bounds (closed_dlrmv4.yaml; rcps_dlrmv4.json; training_policies, pull request 594)."""
+    optimizer = config.optimizer
+    assert isinstance(optimizer, OptimizerConfig)
+    if data.best_auc is not None:
+        yield "a generator made the data"
+    elif (data.train_samples, data.eval_samples) != (TRAIN_SAMPLES, EVAL_SAMPLES):
+        yield (
+            f"the data have {data.train_samples} training and {data.eval_samples} evaluation samples, MLPerf's "
+            f"{TRAIN_SAMPLES} and {EVAL_SAMPLES}"
+        )
+    if _as_mlperfs(config.model) != ModelConfig():
+        yield "the model is not MLPerf's"
+    if run["target_auc"] != MLPERF_TARGET_AUC:
+        yield f"--target-auc is {run['target_auc']}, MLPerf's {MLPERF_TARGET_AUC}"
+    if run["evaluations_per_epoch"] != MLPERF_EVALUATIONS:
+        yield f"--evaluations-per-epoch is {run['evaluations_per_epoch']}, MLPerf's {MLPERF_EVALUATIONS}"
+    if replace(optimizer, learning_rate=1e-6) != OptimizerConfig(learning_rate=1e-6):
+        yield "the optimizers are not MLPerf's Adam and row-wise Adagrad"
+    batch = run["global_batch_size"]
+    if not _BATCHES[0] <= batch <= _BATCHES[1]:
+        yield f"the global batch is {batch}: reference convergence points are of {_BATCHES[0]} to {_BATCHES[1]}"
+    least, most = (share * mlperf_learning_rate(batch) for share in (0.5, 1.5))
+    if not least <= optimizer.learning_rate <= most:
+        yield f"--optimizer.learning-rate is {optimizer.learning_rate}: at this batch it is {least:.3g} to {most:.3g}"
+
+
+def _as_mlperfs(model: Any) -> Any:
+    """Returns the model with MLPerf's value of each field that decides on rounding and dropout's masks alone."""
+    assert isinstance(model, ModelConfig)
+    same = ModelConfig()
+    return replace(
+        model,
+        last_layer=same.last_layer,
+        recompute_layers=same.recompute_layers,
+        dropout_seed=same.dropout_seed,
+    )

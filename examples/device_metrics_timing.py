@@ -1,0 +1,170 @@
+"""What metrics cost: TorchRec's RecMetricModule, unfused and fused, and DeviceRecMetrics, on one GPU.
+
+    PYTHONPATH=. python examples/device_metrics_timing.py --out timing.json
+
+Rounds go through all cases by turns, each with the same batches. A case has, in microseconds:
+
+    host      what one call of update() takes of the host, with nothing queued before it
+    update    one of some updates in a row, until the device has done the last
+    graph     one of some updates in one CUDA graph, replayed; DeviceRecMetrics alone can be captured
+    start     what one call of compute_async() takes of the host; DeviceRecMetrics alone has it
+    compute   compute() and all of its values read on the host, with nothing queued before it
+
+Each number is the median over rounds of each round's median; beside it is the 95 % interval of the rounds' mean, by
+Student's t.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from scipy import stats
+from torch import Tensor
+from torchrec.metrics.metric_module import RecMetricModule, generate_metric_module
+from torchrec.metrics.metrics_config import MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum, RecTaskInfo
+
+from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
+
+SUMS = (RecMetricEnum.NE, RecMetricEnum.CALIBRATION, RecMetricEnum.CTR, RecMetricEnum.MSE)
+ALL = (*SUMS, RecMetricEnum.ACCURACY, RecMetricEnum.AUC)
+SETS = {"ne, calibration, ctr, mse": SUMS, "and accuracy, auc": ALL}
+WINDOW = 16_384  # samples
+KINDS: dict[str, tuple[type[RecMetricModule], RecComputeMode]] = {
+    "RecMetricModule, unfused": (RecMetricModule, RecComputeMode.UNFUSED_TASKS_COMPUTATION),
+    "RecMetricModule, fused": (RecMetricModule, RecComputeMode.FUSED_TASKS_COMPUTATION),
+    "DeviceRecMetrics": (DeviceRecMetrics, RecComputeMode.UNFUSED_TASKS_COMPUTATION),
+}
+IN_GRAPH, REPLAYS = 50, 10
+DEVICE = torch.device("cuda")
+
+
+def tasks_of(count: int) -> list[RecTaskInfo]:
+    """Each with labels and predictions of its own; all with one weight."""
+    return [RecTaskInfo(f"task{i}", f"label{i}", f"prediction{i}", "weight") for i in range(count)]
+
+
+def batch_of(tasks: Sequence[RecTaskInfo], samples: int) -> dict[str, Tensor]:
+    model_out = {"weight": torch.ones(samples, device=DEVICE)}
+    for task in tasks:
+        model_out[task.label_name] = (torch.rand(samples, device=DEVICE) < 0.3).float()
+        model_out[task.prediction_name] = torch.rand(samples, device=DEVICE)
+    return model_out
+
+
+class Case:
+    """One kind of metrics, of some tasks."""
+
+    def __init__(self, kind: str, metrics: str, tasks: int, samples: int) -> None:
+        self.key = {"kind": kind, "metrics": metrics, "tasks": tasks}
+        metric_class, mode = KINDS[kind]
+        rec_tasks = tasks_of(tasks)
+        definitions = {metric: RecMetricDef(rec_tasks=rec_tasks, window_size=WINDOW) for metric in SETS[metrics]}
+        config = MetricsConfig(rec_tasks=rec_tasks, rec_metrics=definitions, rec_compute_mode=mode)
+        self.module = generate_metric_module(metric_class, config, samples, 1, 0, {}, DEVICE)
+        self.model_out = batch_of(rec_tasks, samples)
+        # More than a window of samples: what leaves it is part of an update's work.
+        while self.module.trained_batches * samples < 1.5 * WINDOW:
+            self.module.update(self.model_out)
+        self.module.compute()
+        self.graph = self._captured() if isinstance(self.module, DeviceRecMetrics) else None
+        self.rounds: dict[str, list[float]] = {}
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(IN_GRAPH):
+                self.module.update(self.model_out)
+        return graph
+
+    def measure(self, calls: int) -> None:
+        """One round."""
+        self._add("host", [microseconds(self._update) for _ in range(calls)])
+        self._add("update", [microseconds(self._update, calls, wait=True)])
+        if self.graph is not None:
+            self._add("graph", [microseconds(self.graph.replay, REPLAYS, wait=True) / IN_GRAPH for _ in range(3)])
+            self._add("start", [microseconds(self.module.compute_async) for _ in range(3)])
+        self._add("compute", [microseconds(self._compute, wait=True) for _ in range(2)])
+
+    def _update(self) -> None:
+        self.module.update(self.model_out)
+
+    def _compute(self) -> None:
+        for value in self.module.compute().values():
+            value.item()
+
+    def _add(self, name: str, times: list[float]) -> None:
+        self.rounds.setdefault(name, []).append(statistics.median(times))
+
+    def result(self) -> dict[str, object]:
+        return {**self.key, **{name: summary(times) for name, times in self.rounds.items()}}
+
+
+def microseconds(call: Callable[[], object], calls: int = 1, wait: bool = False) -> float:
+    """The host's time of one of some calls, on an idle device; with `wait`, until the device is idle again."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if wait:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def summary(rounds: list[float]) -> dict[str, object]:
+    middle, spread = statistics.mean(rounds), statistics.stdev(rounds) / len(rounds) ** 0.5
+    half = float(stats.t.ppf(0.975, len(rounds) - 1)) * spread
+    interval = [round(middle - half, 2), round(middle + half, 2)]
+    return {
+        "median": round(statistics.median(rounds), 2),
+        "interval": interval,
+        "rounds": [round(t, 2) for t in rounds],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a JSON file")
+    parser.add_argument("--samples", type=int, default=512, help="of a batch")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=8, help="updates of a case in a round")
+    options = parser.parse_args()
+    cases = [Case(kind, metrics, tasks, options.samples) for metrics in SETS for tasks in (1, 20) for kind in KINDS]
+    for _ in range(options.rounds):
+        for case in cases:
+            case.measure(options.calls)
+    record = {
+        "command": shlex.join(sys.argv),
+        "machine": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "torchrec": version("torchrec"),
+            "torchmetrics": version("torchmetrics"),
+            "cuda": torch.version.cuda,
+        },
+        "samples": options.samples,
+        "window": WINDOW,
+        "unit": "us",
+        "cases": [case.result() for case in cases],
+    }
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record["cases"]))
+
+
+def table(cases: Sequence[dict[str, dict[str, object]]]) -> str:
+    names = ("host", "update", "graph", "start", "compute")
+    lines = [f"{'metrics':28}{'tasks':>6}  {'kind':26}" + "".join(f"{name:>12}" for name in names)]
+    for case in cases:
+        times = "".join(f"{case[name]['median'] if name in case else '-':>12}" for name in names)
+        lines.append(f"{case['metrics']:28}{case['tasks']:>6}  {case['kind']:26}{times}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

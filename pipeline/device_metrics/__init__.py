@@ -1,0 +1,9 @@
+"""TorchRec's metrics on the device, without a sync: a drop-in for RecMetricModule.
+
+It needs torch and torchrec, on GPUs Triton, and nothing else of this project.
+"""
+
+from .module import DeviceRecMetrics
+from .pending import PendingMetrics
+
+__all__ = ["DeviceRecMetrics", "PendingMetrics"]

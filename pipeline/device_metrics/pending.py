@@ -1,0 +1,103 @@
+"""A compute that is under way: a snapshot on the training's stream, and all else beside it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layout import Layout
+from .reports import Reports
+from .state import State
+
+
+class PendingMetrics:
+    """Values that a compute will have: those of the moment of its call, though updates go on."""
+
+    def __init__(self, layout: Layout, reports: Reports, state: State, local: bool, also: dict[str, Any]) -> None:
+        """Starts a compute on the state as the current stream leaves it: a collective, unless local.
+
+        local: of this rank alone. also: values that are there already, which come last.
+        """
+        self._layout, self._reports, self._local, self._also = layout, reports, local, also
+        self._shape = state.lifetime.shape
+        self._is_reporting = local or layout.reports_everywhere or layout.my_rank == 0
+        sums = torch.cat([state.lifetime.flatten(), state.window.flatten(), state.valid.flatten(), state.seen])
+        samples = state.samples.clone() if layout.auc else None
+        with _beside(sums.device):
+            for snapshot in (sums, samples):
+                if snapshot is not None and snapshot.is_cuda:
+                    snapshot.record_stream(torch.cuda.current_stream())
+            of_ranks = sums[None] if local else _gather(sums, layout)
+            self._samples = samples[None] if samples is not None else None
+            if samples is not None and not local:
+                self._samples = _gather(samples, layout)
+            self._sums = _start_reading(of_ranks)
+            self._arrived = torch.cuda.Event() if sums.is_cuda else None
+            if self._arrived is not None:
+                self._arrived.record()
+        if not self._is_reporting:
+            self._samples = None
+        self._values: dict[str, Any] | None = None
+
+    def done(self) -> bool:
+        """Whether the sums have come to the host, so that result() waits for nothing but the sorting of AUC."""
+        return self._arrived is None or self._arrived.query()
+
+    def result(self) -> dict[str, Any]:
+        """The values by TorchRec's keys, as CPU tensors; none but those of throughput and states on ranks that do not
+        report. Waits for the device where it must, and never for what other ranks do after they started the compute."""
+        if self._values is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._values = {**(self._of_sums() if self._is_reporting else {}), **self._also}
+            self._samples = None
+        return self._values
+
+    def _of_sums(self) -> dict[str, Tensor]:
+        layout, (tasks, slots) = self._layout, self._shape
+        sizes = [tasks * slots, tasks * slots, tasks * (slots + 1), len(layout.auc_tasks)]
+        lifetimes, windows, valid, seen = self._sums.split(sizes, dim=1)
+        scope = "local_" if self._local else ""
+        lifetime, window = (part.sum(0).view(tasks, slots) for part in (lifetimes, windows))
+        has_batch = valid.sum(0).view(tasks, slots + 1)
+        values = self._reports.of_sums(lifetime, window, has_batch, scope)
+        if self._samples is not None:
+            with _beside(self._samples.device, wait=False):
+                values |= self._reports.of_samples(self._samples, seen.long().tolist(), has_batch, scope)
+        return values
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _beside(device: torch.device, wait: bool = True) -> Any:
+    """A context in which a GPU's work goes to a stream of its own, after what the current stream was given."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = _stream(device)
+    if wait:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
+
+
+def _gather(tensor: Tensor, layout: Layout) -> Tensor:
+    """The tensors of all ranks, [ranks, ...]."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor[None]
+    of_ranks = tensor.new_empty(dist.get_world_size(layout.process_group), *tensor.shape)
+    dist.all_gather(list(of_ranks.unbind()), tensor, group=layout.process_group)
+    return of_ranks
+
+
+def _start_reading(tensor: Tensor) -> Tensor:
+    """A copy on the host, which is there once the current stream has come so far."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

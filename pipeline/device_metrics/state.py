@@ -1,0 +1,74 @@
+"""What the device holds between updates, at addresses that never change."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.metrics.rec_metric import MAX_BUFFER_COUNT
+
+from .layout import SUMS, Layout
+
+MAX_PARTS = 64
+"""At most so many thread blocks share the batch of one task."""
+
+
+class State(NamedTuple):
+    """Tensors for T tasks with K slots each, and A tasks whose last C samples AUC keeps."""
+
+    lifetime: Tensor
+    """float64 [T, K]: sums since the start."""
+    window: Tensor
+    """float64 [T, K]: sums over the window."""
+    batches: Tensor
+    """float64 [1000, T, K]: what each batch of the window added; a ring of TorchRec's MAX_BUFFER_COUNT batches."""
+    batch_sizes: Tensor
+    """int32 [1000, T, K]: the samples of each of these batches."""
+    cursors: Tensor
+    """int64 [3, T, K]: the place of the window's first batch, the number of its batches, and that of its samples."""
+    valid: Tensor
+    """int32 [T, K + 1]: whether any batch was taken, by slot and, last, by AUC; kept where updates are validated."""
+    samples: Tensor
+    """float32 [A, 3, C]: predictions, labels and weights, a ring for each task of AUC."""
+    seen: Tensor
+    """int64 [A]: the number of samples that the ring was ever given; the next goes to seen % C."""
+
+
+class Scratch(NamedTuple):
+    """What an update needs beside the state, and no checkpoint does."""
+
+    windows: Tensor
+    """int64 [K]: the window of each slot, in samples."""
+    auc_rows: Tensor
+    """int32 [T]: the ring of each task, -1 for none."""
+    partial_sums: Tensor
+    """float64 [T, 64, 8]."""
+    arrivals: Tensor
+    """int32 [T]: the number of thread blocks that have written their sums; zero between updates."""
+
+
+def empty_state(layout: Layout) -> State:
+    """A state before the first update, on the CPU."""
+    tasks, slots = len(layout.tasks), len(layout.sources)
+    return State(
+        lifetime=torch.zeros(tasks, slots, dtype=torch.float64),
+        window=torch.zeros(tasks, slots, dtype=torch.float64),
+        batches=torch.zeros(MAX_BUFFER_COUNT, tasks, slots, dtype=torch.float64),
+        batch_sizes=torch.zeros(MAX_BUFFER_COUNT, tasks, slots, dtype=torch.int32),
+        cursors=torch.zeros(3, tasks, slots, dtype=torch.int64),
+        valid=torch.zeros(tasks, slots + 1, dtype=torch.int32),
+        samples=torch.zeros(len(layout.auc_tasks), 3, layout.auc_window, dtype=torch.float32),
+        seen=torch.zeros(len(layout.auc_tasks), dtype=torch.int64),
+    )
+
+
+def scratch_of(layout: Layout) -> Scratch:
+    """The scratch of a layout, on the CPU."""
+    rows = [layout.auc_tasks.index(task) if task in layout.auc_tasks else -1 for task in range(len(layout.tasks))]
+    return Scratch(
+        windows=torch.tensor(layout.windows, dtype=torch.int64),
+        auc_rows=torch.tensor(rows, dtype=torch.int32),
+        partial_sums=torch.zeros(len(layout.tasks), MAX_PARTS, len(SUMS), dtype=torch.float64),
+        arrivals=torch.zeros(len(layout.tasks), dtype=torch.int32),
+    )

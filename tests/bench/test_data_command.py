@@ -1,0 +1,39 @@
+"""Data commands of either benchmark, by the preset that is named."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.data_command import _split
+from dlrm_bench.dlrm.benchmarks import PRESETS
+from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
+from dlrm_bench.dlrm.dlrmv4.data.commands import generate_config
+from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, smoke_config
+from dlrm_bench.dlrm.dlrmv4.presets import training
+
+
+@pytest.mark.parametrize("words", [["a", "--preset", "x", "b"], ["--preset=x", "a", "b"], ["a", "b", "--preset", "x"]])
+def test_the_preset_is_found_wherever_it_stands(words: list[str]) -> None:
+    assert _split(words) == ("x", ["a", "b"])
+
+
+def test_dlrmv4s_data_fit_the_presets_tables() -> None:
+    assert generate_config("smoke-dlrmv4") == smoke_config(Path("data/smoke-dlrmv4"))
+    assert generate_config("mlperf-dlrmv4") == GenerateConfig(out=Path("data/yambda"))
+    eighth = generate_config("dlrmv4-one-gpu")
+    assert (eighth.users, eighth.items) == tuple(training("dlrmv4-one-gpu").model.rows[at] - 1 for at in (3, 0))
+    assert {name for name, (benchmark, _) in PRESETS.items() if benchmark is DLRMV4} >= {"smoke-dlrmv4"}
+
+
+def test_raw_events_to_checked_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw, days = str(tmp_path / "raw"), str(tmp_path / "days")
+    of_preset = ["--preset", "smoke-dlrmv4"]
+    assert main(["data", "generate", *of_preset, raw, "--users", "300", "--days", "4", "--raw"]) == 0
+    assert main(["data", "preprocess", *of_preset, raw, days, "--train-days", "4"]) == 0
+    assert main(["data", "check", *of_preset, days]) == 0
+    assert "all well" in capsys.readouterr().out
+    assert main(["data", "fill", *of_preset, days]) == 2
+    assert "dlrm-bench data fill does not know --preset smoke-dlrmv4" in capsys.readouterr().err
+    assert main(["data", "check", "--preset", "nothing", days]) == 2
+    assert "--preset 'nothing' is unknown" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Windows of a made cache as the training loop reads them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_bench.dlrm.dlrmv4.config import DataConfig
+from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.dataset import EventDataset
+from dlrm_bench.dlrm.dlrmv4.data.generate import generate, read_generated, smoke_config
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
+from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
+from dlrm_bench.dlrm.dlrmv4.data.packed import LABEL, Packed
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
+from dlrm_bench.dlrm.dlrmv4.parts import batch_bytes, data_content, empty_batch, open_data
+from dlrm_bench.dlrm.dlrmv4.presets import training
+
+SMOKE = training("smoke-dlrmv4")
+WORLD, BATCH = 2, 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("days")
+    generate(replace(smoke_config(folder), users=400, days=5))
+    return folder
+
+
+def opened(folder: Path, **changes: object) -> EventDataset:
+    return EventDataset(replace(SMOKE.data, path=folder, **changes), SMOKE.model)  # type: ignore[arg-type]
+
+
+def assert_same(found: Packed, expected: Packed) -> None:
+    """Between the parts of a buffer are bytes that mean nothing."""
+    for part in ("samples", "item", "timestamp", "action"):
+        assert torch.equal(getattr(found, part), getattr(expected, part)), part
+
+
+def test_ranks_stride_the_reference_s_order(folder: Path) -> None:
+    """Global batch k of a window is k * GBS to (k + 1) * GBS of its anchors by user and time; rank r has every
+    world_size-th from the r-th on; what fills no global batch is left out."""
+    cache = Cache.open(find_cache(folder))
+    index, times = WindowIndex.open(cache), cache.anchor_timestamp
+    builder = BatchBuilder(cache, ItemMaps.open(folder), Rows(*SMOKE.model.rows))
+    dataset = opened(folder)
+    ranks = [dataset.train_batches(rank, WORLD, BATCH) for rank in range(WORLD)]
+    step = 0
+    for window in range(len(index) - 1):
+        start = times.min() + window * 86_400
+        of_window = np.flatnonzero((times >= start) & (times < start + 86_400))
+        for k in range(len(of_window) // (WORLD * BATCH)):
+            of_batch = of_window[k * WORLD * BATCH : (k + 1) * WORLD * BATCH]
+            if k % 5 == 0:
+                for rank in range(WORLD):
+                    expected = builder.build(of_batch[rank::WORLD])
+                    found = ranks[rank][step]
+                    assert found.num_valid == BATCH
+                    assert_same(found.packed, expected)
+            step += 1
+    assert step == len(ranks[0]) == len(ranks[1]) > 20
+
+
+def test_counts_are_the_generators(folder: Path) -> None:
+    generated = read_generated(folder)
+    assert generated is not None
+    dataset = opened(folder)
+    assert (dataset.train_samples, dataset.eval_samples) == (generated.train_anchors, generated.eval_anchors)
+    assert dataset.best_auc == generated.best_auc
+    fewer = opened(folder, train_windows=2)
+    assert fewer.train_samples is not None
+    assert 0 < fewer.train_samples < generated.train_anchors
+    assert len(fewer.train_batches(0, WORLD, BATCH)) < len(dataset.train_batches(0, WORLD, BATCH))
+
+
+def test_a_run_goes_on_where_another_stopped(folder: Path) -> None:
+    batches = opened(folder).train_batches(1, WORLD, BATCH)
+    assert_same(batches[7:][0].packed, batches[7].packed)
+    assert len(batches[7:]) == len(batches) - 7
+
+
+@pytest.mark.parametrize("batch", [16, 700])
+def test_an_evaluation_of_every_sample_or_of_whole_batches(folder: Path, batch: int) -> None:
+    """As many batches on every rank; each sample once."""
+    cache = Cache.open(find_cache(folder))
+    index = WindowIndex.open(cache)
+    of_window = index.select(len(index) - 1, np.arange(index.anchors_of(len(index) - 1)))
+    labels = cache.is_listen_plus[cache.positions[of_window]]
+    total = len(labels)
+    whole = total // (WORLD * batch) * WORLD * batch
+    for drop, counted in ((True, whole), (False, total)):
+        dataset = opened(folder, drop_last_evaluation=drop)
+        if counted == 0:
+            with pytest.raises(ValueError, match="do not fill one global batch of 2 \\* 700"):
+                dataset.eval_batches(0, WORLD, batch)
+            continue
+        ranks = [dataset.eval_batches(rank, WORLD, batch) for rank in range(WORLD)]
+        assert len(ranks[0]) == len(ranks[1])
+        found = np.full(counted, -1)
+        for rank, batches in enumerate(ranks):
+            for step, of_step in enumerate(batches):
+                assert of_step.packed.layout.samples == batch
+                places = (step * batch + np.arange(of_step.num_valid)) * WORLD + rank
+                found[places] = of_step.packed.samples[LABEL, : of_step.num_valid].numpy()
+        assert found.tolist() == labels[:counted].astype(int).tolist()
+    assert whole < total
+
+
+def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--data\.path .*nowhere .* generate a small data set"):
+        opened(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"histories of 63 events, and --model\.max-history is 99"):
+        EventDataset(replace(SMOKE.data, path=folder), replace(SMOKE.model, max_history=99))
+    with pytest.raises(ValueError, match=r"--data\.train-windows is 9: .* has 4 beside the one that evaluates"):
+        opened(folder, train_windows=9)
+    with pytest.raises(ValueError, match="table item_id has 100 rows"):
+        EventDataset(DataConfig(path=folder), replace(SMOKE.model, event_rows=(100, 501, 1501)))
+    with pytest.raises(ValueError, match="none of 4 windows has the 2 \\* 100000 samples"):
+        opened(folder).train_batches(0, WORLD, 100_000)
+
+
+def test_parts(folder: Path) -> None:
+    config = replace(SMOKE, data=replace(SMOKE.data, path=folder))
+    batches = open_data(config).train_batches(0, WORLD, config.local_batch_size)
+    assert max(batch.packed.layout.end for batch in batches) <= batch_bytes(config)
+    assert empty_batch(config, pin=False).packed.layout.samples == config.local_batch_size
+    content = data_content(config)
+    assert {"flat_uid.npy", "album_item_mapping.parquet"} < content.keys()
+    assert content == data_content(config)
