@@ -1,33 +1,18 @@
 """dlrm-bench data: the commands of each benchmark's data."""
 
 from collections.abc import Sequence
-from typing import Literal
 
-from dlrm_bench.dlrm.benchmarks import preset_of
-from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
-
-DataCommand = Literal["generate", "fill", "preprocess", "check", "speed"]
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS, preset_of
 
 
-def run_data(what: DataCommand, words: Sequence[str]) -> int:
-    """Hands the flags on to a command of the benchmark that --preset names, by default DLRM-DCNv2; returns the exit
-    status. ValueError names the known presets."""
+def run_data(what: str, words: Sequence[str]) -> int:
+    """Hands the flags on to a command of the benchmark that --preset names, by default the first one; returns the exit
+    status. ValueError names the known presets, or a benchmark that has no files."""
     preset, others = _split(words)
-    if preset is not None and preset_of(preset)[0] is DLRMV4:
-        from dlrm_bench.dlrm.dlrmv4.data.commands import main as of_dlrmv4
-
-        return of_dlrmv4(what, preset, others)
-    if what == "generate":
-        from dlrm_bench.dlrm.dcnv2.data.planted import main
-    elif what == "fill":
-        from dlrm_bench.dlrm.dcnv2.data.fill import main
-    elif what == "speed":
-        from dlrm_bench.dlrm.dcnv2.data.speed import main
-    elif what == "preprocess":
-        from dlrm_bench.dlrm.dcnv2.data.preprocess import main
-    else:
-        from dlrm_bench.dlrm.dcnv2.data.check import main
-    return main(words)
+    benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
+    if benchmark.data_command is None:
+        raise ValueError(f"--preset {preset}: {benchmark.title} has no files of data, its batches are random")
+    return benchmark.data_command(what, preset, others)
 
 
 def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:

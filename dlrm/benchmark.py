@@ -4,7 +4,7 @@ The training loop, the clock, the log, ladders, limits and reports know this typ
 no torch, so that records are read, compared and reported without; `parts` imports what trains.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -165,6 +165,11 @@ class Parts(Protocol):
         ...
 
 
+DataCommand = Callable[[str, str | None, Sequence[str]], int]
+"""Runs a command of `dlrm-bench data`, such as generate, with the preset that is named and all other words; returns the
+exit status."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One variant of a ladder: its name, the flags of launch/dlrm.py that make it, and what it changes, in a
@@ -207,6 +212,8 @@ class Benchmark:
     """None where nobody has counted its work."""
     parts: Callable[[], Parts]
     """Imports what trains it."""
+    data_command: DataCommand | None = None
+    """Makes and checks its data; None where there are no files."""
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
     """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""

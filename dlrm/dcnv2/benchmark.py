@@ -1,9 +1,10 @@
 """DLRM-DCNv2, the recommender of MLPerf Training v3.0 to v6.0, as a benchmark."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
-from dlrm_bench.dlrm.benchmark import Benchmark, Parts
+from dlrm_bench.dlrm.benchmark import Benchmark, DataCommand, Parts
 from dlrm_bench.dlrm.dcnv2 import ruleset, work
 from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.dlrm.dcnv2.presets import PRESETS
@@ -12,6 +13,10 @@ from dlrm_bench.dlrm.dcnv2.static_check import check_static
 
 def _parts() -> Parts:
     return cast(Parts, import_module("dlrm_bench.dlrm.dcnv2.parts"))
+
+
+def _data_command(what: str, preset: str | None, words: Sequence[str]) -> int:
+    return cast(DataCommand, import_module("dlrm_bench.dlrm.dcnv2.data.commands").main)(what, preset, words)
 
 
 DCNV2 = Benchmark(
@@ -23,5 +28,6 @@ DCNV2 = Benchmark(
     ruleset=ruleset,
     work=work,
     parts=_parts,
+    data_command=_data_command,
     check_static=check_static,
 )

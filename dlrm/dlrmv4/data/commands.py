@@ -8,7 +8,7 @@ from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
 from dlrm_bench.dlrm.dlrmv4.presets import training
 
 
-def main(what: str, preset: str, args: Sequence[str]) -> int:
+def main(what: str, preset: str | None, args: Sequence[str]) -> int:
     """Runs generate, preprocess, check or speed; returns the exit status.
 
     generate: as many users, items, artists and albums as the preset's tables have rows for, histories as long as its
@@ -16,6 +16,7 @@ def main(what: str, preset: str, args: Sequence[str]) -> int:
     """
     from dlrm_bench.dlrm.dlrmv4.data import check, generate, preprocess, speed
 
+    assert preset is not None, "the default is another benchmark's"
     if what == "generate":
         return generate.main(args, generate_config(preset))
     if what == "preprocess":
