@@ -123,7 +123,7 @@ def test_the_core_names_what_it_imports(site, tmp_path):
     assert len(files) > len(rooms)
     assert all(file.is_relative_to(site) for file in files)
     names = {name.split(".")[0] for file in files for name in imported(ast.parse(file.read_text(encoding="utf-8")))}
-    third_party = names - sys.stdlib_module_names - {PACKAGE}
+    third_party = names - sys.stdlib_module_names - {PACKAGE, ""}  # "": relative imports, of the products
     declared = {re.split(r"[<>=~!\[]", dependency)[0] for dependency in PYPROJECT["project"]["dependencies"]}
     assert {DISTRIBUTION_OF.get(name, name) for name in third_party} == declared
 

@@ -2,10 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    import torch
+from typing import Literal
 
 _ALLOWED = {
     "avoid_record_streams": (False, True),
@@ -70,9 +67,9 @@ class FiveStageOptions(HostSwitches):
                 raise ValueError(f"FiveStageOptions.{name} must be {values}, not {value!r}")
 
 
-def few_queues(options: FiveStageOptions, device: "torch.device") -> str | None:
+def few_queues(options: FiveStageOptions, device_type: str) -> str | None:
     """Why the kernels of two launching threads may wait for one another on the GPU, if they may."""
-    if options.launch_threads == 1 or device.type != "cuda":
+    if options.launch_threads == 1 or device_type != "cuda":
         return None
     connections = os.environ.get(_CONNECTIONS)
     if connections is not None and connections.strip().isdecimal() and int(connections) >= _ENOUGH:

@@ -112,7 +112,7 @@ class FiveStagePipeline(Generic[In, Out]):
                 self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
         # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
         self._joined = processed and not graphed
-        if (why := few_queues(options, device)) is not None:
+        if (why := few_queues(options, device.type)) is not None:
             self._warn("%s", why)
         self._in_flight: deque[_InFlight[In]] = deque()
         self._held: list[_InFlight[In]] = []

@@ -7,7 +7,7 @@ import pytest
 from dlrm_bench.bench import ROOT
 from tests.bench.stats.rates import TABLES, TRIES, Row, as_row, of_a_ladder, of_a_reference, of_a_window
 
-PAGE = (ROOT / "bench" / "stats" / "README.md").read_text(encoding="utf-8").splitlines()
+PAGE = (ROOT / "bench" / "stats" / "RATES.md").read_text(encoding="utf-8").splitlines()
 
 
 def test_the_page_has_every_table_and_case() -> None:

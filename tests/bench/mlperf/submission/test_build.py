@@ -1,7 +1,9 @@
 """Builds from ten runs: order, what does not belong together, what is kept, and scripts that a shell understands."""
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,13 @@ def test_records_say_more(tmp_path: Path, records: Path, monkeypatch: pytest.Mon
     configuration = json.loads((scripts / "8_x_Fast_dlrm-bench_dlrm-bench.json").read_text())
     assert configuration["config"]["local_batch_size"] == given[0].record["config"]["local_batch_size"]  # type: ignore[index]
     source = built.package.implementations / "dlrm-bench"
-    assert (source / "launch" / "dlrm.py").is_file()
+    program = [sys.executable, source / "launch" / "dlrm.py", "--print-config"]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown)["preset"] == "smoke"
+    assert {path.name for path in (source / "dlrm_bench").iterdir() if path.is_symlink()} < {
+        path.name for path in source.iterdir()
+    }
     assert all((source / "kernels" / "dense" / name).is_file() for name in ("fused_cross.cu", "hopper.cuh"))
     assert not (source / "tests").exists()
     assert not [path for path in source.rglob("*") if path.name.startswith(".") or " " in path.name]
