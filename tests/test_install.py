@@ -112,8 +112,9 @@ def test_compare_and_report_work_without_torch(site, tmp_path):
 
 
 def test_the_core_names_what_it_imports(site, tmp_path):
-    """Every third-party package that the files of `compare` and `report` import is a dependency, and no other is."""
-    rooms = [path for room in ("records", "analysis", "report") for path in (ROOT / "bench" / room).glob("*.py")]
+    """Every third-party package that `compare`, its statistics and `report` import is a dependency, and no other."""
+    floors = [ROOT / "bench" / room for room in ("records", "compare", "stats", "report")]
+    rooms = [path for floor in floors for path in floor.glob("*.py")]
     modules = [".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)) for path in rooms]
     program = (
         f"import importlib, sys\nfor name in {[*modules, 'dlrm_bench.bench.cli']!r}: importlib.import_module(name)\n"

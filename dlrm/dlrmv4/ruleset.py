@@ -46,40 +46,38 @@ def hyperparameters(
 ) -> list[tuple[str, Any]]:
     """Returns the keys and values that the closed division fixes or asks to know. The global batch stands before the
     learning rate: the checker reads the one with the other."""
-    from mlperf_logging.mllog import constants  # not installed where records are only read
-
     model, optimizer = config.model, config.optimizer
     assert isinstance(model, ModelConfig)
     assert isinstance(optimizer, OptimizerConfig)
     computed = _FORMATS[config.precision]
     return [
-        (constants.SEED, config.seed),
-        (constants.GLOBAL_BATCH_SIZE, global_batch_size),
-        (constants.GRADIENT_ACCUMULATION_STEPS, 1),
-        (constants.TRAIN_SAMPLES, train_samples),
-        (constants.EVAL_SAMPLES, eval_samples),
-        (constants.MAX_SEQUENCE_LENGTH, model.max_length + 1),  # 4096 of the longest sequence, 4095
-        (constants.OPT_NAME, "Adam"),
-        (constants.OPT_BASE_LR, optimizer.learning_rate),
-        (constants.OPT_ADAM_BETA_1, optimizer.adam_betas[0]),
-        (constants.OPT_ADAM_BETA_2, optimizer.adam_betas[1]),
-        (constants.OPT_ADAM_EPSILON, optimizer.adam_eps),
-        (constants.OPT_WEIGHT_DECAY, 0.0),
-        (constants.OPT_GRADIENT_CLIP_NORM, optimizer.clip_norm),
-        (constants.OPT_SPARSE_NAME, "RowWiseAdagrad"),
-        (constants.OPT_SPARSE_BASE_LR, optimizer.learning_rate),
-        (constants.OPT_LR_WARMUP_STEPS, optimizer.ramp_steps),
-        (constants.OPT_LR_WARMUP_START_LR, 0.0),
-        (constants.EVAL_EVERY_DATA_PCT, 1 / getattr(config, "evaluations_per_epoch", MLPERF_EVALUATIONS)),
-        (constants.LOWEST_NUMERICAL_PRECISION_IN_LINEAR, computed),
-        (constants.LOWEST_NUMERICAL_PRECISION_IN_ATTN, computed),
-        (constants.LOWEST_NUMERICAL_PRECISION_IN_COMM, _exchanged(config)),
-        (constants.TENSOR_PARALLELISM, 1),
-        (constants.PIPELINE_PARALLELISM, 1),
-        (constants.CONTEXT_PARALLELISM, 1),
-        (constants.EXPERT_PARALLELISM, 1),
-        (constants.MICRO_BATCH_SIZE, config.local_batch_size),
-        (constants.CONFIG_FILENAME, _CONFIG_FILE),
+        ("seed", config.seed),
+        ("global_batch_size", global_batch_size),
+        ("gradient_accumulation_steps", 1),
+        ("train_samples", train_samples),
+        ("eval_samples", eval_samples),
+        ("max_sequence_length", model.max_length + 1),  # 4096 of the longest sequence, 4095
+        ("opt_name", "Adam"),
+        ("opt_base_learning_rate", optimizer.learning_rate),
+        ("opt_adam_beta_1", optimizer.adam_betas[0]),
+        ("opt_adam_beta_2", optimizer.adam_betas[1]),
+        ("opt_adam_epsilon", optimizer.adam_eps),
+        ("opt_weight_decay", 0.0),
+        ("opt_gradient_clip_norm", optimizer.clip_norm),
+        ("opt_sparse_name", "RowWiseAdagrad"),
+        ("opt_sparse_base_learning_rate", optimizer.learning_rate),
+        ("opt_learning_rate_warmup_steps", optimizer.ramp_steps),
+        ("opt_learning_rate_warmup_start_lr", 0.0),
+        ("eval_every_data_pct", 1 / getattr(config, "evaluations_per_epoch", MLPERF_EVALUATIONS)),
+        ("lowest_numerical_precision_in_linear", computed),
+        ("lowest_numerical_precision_in_attn", computed),
+        ("lowest_numerical_precision_in_comm", _exchanged(config)),
+        ("tensor_parallelism", 1),
+        ("pipeline_parallelism", 1),
+        ("context_parallelism", 1),
+        ("expert_parallelism", 1),
+        ("micro_batch_size", config.local_batch_size),
+        ("config_filename", _CONFIG_FILE),
     ]
 
 

@@ -50,7 +50,7 @@ def printed(capsys: pytest.CaptureFixture[str], what: Outcome) -> tuple[int, str
 @pytest.fixture(autouse=True)
 def compliant(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     answer = {"passed": True, "output": "the checker's [bold]text"}
-    monkeypatch.setattr(summary, "check_compliance", lambda path, ruleset: ComplianceVerdict(**answer))
+    monkeypatch.setattr(summary, "check_compliance", lambda path, ruleset, of_data: ComplianceVerdict(**answer))
     return answer
 
 

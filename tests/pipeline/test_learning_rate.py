@@ -29,7 +29,7 @@ PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("static", {}),
 }
 ON_GPUS_ALONE = "five-stage, graph"
-BAD = (0.0, -1.0, float("nan"), float("inf"), 1e-50)
+BAD = (-1.0, float("nan"), float("inf"), 1e-50)
 
 
 def config_of(name: str) -> RunConfig:
@@ -46,7 +46,7 @@ def train(ranks: Ranks, name: str) -> list[float]:
         if step in CHANGES:
             pipeline.set_learning_rate(CHANGES[step])
         losses.append(pipeline.train_step(batches).item())
-    for value in BAD:
+    for value in BAD if name != "static" else (0.0, *BAD):  # a ramp of stock's begins with 0
         with pytest.raises(ValueError, match=r"--optimizer\.learning-rate"):
             pipeline.set_learning_rate(value)
     pipeline.close()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from dlrm_bench.dlrm.ranks import Ranks
 from torch import Tensor
 from torchrec.metrics.metric_module import RecMetricModule
 from torchrec.metrics.metrics_config import RecComputeMode, RecMetricEnum, RecTaskInfo, ThroughputDef
 from torchrec.metrics.rec_metric import MAX_BUFFER_COUNT, RecMetricException
 
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 from tests.kernels.devices import DEVICE
 from tests.pipeline.device_metrics.made_metrics import (
