@@ -68,6 +68,18 @@ def test_values_before_the_first_batch_are_torchrecs() -> None:
         assert_same_values(ours.compute(), theirs.compute())
 
 
+@pytest.mark.parametrize("size", [1, 10, 16])
+def test_a_window_may_be_full_to_the_last_sample(size: int) -> None:
+    of = tasks(1)
+    theirs, ours = both(config(of, dict.fromkeys(WINDOWS, 4 * size)), batch_size=size)
+    generator = torch.Generator().manual_seed(15)
+    for _ in range(9):
+        model_out = batch(of, size, generator)
+        theirs.update(copied(model_out))
+        ours.update(model_out)
+        assert_same_values(ours.compute(), theirs.compute())
+
+
 def test_a_window_holds_no_more_batches_than_torchrecs() -> None:
     of = tasks(1)
     theirs, ours = both(config(of, dict.fromkeys(WINDOWS, 10**6)))

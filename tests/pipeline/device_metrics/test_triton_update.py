@@ -67,6 +67,15 @@ def both_updated(kernel: Kernel, plain: State, signals: list[Tensor]) -> None:
     plain_update(kernel.layout, plain, scratch_of(kernel.layout), batches)
 
 
+def test_a_window_may_be_full_to_the_last_sample() -> None:
+    layout = layout_of(1, windows=dict.fromkeys(WINDOWS, 64))
+    kernel, plain = Kernel(layout), empty_state(layout)
+    for turn in range(9):
+        both_updated(kernel, plain, signals_of([16]))
+        assert_equal(kernel.state, plain)
+        assert kernel.state.cursors[1:, 0, 0].tolist() == [min(turn + 1, 4), min(turn + 1, 4) * 16]
+
+
 @pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_windows_move_as_in_the_plain_update(count: int, validate: bool) -> None:
