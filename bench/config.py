@@ -79,6 +79,9 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     min_time: float | None = None
     """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
     or the epoch ends."""
+    warmup_time: float | None = None
+    """With --min-time: the warm-up has as many iterations more as it takes to last this many seconds. A GPU's power cap
+    sets in after about one."""
     max_time: float | None = None
     """With --min-time: go on beyond it while the timed iterations are not steady, until these have taken this many
     seconds. Steady means that the medians of their eighths differ by 2 % at most, or by accident."""
@@ -121,6 +124,9 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
         require(
             self.max_time is None or (self.min_time is not None and self.max_time >= self.min_time),
             f"--max-time {self.max_time} ends a run that goes on after --min-time ({self.min_time}): give it as much",
+        )
+        require(
+            self.warmup_time is None or 0 <= self.warmup_time < math.inf, "--warmup-time must be a number of seconds"
         )
         require(self.iterations is None or self.iterations > 0, "--iterations must be positive")
         require(self.warmup_iterations >= 0, "--warmup-iterations must not be negative")

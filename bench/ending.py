@@ -148,6 +148,7 @@ def write_results(
         telemetry=telemetry,
         profile=profile,
         checkpoints=this.checkpoints.describe(),
+        warmup=this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations),
     )
 
     def write(folder: Path) -> None:

@@ -315,7 +315,8 @@ def run(
                     losses = this.losses.finish()
                 except NonFiniteError as error:
                     raise ValueError(f"{error}; {keep_figures(this, error)}") from None
-                telemetry = monitor.gather()
+                warmup = this.schedule.warmup_of(this.clock.gather_ms()[0], config.warmup_iterations)
+                telemetry = monitor.gather(warmup)
                 _note_what_happened(telemetry, this.losses.too_large, log, ranks)
                 log.close(this.log_status, this.epoch_num)
                 with named_checkpoints(this):

@@ -47,7 +47,6 @@ SHOULD_BE_EQUAL = {
     "skew of random ids": "config.data.random_skew",
     "kind of random ids after a feature's first": "config.data.random_ids",
     "number of random batches": "config.data.random_batches",
-    "number of warm-up iterations": "warmup_iterations",
     "interval between checks of the loss": "config.loss_interval",
 }
 """What a reader takes to be the same on both sides, and where a record says it."""
@@ -55,6 +54,8 @@ _VARIABLE = "environment variable "
 _KNOWN = "environment"
 _SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
 """Set by dlrm/runtime/peer_memory.py and by torch itself, as the compared options ask for it."""
+WARMUP = "number of warm-up iterations"
+"""Where the warm-up has a time too, as configured: how many iterations that takes varies from run to run."""
 BOOT = "boot of the machine"
 """Tells machines of one description apart where no GPU does."""
 MUST_BE_KNOWN = {
@@ -80,7 +81,8 @@ def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
     """The distinct values, over the records, of each setting that should be equal; unknown ones are left out."""
     settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
     boots = different(None if _lookup(r, "machine.gpu_uuids") else _lookup(r, "machine.boots") for r in records)
-    return settings | {BOOT: boots, SM_CLOCK: _clocks(records)} | _environment(records)
+    warmups = different(map(_warmup, records))
+    return settings | {WARMUP: warmups, BOOT: boots, SM_CLOCK: _clocks(records)} | _environment(records)
 
 
 def absent(settings: Mapping[str, list[Any]], name: str) -> list[Any]:
@@ -160,6 +162,13 @@ def _lookup(record: Record, field: str) -> Any:
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def _warmup(record: Record) -> Any:
+    config = record.run["config"]
+    by_time = config.get("min_time") and config.get("iterations") is None and config.get("target_auc") is None
+    seconds = config.get("warmup_time") if by_time else None
+    return f"{config['warmup_iterations']}, and {seconds:g} s" if seconds else record.run["warmup_iterations"]
 
 
 def _clocks(records: Sequence[Record]) -> list[Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dlrm_bench.bench.compare.comparability import SHOULD_BE_EQUAL, SM_CLOCK, absent
 from dlrm_bench.bench.compare.notes import notes_on
 from dlrm_bench.bench.compare.order import are_pairs, confounded
@@ -31,6 +33,8 @@ class Result:
     comparison: Comparison
     estimate: Estimate
     """The time of B over that of A which the verdict is about."""
+    clock: Estimate | None = None
+    """The time by the clock of B over that of A, of which samples a second follow; None where nobody shows them."""
     p_value: float
     """Probability under no difference in `estimate`, corrected for all comparisons asked for together (Holm)."""
     comparisons: int = 1
@@ -51,7 +55,10 @@ class Result:
 
     @property
     def metric(self) -> Metric:
-        """The metric that the verdict is about: the median, or the mean, of which throughput and logs are made."""
+        """The metric that the verdict is about: the median, or the mean where a log has no other.
+
+        Where batch sizes differ, the verdict is about samples a second, by the clock.
+        """
         return _metric(self.a, self.b)
 
     @property
@@ -141,21 +148,21 @@ def compare_sides(a: Side, b: Side, name: str = "") -> Result:
 
 def _compared(a: Side, b: Side, name: str, terms: Terms) -> Result:
     references, reasons = None, [*confounded(a, b)]
-    comparison = compare(a.series, b.series, paired=are_pairs(a, b))
     if terms.reference is not None:
         references = read_side(terms.reference[0]), read_side(terms.reference[1])
         _check_references(references)
         beside = [(side, reference) for side, reference in zip((a, b), references, strict=True)]
         reasons = [f"{side.label}: {why}" for side, reference in beside for why in confounded(reference, side)]
-        of_a, of_b = (_over_reference(side, reference) for side, reference in beside)
-        comparison = of_b.minus(of_a)
-    estimate = _estimate(a, b, comparison)
+    comparison = _difference(a, b, references)
+    clock = _by_clock(a, b, references, comparison)
+    estimate = clock.scaled(_samples(a, b)) if _per_sample(a, b) else comparison.estimates[_metric(a, b)]
     return Result(
         name=name or b.label,
         a=a,
         b=b,
         comparison=comparison,
         estimate=estimate,
+        clock=clock,
         p_value=estimate.p_value,
         confounded=reasons,
         references=references,
@@ -168,6 +175,26 @@ def _noted(result: Result, terms: Terms) -> Result:
     accepted = result.confounded if terms.accept_blocked_order else ()
     result = replace(result, confounded=() if accepted else result.confounded)
     return replace(result, notes=[*notes_on(result, accepted)])
+
+
+def _difference(a: Side, b: Side, references: tuple[Side, Side] | None) -> Comparison:
+    """B over A; with references B over its own, less A over its own."""
+    if references is None:
+        return compare(a.series, b.series, paired=are_pairs(a, b))
+    old, new = references
+    return _over_reference(b, new).minus(_over_reference(a, old))
+
+
+def _by_clock(a: Side, b: Side, references: tuple[Side, Side] | None, comparison: Comparison) -> Estimate:
+    """The same of the time by the clock. One run has one such time: the error is then that of its mean latency."""
+    a, b = _clocked(a), _clocked(b)
+    references = None if references is None else (_clocked(references[0]), _clocked(references[1]))
+    found, of_mean = _difference(a, b, references).estimates["mean"], comparison.estimates["mean"]
+    return found if comparison.between_runs else replace(found, error=of_mean.error, freedom=of_mean.freedom)
+
+
+def _clocked(side: Side) -> Side:
+    return replace(side, series=[np.array([ms]) for ms in side.clock_ms])
 
 
 def _over_reference(side: Side, reference: Side) -> Comparison:
@@ -223,13 +250,10 @@ def _metric(a: Side, b: Side) -> Metric:
     return "mean" if a.mean_only or b.mean_only or _per_sample(a, b) else "p50"
 
 
-def _estimate(a: Side, b: Side, comparison: Comparison) -> Estimate:
-    estimate = comparison.estimates[_metric(a, b)]
-    if not _per_sample(a, b):
-        return estimate
+def _samples(a: Side, b: Side) -> float:
     assert a.global_batch_size is not None
     assert b.global_batch_size is not None
-    return estimate.scaled(a.global_batch_size / b.global_batch_size)
+    return a.global_batch_size / b.global_batch_size
 
 
 def _differences(a: Side, b: Side) -> Iterator[str]:

@@ -32,8 +32,8 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
         )
     if result.per_sample:
         yield (
-            "the batch sizes differ, so the verdict is about samples per second: the mean time of an iteration over "
-            "its samples; times of an iteration stand beside it without one"
+            "the batch sizes differ, so the verdict is about samples per second: elapsed time, by the clock, over "
+            "samples; times of an iteration stand beside it without one"
         )
     if not comparison.between_runs:
         yield (

@@ -1,6 +1,6 @@
 """Sides of a comparison: runs of the same thing, read from records, ladders or MLPerf logs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
@@ -16,11 +16,12 @@ from dlrm_bench.bench.compare.comparability import (
     settings_of,
     unknown,
 )
+from dlrm_bench.bench.limits.efficiency import power_of, sm_clock_of
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun, read_mlperf_log
 from dlrm_bench.bench.records.distinct import distinct, record_key
 from dlrm_bench.bench.records.ladder import LADDER_JSON, ended_by_precision, members_of
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE, Metric
+from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE, Metric, by_clock
 from dlrm_bench.bench.stats.statistics import mean_statistics
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 from dlrm_bench.dlrm.data.paths import why_not
@@ -36,6 +37,8 @@ class Side:
     label: str
     series: list[np.ndarray]
     """Latencies of each run [n], slowest rank, warm-up left out; of an MLPerf log the mean alone, [1]."""
+    clock_ms: list[float]
+    """Elapsed milliseconds an iteration of each run, by the clock: what samples a second follow from."""
     finished: list[str]
     """When each run ended, as sortable text; empty where that is not known, as in MLPerf logs."""
     machines: list[str]
@@ -54,6 +57,10 @@ class Side:
     """What tells each run from all others, and not from its copies; empty of MLPerf logs."""
     unknown: Sequence[str] = ()
     """What records do not say, and --strict asks for."""
+    power_w: float | None = None
+    """Watts of a GPU over the timed iterations, median of the runs; None where no record says."""
+    sm_clock_mhz: float | None = None
+    """Clock of the SMs then, median of the runs."""
     logs: Sequence[MLPerfRun] = ()
     """Every run of MLPerf logs, also those with nothing to compare; empty for records."""
 
@@ -61,6 +68,14 @@ class Side:
         """Geometric mean over the runs of each known metric, in milliseconds."""
         metrics = mean_statistics(self.series)
         return {"mean": metrics["mean"]} if self.mean_only else metrics
+
+    def by_clock(self) -> float:
+        """Elapsed milliseconds an iteration, geometric mean over the runs."""
+        return float(np.exp(np.mean(np.log(self.clock_ms))))
+
+    def shortest_s(self) -> float:
+        """Seconds of timed iterations of the run that has the fewest."""
+        return min(len(run) * ms for run, ms in zip(self.series, self.clock_ms, strict=True)) / 1000
 
 
 def read_side(path: Path) -> Side:
@@ -136,6 +151,7 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
     return Side(
         label=label,
         series=[record.latencies_ms.astype(np.float64) for record in records],
+        clock_ms=[by_clock(record.iterations_ms, record.run["warmup_iterations"]) for record in records],
         finished=[record.run["created"] for record in records],
         machines=[machine_of(record) for record in records],
         settings=settings_of(records),
@@ -145,6 +161,8 @@ def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[st
         programs=different(program_of(record) for record in records),
         keys=[record_key(record) for record in records],
         unknown=unknown(label, records),
+        power_w=_median(power_of(record.run) for record in records),
+        sm_clock_mhz=_median(sm_clock_of(record.run) for record in records),
     )
 
 
@@ -200,6 +218,7 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
     return Side(
         label=label,
         series=[np.array([run.train_ms_per_iteration]) for run in usable],
+        clock_ms=[run.train_ms_per_iteration or 0.0 for run in usable],
         finished=[],
         machines=[""] * len(usable),
         settings={"benchmark": list(named), "global batch": different(run.global_batch_size for run in usable)},
@@ -210,6 +229,11 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
         + [f"{run.path}: does not say of which benchmark it is" for run in usable if run.benchmark is None],
         logs=runs,
     )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
 
 
 def _one_batch_size(label: str, sizes: Sequence[int | None]) -> int | None:

@@ -20,10 +20,10 @@ def result_as_json(result: Result) -> dict[str, Any]:
     """The result as JSON, null where something cannot be known.
 
     times_as_fast: how many times as fast as A B is (A's time over B's), by metric, each {value, low, high}.
-    throughput_ratio: samples per second of B over A's. estimate: what the verdict is about, the natural logarithm of
-    B's time over A's with its standard error and degrees of freedom. p_value: corrected for `comparisons` (Holm); the
-    verdict asks for 1 - confidence. no_verdict_because: what differs beside the program. detectable: the smallest
-    difference that so many runs find, and detectable_interval its own 95 % interval.
+    throughput_ratio: samples per second of B over A's, batches over elapsed time. estimate: what the verdict is about,
+    the natural logarithm of B's time over A's with its standard error and degrees of freedom. p_value: corrected for
+    `comparisons` (Holm); the verdict asks for 1 - confidence. no_verdict_because: what differs beside the program.
+    detectable: the smallest difference that so many runs find, and detectable_interval its own 95 % interval.
     """
     comparison, confidence = result.comparison, result.confidence
     spread = [None if side.mean_only else asdict(of) for side, of in zip(_sides(result), _spread(result), strict=True)]
@@ -60,7 +60,7 @@ def throughput_ratio(result: Result) -> Ratio | None:
     a, b = result.a.global_batch_size, result.b.global_batch_size
     if not a or not b:
         return None
-    return result.comparison.estimates["mean"].scaled(a / b).speedup(result.confidence)
+    return None if result.clock is None else result.clock.scaled(a / b).speedup(result.confidence)
 
 
 def result_table(result: Result) -> Table:
@@ -77,6 +77,9 @@ def result_table(result: Result) -> Table:
         cells = (f"{a[metric]:.3f}", f"{b[metric]:.3f}", *_ratio_cells(speedup))
         style = "bold" if is_the_verdict else None
         table.add_row(METRIC_NAMES[metric], *cells, _said(result) if is_the_verdict else "", style=style)
+    if result.clock is not None and not (result.a.mean_only or result.b.mean_only):
+        cells = (*(f"{side.by_clock():.3f}" for side in _sides(result)), *_ratio_cells(_by_clock(result)))
+        table.add_row("by clock", *cells, "")
     throughput = throughput_ratio(result)
     if throughput is not None:
         of_sides = (f"{_throughput(side):,.0f}" for side in _sides(result))
@@ -125,6 +128,11 @@ def verdict_in_words(result: Result) -> str:
     return f"B is {result.verdict}, {said}"
 
 
+def _by_clock(result: Result) -> Ratio:
+    assert result.clock is not None
+    return result.clock.speedup(result.confidence)
+
+
 def _sides(result: Result) -> tuple[Side, Side]:
     return result.a, result.b
 
@@ -138,7 +146,7 @@ def _shared_metrics(result: Result) -> list[Metric]:
 
 
 def _throughput(side: Side) -> float:
-    return (side.global_batch_size or 0) / side.metrics()["mean"] * 1000
+    return (side.global_batch_size or 0) / side.by_clock() * 1000
 
 
 def _said(result: Result) -> str:
@@ -168,4 +176,12 @@ def _ratio_as_json(ratio: Ratio | None) -> dict[str, float | None] | None:
 def _side_as_json(side: Side) -> dict[str, Any]:
     metrics: dict[str, Any] = {f"{name}_ms": value for name, value in side.metrics().items()}
     throughput = _throughput(side) if side.global_batch_size else None
-    return {"label": side.label, "runs": len(side.series), **metrics, "samples_per_second": throughput}
+    return {
+        "label": side.label,
+        "runs": len(side.series),
+        **metrics,
+        "by_clock_ms": side.by_clock(),
+        "samples_per_second": throughput,
+        "power_w": side.power_w,
+        "sm_clock_mhz": side.sm_clock_mhz,
+    }

@@ -38,6 +38,8 @@ class Schedule:
     """Time that the iterations after the warm-up take at least, in a run by time."""
     max_time_s: float | None = None
     """Time up to which such a run goes on until they are steady; None where it ends in any case."""
+    warmup_time_s: float = 0.0
+    """Time that the warm-up of such a run takes at least."""
     first: int = 0
     """Iterations of a checkpoint that the run goes on from."""
 
@@ -65,26 +67,41 @@ class Schedule:
             return True
         return iteration >= self.first_evaluation and iteration % self.evaluate_every == 0
 
+    def warmup_of(self, latencies_ms: np.ndarray, warmup: int) -> int:
+        """Number of first iterations, of a run with the latencies [n], that are not timed.
+
+        It is `warmup`, and in a run by time as many as the warm-up's time takes, if that is more; above n where that
+        time has not passed.
+        """
+        if self.min_time_s is None or self.warmup_time_s == 0:
+            return warmup
+        elapsed_ms = np.cumsum(latencies_ms, dtype=np.float64)
+        return max(warmup, int(np.searchsorted(elapsed_ms, 1000 * self.warmup_time_s)) + 1)
+
     def lacking(self, latencies_ms: np.ndarray, warmup: int) -> int:
         """Iterations that a run by time lacks after those of its own, `latencies_ms` [n]; 0 in other runs, and where it
         has all.
 
-        As many as the remaining time has room for at the median speed of the later half of them, and 5 % more, so that
-        one look at the clock in the warm-up nearly always suffices: what is timed is then one stretch. A run that is
-        not steady goes on for half as long again, so that what it began with becomes less of the whole.
+        warmup: iterations of the warm-up, whatever their time. As many as the remaining time has room for at the median
+        speed of the later half of them, and 5 % more, so that one look at the clock in the warm-up nearly always
+        suffices: what is timed is then one stretch. A run that is not steady goes on for half as long again, so that
+        what it began with becomes less of the whole.
         """
         if self.min_time_s is None:
             return 0
         done = len(latencies_ms)
-        timed = latencies_ms[warmup:]
+        timed = latencies_ms[self.warmup_of(latencies_ms, warmup) :]
         timed_s = float(timed.sum()) / 1000
         remaining_s = self.min_time_s - timed_s
         if remaining_s <= 0:
             if self.max_time_s is None or timed_s >= self.max_time_s or _steady(timed):
                 return 0
             remaining_s = min(timed_s / 2, self.max_time_s - timed_s)
-        more = math.ceil(1.05 * 1000 * remaining_s / float(np.median(latencies_ms[done // 2 :])))
-        return min(max(0, warmup - done) + more, self.most - self.first - done)
+        typical_ms = float(np.median(latencies_ms[done // 2 :]))
+        warming_ms = 1000 * self.warmup_time_s - float(latencies_ms.sum())
+        warming = max(0, warmup - done, math.ceil(warming_ms / typical_ms))
+        more = math.ceil(1.05 * 1000 * remaining_s / typical_ms)
+        return min(warming + more, self.most - self.first - done)
 
 
 def _steady(latencies_ms: np.ndarray) -> bool:
@@ -114,6 +131,7 @@ def plan_schedule(
             iterations_per_epoch=_EPOCH_BY_TIME if by_time else iterations,
             min_time_s=config.min_time if by_time else None,
             max_time_s=config.max_time,
+            warmup_time_s=config.warmup_time or 0.0,
         )
     # The last partial batch is dropped.
     per_epoch = train_samples // global_batch_size if epoch_iterations is None else epoch_iterations
@@ -141,6 +159,7 @@ def plan_schedule(
         most=iterations,
         min_time_s=config.min_time if by_time else None,
         max_time_s=config.max_time,
+        warmup_time_s=config.warmup_time or 0.0,
         evaluate_every=evaluations.every if config.target_auc is not None else None,
         first_evaluation=evaluations.first,
         evaluates_last=evaluations.at_end,

@@ -89,8 +89,11 @@ class RunMonitor:
         if self._thread is not None:
             self._thread.join(timeout=10)  # a driver that hangs must not hang the run
 
-    def gather(self) -> Telemetry:
-        """The telemetry of all ranks, on every rank. Collective, after the loop."""
+    def gather(self, warmup: int | None = None) -> Telemetry:
+        """The telemetry of all ranks, on every rank. Collective, after the loop.
+
+        warmup: iterations that were not timed, where they turned out to be others than was said before.
+        """
         # The loop begins with a collection, and Python may catch up on one after its end: neither cost it any time.
         within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
         self._samples.gc_iterations = within
@@ -98,7 +101,7 @@ class RunMonitor:
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self._samples)
-        return summarize(ranks, self._interval_s, self._warmup)
+        return summarize(ranks, self._interval_s, self._warmup if warmup is None else warmup)
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop":

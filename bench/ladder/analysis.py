@@ -82,6 +82,10 @@ def rung_results(
                 detectable_interval=[finds[0], finds[2]] if finds else None,
                 agrees_by_luck=agreement_by_luck(one),
                 spread=RungSpread(**asdict(levels(one.side.series, "p50", one.side.machines))),  # type: ignore[typeddict-item]
+                timed_s=one.side.shortest_s(),
+                by_clock_ms=one.side.by_clock(),
+                power_w=one.side.power_w,
+                sm_clock_mhz=one.side.sm_clock_mhz,
                 host=host_costs.get(rung.name),
             )
         )
@@ -166,6 +170,21 @@ def ladder_spread_table(ladder: Ladder) -> Table | None:
     for rung in ladder["rungs"]:
         spread = (rung["spread"]["iteration"], rung["spread"]["process"], rung["spread"]["machine"])
         table.add_row(rung["name"], *("unknown" if value is None else f"{value:.2%}" for value in spread))
+    return table
+
+
+def ladder_clock_table(ladder: Ladder) -> Table | None:
+    """Time by the clock beside the median, power and clock of each rung; None of ladders that do not say."""
+    if any("by_clock_ms" not in rung for rung in ladder["rungs"]):
+        return None
+    title = "elapsed time over iterations beside the median, and the GPUs meanwhile"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("rung", "timed, s", "median, ms", "by clock, ms", "W a GPU", "SM clock, MHz"):
+        table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
+    for rung in ladder["rungs"]:
+        gpu = ("" if value is None else f"{value:.0f}" for value in (rung["power_w"], rung["sm_clock_mhz"]))
+        times = (f"{rung[name]:.3f}" for name in ("median_ms", "by_clock_ms"))  # type: ignore[literal-required]
+        table.add_row(rung["name"], f"{rung['timed_s']:.1f}", *times, *gpu)
     return table
 
 

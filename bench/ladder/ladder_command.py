@@ -11,7 +11,13 @@ from rich.console import Console
 from dlrm_bench.bench.compare.gate import percentage
 from dlrm_bench.bench.flags import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
-from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_spread_table, ladder_table, lucky
+from dlrm_bench.bench.ladder.analysis import (
+    ladder_clock_table,
+    ladder_host_table,
+    ladder_spread_table,
+    ladder_table,
+    lucky,
+)
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, plan_to_resume, profiled_run_id, run_ladder
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
@@ -106,7 +112,8 @@ def _run(plan: Plan, folder: Path) -> None:
 
 def _print(console: Console, plan: Plan, folder: Path) -> None:
     ladder = read_ladder_json(folder)
-    for table in (ladder_table(ladder), ladder_spread_table(ladder), ladder_host_table(ladder)):
+    tables = (ladder_table, ladder_clock_table, ladder_spread_table, ladder_host_table)
+    for table in (make(ladder) for make in tables):
         if table is not None:
             console.print(table)
     for rung in ladder["rungs"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Literal
 
 from dlrm_bench.bench.records.schema import Efficiency, RunRecord
 from dlrm_bench.dlrm.benchmarks import benchmark_of
@@ -10,6 +11,9 @@ DATA_SHEET_FLOP: Mapping[str, Mapping[str, float]] = {
     "NVIDIA H200": {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12, "fp8": 1978.9e12},  # SXM, dense
 }
 """FLOP a second that the maker states, by GPU and precision of the products: what an MFU is a share of."""
+
+_ABOVE_LIMIT = 1.1
+"""Mean power over the enforced limit from which on an energy is none of the timed iterations: counters lag by 0.1 s."""
 
 
 def precision_of_products(run: RunRecord) -> str:
@@ -32,13 +36,56 @@ def efficiency_of(run: RunRecord) -> Efficiency | None:
     needed = None
     if most and benchmark is not None and benchmark.work is not None:
         needed = benchmark.work.flop_per_sample(benchmark.restored(config))
-    conditions = run.get("conditions")
-    joules = conditions.get("joules_per_iteration") if conditions else None
+    joules = _joules_per_iteration(run)
     return Efficiency(
         samples_per_second_per_gpu=a_gpu,
         mfu=a_gpu * needed / most if most and needed else None,
         joules_per_sample=None if joules is None else joules / config["global_batch_size"],
     )
+
+
+def power_of(run: RunRecord) -> float | None:
+    """Watts of one GPU over the timed iterations: by the energy counters, or else the median of the samples after the
+    warm-up; None where neither is known."""
+    joules, ms, gpus = _joules_per_iteration(run), _by_clock_ms(run), run["machine"]["gpus"]
+    if joules is not None and ms and gpus:
+        return joules / (ms / 1000) / gpus
+    return _median_of_samples(run, "power_w")
+
+
+def sm_clock_of(run: RunRecord) -> float | None:
+    """Median clock of the SMs over the timed iterations and GPUs, MHz; None where no sample says."""
+    return _median_of_samples(run, "sm_clock_mhz")
+
+
+def _by_clock_ms(run: RunRecord) -> float | None:
+    latency = run["latency_ms"]
+    return latency.get("by_clock") if latency else None
+
+
+def _joules_per_iteration(run: RunRecord) -> float | None:
+    """The record's energy, unless GPUs cannot have drawn it: older records of evaluating runs count evaluations in."""
+    conditions, ms = run.get("conditions"), _by_clock_ms(run)
+    joules = conditions.get("joules_per_iteration") if conditions else None
+    limit, gpus = run["machine"]["power_limit_w"], run["machine"]["gpus"]
+    if joules is None or not (limit and ms and gpus):
+        return joules
+    return None if joules / (ms / 1000) / gpus > _ABOVE_LIMIT * limit else joules
+
+
+def _median_of_samples(run: RunRecord, what: Literal["power_w", "sm_clock_mhz"]) -> float | None:
+    """Median over the ranks' samples after the warm-up; of older records, which keep none, over all samples."""
+    conditions = run.get("conditions")
+    if not conditions:
+        return None
+    known = [
+        value
+        for rank in conditions.get("ranks", [])
+        for iteration, value in zip(rank["iteration"], rank[what], strict=True)
+        if value is not None and iteration >= run["warmup_iterations"]
+    ]
+    triple = conditions[what]
+    return median(known) if known else triple[1] if triple else None
 
 
 def efficiency_of_runs(runs: Sequence[RunRecord]) -> Efficiency | None:

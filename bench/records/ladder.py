@@ -100,6 +100,14 @@ class RungResult(TypedDict):
     agrees_by_luck: NotRequired[str | None]
     """A sentence where the rounds agree better than their iterations let expect, so that intervals are too narrow."""
     spread: NotRequired["RungSpread"]
+    timed_s: NotRequired[float]
+    """Seconds of timed iterations of the shortest member."""
+    by_clock_ms: NotRequired[float]
+    """Geometric mean of the members' elapsed time over iterations."""
+    power_w: NotRequired[float | None]
+    """Watts of a GPU over the timed iterations, median of the members."""
+    sm_clock_mhz: NotRequired[float | None]
+    """Clock of the SMs then."""
     host: NotRequired["HostCost | None"]
     """None where no profiled run was asked for, or it failed."""
 

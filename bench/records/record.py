@@ -153,14 +153,16 @@ def build_record(
     profile: Profile | None = None,
     provenance: Provenance | None = None,
     checkpoints: Checkpointing | None = None,
+    warmup: int | None = None,
 ) -> RunRecord:
     """Assembles run.json from what a run knows.
 
     iterations_ms: float32 [ranks, iterations]. losses: [iterations]. peak_memory_bytes: one number for each rank.
-    profile: None unless the run is a profiled one.
+    profile: None unless the run is a profiled one. warmup: iterations that are not timed; None for as many as were
+    configured.
     """
     global_batch_size = config.local_batch_size * world_size
-    warmup = config.warmup_iterations
+    warmup = config.warmup_iterations if warmup is None else warmup
     latency = summarize_latency(iterations_ms, warmup) if iterations_ms.shape[1] > warmup else None
     record = RunRecord(
         schema=RECORD_SCHEMA,
@@ -246,7 +248,18 @@ def read_record(folder: Path) -> Record:
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     check_readable(path, record["config"], record["schema"])
     record["config"] = upgraded(record["config"], record["schema"])
+    _set_by_clock(record, latency_ms)
     return Record(folder=folder, run=record, iterations_ms=latency_ms, losses=loss)
+
+
+def _set_by_clock(record: RunRecord, iterations_ms: np.ndarray) -> None:
+    """Sets time by the clock and samples a second: older records lack the one, and have the other by the mean of the
+    slowest ranks, which is less."""
+    latency, samples = record["latency_ms"], record["config"].get("global_batch_size")
+    if latency is not None:
+        latency["by_clock"] = by_clock(iterations_ms, record["warmup_iterations"])
+        if record["samples_per_second"] is not None and samples:
+            record["samples_per_second"] = samples / latency["by_clock"] * 1000
 
 
 def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) -> Training:

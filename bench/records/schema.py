@@ -26,7 +26,8 @@ class RunRecord(TypedDict):
     latency_ms: "LatencySummary | None"
     """None where the run ended within the warm-up."""
     samples_per_second: float | None
-    """Global batch size over mean latency; evaluations do not count."""
+    """Global batch size over the time by the clock; evaluations do not count. Files of older records have it over the
+    mean latency of the slowest ranks; read_record makes it anew."""
     efficiency: NotRequired["Efficiency | None"]
     """None of profiled runs and without GPUs; older records have none."""
     memory_gb: "Memory | None"
@@ -134,7 +135,8 @@ class LatencySummary(TypedDict):
     mean: float
     by_clock: NotRequired[float]
     """Elapsed time over iterations: of the rank that took longest for all of them. Ranks that are slow in turn make the
-    mean of the slowest rank larger than this. Samples per second follow from it; older records lack it."""
+    mean of the slowest rank larger than this. Samples per second follow from it; files of older records lack it, and
+    read_record adds it."""
     p50: float
     p90: float
     p99: float

@@ -56,6 +56,7 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     if "iterations" in rest:
         rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
         rest.setdefault("max_time", None)
+        rest.setdefault("warmup_time", None)
     if options.get("plan") == "balanced":
         del options["plan"]  # an option of former versions, which had this value in all records
     return rest | {"pipeline": {"name": options["name"], **defaults(options["name"]), **options}}

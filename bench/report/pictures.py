@@ -249,7 +249,7 @@ def published(shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
         same = [(f"{words}, {batch}", side) for words, side in ours if side.global_batch_size == batch]
         theirs = [row for row in PUBLISHED if row.global_batch_size == batch and same]
         rows += [(f"{row.system}, {row.source}, {batch}", row.ms_per_iteration, False) for row in theirs]
-        rows += [(words, side.metrics()["mean"], True) for words, side in same]
+        rows += [(words, side.by_clock(), True) for words, side in same]
     if not rows:
         return None
     return Picture(
@@ -275,7 +275,7 @@ def _fastest(shown: Sequence[Family]) -> list[tuple[str, Side]]:
                 machine = record.run["machine"]
                 kinds.setdefault((machine["nodes"] * machine["gpus"], side.global_batch_size), []).append(name)
         for kind, names in kinds.items():
-            fastest = min(names, key=lambda name: family.sides[name].metrics()["mean"])
+            fastest = min(names, key=lambda name: family.sides[name].by_clock())
             chosen = dict.fromkeys((names[0], fastest)) if family.ladder else [fastest]
             words = machine_in_words(family.timed[fastest][0].run["machine"])
             found.setdefault(kind, [(f"{words}, {family.name}: {name}", family.sides[name]) for name in chosen])

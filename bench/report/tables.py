@@ -8,7 +8,7 @@ table has the comparison, else by `compare`, with Holm's correction over all suc
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,31 +22,77 @@ from dlrm_bench.bench.stats.series import CONFIDENCE
 from dlrm_bench.bench.stats.statistics import Ratio, student_t
 
 Rows = list[list[str]]
+SUSTAINED_S = 10.0
+"""Seconds of timed iterations that every run of a table of kind `sustained` has at least."""
 LUCK = "\N{DAGGER}"
 _RECORD = re.compile(r"\d\d+-")
-_TIMES = re.compile(r"<!-- table: times\n.*\n(.+)\n")
-"""The first comparison of a page's first table of kind `times`."""
+_TIMES = re.compile(r"<!-- table: (?:times|sustained)\n.*\n(.+)\n")
+"""The first comparison of a page's first table of kind `times` or `sustained`."""
 _AUC = re.compile(r"<!-- table: auc\n(.+)\n")
 
 
-def _times(folder: Path, lines: Sequence[str]) -> Rows:
-    """A heading, then a line for each comparison: words | record | a side in it | another.
+class _Compared(NamedTuple):
+    """A line of a table of comparisons."""
+
+    words: str
+    a: Side
+    b: Side
+    cell: str
+    """How many times faster b is."""
+    runs: str
+    """How many there were, with a link to their record."""
+
+
+def _compared(folder: Path, lines: Sequence[str]) -> list[_Compared]:
+    """Returns the comparisons of lines, the heading first: words | record | a side in it | another.
 
     A side is a rung of a ladder, or a folder of runs.
     """
     if len(lines) < 2:
         raise ValueError("a heading and a line for each comparison are needed")
-    words, _, a, b = _cells(lines[0], 4)
     pairs = [_pair(folder, line) for line in lines[1:]]
     cells = [_as_in_ladder(record, *sides) for record, (_, *sides) in pairs]
     others = [place for place, cell in enumerate(cells) if cell is None]
     for place, result in zip(others, compare_all([pairs[place][1] for place in others]), strict=True):
         cells[place] = _faster(result)
-    rows = [[words, f"{a}, ms", f"{b}, ms", "times faster (95 % interval)", "runs"]]
+    found = []
     for (record, (name, left, right)), cell in zip(pairs, cells, strict=True):
         runs = " and ".join(map(str, dict.fromkeys((len(left.series), len(right.series)))))
         link = runs if record.resolve() == folder.resolve() else f"[{runs}]({record.relative_to(folder)})"
-        rows.append([name, milliseconds(_typical(left)), milliseconds(_typical(right)), cell or "", link])
+        found.append(_Compared(name, left, right, cell or "", link))
+    return found
+
+
+def _times(folder: Path, lines: Sequence[str]) -> Rows:
+    """A heading, then a line for each comparison, as _compared reads them."""
+    found = _compared(folder, lines)
+    words, _, a, b = _cells(lines[0], 4)
+    rows = [[words, f"{a}, ms", f"{b}, ms", "times faster (95 % interval)", "runs"]]
+    return rows + [
+        [each.words, milliseconds(_typical(each.a)), milliseconds(_typical(each.b)), each.cell, each.runs]
+        for each in found
+    ]
+
+
+def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
+    """The same with the time by the clock beside each median, and power and clock of b's GPUs.
+
+    ValueError for a run with less than SUSTAINED_S of timed iterations: what a short one shows may not last.
+    """
+    found = _compared(folder, lines)
+    words, _, a, b = _cells(lines[0], 4)
+    headings = (f"{a}, ms (by clock)", f"{b}, ms (by clock)", "times faster (95 % interval)", f"{b}: W a GPU", "MHz")
+    rows = [[words, *headings, "runs"]]
+    for each in found:
+        for side in (each.a, each.b):
+            if side.shortest_s() < SUSTAINED_S:
+                raise ValueError(
+                    f"{side.label} has a run of {side.shortest_s():.1f} s, and {SUSTAINED_S:g} are needed: run it with "
+                    "--min-time, or use a table of kind times"
+                )
+        both = (f"{milliseconds(_typical(side))} ({milliseconds(side.by_clock())})" for side in (each.a, each.b))
+        gpu = ("" if value is None else f"{value:.0f}" for value in (each.b.power_w, each.b.sm_clock_mhz))
+        rows.append([each.words, *both, each.cell, *gpu, each.runs])
     return rows
 
 
@@ -221,6 +267,7 @@ def _cells(line: str, count: int) -> list[str]:
 
 KINDS: dict[str, Callable[[Path, Sequence[str]], Rows]] = {
     "times": _times,
+    "sustained": _sustained,
     "rungs": _rungs,
     "latencies": _latencies,
     "auc": _auc,

@@ -46,7 +46,12 @@ def compared(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> Result:
         (
             configured(),
             replace(configured(), warmup_iterations=WARMUP + 1),
-            "number of warm-up iterations differs: 10 in .*, 11 in",
+            "number of warm-up iterations differs: 10, and 2 s in .*, 11, and 2 s in",
+        ),
+        (
+            configured(),
+            configured(iterations=100),
+            "number of warm-up iterations differs: 10, and 2 s in .*, 10 in",
         ),
         (
             configured(model=replace(configured().model, cross_layers=2)),

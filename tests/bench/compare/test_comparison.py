@@ -18,6 +18,7 @@ from dlrm_bench.bench.compare.tables import (
     throughput_ratio,
     verdict_in_words,
 )
+from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record, summarize_latency, write_record
 from dlrm_bench.bench.stats.statistics import compare
 from tests.bench.ladder.made_ladders import make, pretend_runs
 from tests.bench.made_records import H200, configured, recorded_runs, telemetry, write
@@ -60,7 +61,7 @@ def test_a_proven_difference(tmp_path: Path) -> None:
 def test_nothing_proven_is_a_tilde(tmp_path: Path) -> None:
     result = sides(tmp_path)
     assert result.verdict == "no difference proven"
-    assert list(result_table(result).columns[-1].cells) == ["~", "", "", "", ""]
+    assert list(result_table(result).columns[-1].cells) == ["~", "", "", "", "", ""]
     assert verdict_in_words(result).startswith("no difference proven; B was ")
 
 
@@ -202,8 +203,9 @@ def test_across_batch_sizes_the_verdict_is_about_samples_per_second(tmp_path: Pa
     result = sides(tmp_path, factor=0.9, config=configured(local_batch_size=256))
     assert result.per_sample
     assert (result.metric, result.verdict) == ("mean", "slower")
-    assert result.estimate.ratio().value == pytest.approx(2 * result.comparison.ratios["mean"].value)
-    assert result.comparison.ratios["mean"].value < 1
+    assert result.clock is not None
+    assert result.estimate.ratio().value == pytest.approx(2 * result.clock.ratio().value)
+    assert result.clock.ratio().value < 1
     said = re.fullmatch(
         r"B is slower, (.*) times as fast as A \(samples per second; 95 % interval (.*) to (.*)\)",
         verdict_in_words(result),
@@ -213,8 +215,36 @@ def test_across_batch_sizes_the_verdict_is_about_samples_per_second(tmp_path: Pa
     assert low < value < high < 1
     assert value == pytest.approx(throughput_ratio(result).value, abs=1e-4)  # type: ignore[union-attr]
     rows = list(zip(*(column.cells for column in result_table(result).columns), strict=True))
-    assert [row[-1] for row in rows] == ["", "", "", "", "slower"]
+    assert [row[-1] for row in rows] == ["", "", "", "", "", "slower"]
     assert any("the verdict is about samples per second" in note for note in result.notes)
+
+
+def test_samples_a_second_are_batches_over_elapsed_time(tmp_path: Path) -> None:
+    """Of two ranks that are slow in turn, A's iterations have a slowest rank of 3 ms, and 2 ms pass for each."""
+    for i in range(4):
+        for name, times in (("a", [[1, 3], [3, 1]]), ("b", [[2, 2], [2, 2]])):
+            ms = np.tile(np.array(times, np.float32), 60) * (1 + 0.01 * i)
+            minute = 2 * i + (i + (name == "b")) % 2
+            write(tmp_path / name / str(i), ms[0], minute=minute, config=configured(warmup_iterations=0))
+            folder = tmp_path / name / str(i)
+            record = build_like(read_record(folder), ms)
+            (folder / RUN_JSON).unlink()
+            write_record(folder, record, ms, np.ones(ms.shape[1]))
+    result = compare_sides(read_side(tmp_path / "a"), read_side(tmp_path / "b"))
+    assert result.comparison.ratios["mean"].value == pytest.approx(2 / 3)
+    throughput = throughput_ratio(result)
+    assert throughput is not None
+    assert throughput.value == pytest.approx(1)
+    rows = {row[0]: row for row in zip(*(column.cells for column in result_table(result).columns), strict=True)}
+    assert rows["by clock"][1:4] == ("2.030", "2.030", "1.0000 x")
+    assert rows["samples / s"][1] == rows["samples / s"][2]
+    assert result_as_json(result)["a"]["by_clock_ms"] == pytest.approx(2 * 1.015, rel=1e-3)
+
+
+def build_like(record: Record, ms: np.ndarray) -> Any:
+    """The same run with other times."""
+    summary = summarize_latency(ms, 0)
+    return {**record.run, "warmup_iterations": 0, "latency_ms": summary, "samples_per_second": None}
 
 
 def pairs(tmp_path: Path, factors: list[float]) -> list[tuple[str, Any, Any]]:

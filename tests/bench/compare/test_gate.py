@@ -17,6 +17,7 @@ def side(label: str, medians: np.ndarray, first: int = 0) -> Side:
     return Side(
         label=label,
         series=[np.array([median]) for median in medians],
+        clock_ms=[*medians],
         finished=[f"{4 * (i // 2) + (3 - first if i % 2 else first):03d}" for i in range(len(medians))],
         machines=["x"] * len(medians),
         settings={},

@@ -80,7 +80,8 @@ def test_errors_name_the_flag():
 
 def test_a_run_by_time_looks_at_the_clock_in_its_warm_up_and_then_knows() -> None:
     """25 iterations of 10 ms after slow ones: 10 s are 1000 more, after 25 of warm-up, and 5 % for luck."""
-    this = plan_schedule(replace(preset("launch-bound"), warmup_iterations=50), None, world_size=2)
+    timed_alone = replace(preset("launch-bound"), warmup_iterations=50, warmup_time=None)
+    this = plan_schedule(timed_alone, None, world_size=2)
     assert (this.iterations, this.min_time_s) == (25, 10.0)
     warming = np.r_[np.full(12, 900.0), np.full(13, 10.0)]
     assert this.lacking(warming, warmup=50) == 25 + 1050
@@ -88,6 +89,21 @@ def test_a_run_by_time_looks_at_the_clock_in_its_warm_up_and_then_knows() -> Non
     assert this.lacking(timed, warmup=50) == 0
     slower = np.r_[np.full(50, 10.0), np.full(500, 12.0)]  # than it looked: 4 s lack
     assert this.lacking(slower, warmup=50) == 350
+
+
+def test_a_warm_up_by_time_ends_at_the_first_iteration_behind_it() -> None:
+    """2 s of 10 ms are 200 iterations, and as many as are configured at least; of these alone, no time is taken off."""
+    this = plan_schedule(replace(preset("launch-bound"), warmup_iterations=50), None, world_size=2)
+    assert this.warmup_time_s == 2.0
+    assert this.warmup_of(np.full(1000, 10.0), 50) == 200
+    assert this.warmup_of(np.full(1000, 100.0), 50) == 50
+    assert this.warmup_of(np.full(30, 10.0), 50) > 30
+    assert this.lacking(np.full(25, 10.0), warmup=50) == 175 + 1050
+    assert this.lacking(np.full(25 + 1225, 10.0), warmup=50) == 0
+    assert this.lacking(np.full(1150, 10.0), warmup=50) == math.ceil(1.05 * 50)  # 9.5 s of it are timed
+    assert this.lacking(np.full(25, 100.0), warmup=50) == 25 + 105  # 50 iterations take longer than 2 s
+    in_iterations = plan_schedule(replace(preset("launch-bound"), iterations=300), None, world_size=2)
+    assert in_iterations.warmup_of(np.full(300, 1.0), 50) == 50
 
 
 def test_a_run_that_is_not_steady_goes_on_for_half_as_long_again() -> None:

@@ -9,7 +9,14 @@ from scipy import stats
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.comparison import compare_paths
-from dlrm_bench.bench.ladder.analysis import ladder_spread_table, ladder_table, lucky, proven, read_judged_ladder
+from dlrm_bench.bench.ladder.analysis import (
+    ladder_clock_table,
+    ladder_spread_table,
+    ladder_table,
+    lucky,
+    proven,
+    read_judged_ladder,
+)
 from dlrm_bench.bench.records.ladder import read_ladder
 from dlrm_bench.bench.stats.repetitions import finds_from
 from tests.bench.ladder.made_ladders import made as made
@@ -42,6 +49,20 @@ def test_speed_ups(made: Path) -> None:
     assert a["record"] == medians[2][1]
     assert len(ladder["order"]) == 12
     assert (ladder["rounds"], ladder["seed"], ladder["command"]) == (4, 1, "cmd")
+
+
+def test_the_clock_stands_beside_the_median(made: Path) -> None:
+    ladder, _ = read_judged_ladder(made)
+    table = ladder_clock_table(ladder)
+    assert table is not None
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert [row[0] for row in rows] == ["a", "b", "c"]
+    for row, rung in zip(rows, ladder["rungs"], strict=True):
+        assert row[2:4] == (f"{rung['median_ms']:.3f}", f"{rung['by_clock_ms']:.3f}")
+        assert float(row[1]) == pytest.approx(rung["timed_s"], abs=0.1)
+        assert row[4:] == ("500", "1980")
+    del ladder["rungs"][0]["by_clock_ms"]
+    assert ladder_clock_table(ladder) is None
 
 
 def test_the_table_marks_what_is_not_proven(made: Path) -> None:

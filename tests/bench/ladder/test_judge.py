@@ -29,6 +29,7 @@ def drawn(
             Side(
                 label=f"rung-{i}",
                 series=[np.array([math.exp(value)]) for value in of_rung],
+                clock_ms=[math.exp(value) for value in of_rung],
                 finished=[f"{place:05d}" for place in when],
                 machines=["x"] * rounds,
                 settings={},

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.bench.limits.efficiency import efficiency_in_words, efficiency_of, efficiency_of_runs
+from dlrm_bench.bench.limits.efficiency import (
+    efficiency_in_words,
+    efficiency_of,
+    efficiency_of_runs,
+    power_of,
+    sm_clock_of,
+)
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
 from tests.bench.made_records import H200, configured, profile, recorded_runs, telemetry, write
@@ -33,6 +39,28 @@ def test_by_hand(tmp_path: Path) -> None:
         efficiency_in_words(run)
         == "2,764,800 samples/s a GPU; MFU 26.9% of 989 TFLOP/s (bf16); 0.0625 mJ a sample, GPUs alone"
     )
+
+
+def test_power_is_the_energy_over_the_elapsed_time(tmp_path: Path) -> None:
+    """3.456 J in 2.5 ms on eight GPUs; without counters, the median of the samples after the warm-up."""
+    run = made(tmp_path / "a", telemetry={**telemetry(), "joules_per_iteration": 3.456})
+    assert power_of(run) == pytest.approx(3.456 / 2.5e-3 / 8)
+    samples = {"temperature_c": [None] * 4, "clocks_event_reasons": [None] * 4, "energy_j": [None] * 4}
+    rank = {"iteration": [0, 9, 10, 50], "power_w": [100, None, 600, 700], "sm_clock_mhz": [1980, 1980, 1500, 1600]}
+    sampled = made(tmp_path / "b", telemetry={**telemetry(), "ranks": [{**samples, **rank}]})
+    assert (power_of(sampled), sm_clock_of(sampled)) == (650, 1550)
+    older = made(tmp_path / "c")
+    assert (power_of(older), sm_clock_of(older)) == (500, 1980)
+    assert power_of(made(tmp_path / "d", telemetry=None)) is None
+
+
+def test_an_energy_that_gpus_cannot_have_drawn_is_none_of_its_iterations(tmp_path: Path) -> None:
+    """3,445 W a GPU: an older record's, which counts what evaluations took."""
+    run = made(tmp_path / "a", telemetry={**telemetry(), "joules_per_iteration": 3445 * 8 * 2.5e-3})
+    found = efficiency_of(run)
+    assert found is not None
+    assert found["joules_per_sample"] is None
+    assert power_of(run) == 500
 
 
 def test_runs_of_which_some_know_less(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_files_of_a_folder_are_its_readme_and_those_below(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("kind", "lines", "message"),
     [
-        ("graphs", (), "kind 'graphs': choose one of times, rungs"),
+        ("graphs", (), "kind 'graphs': choose one of times, sustained, rungs"),
         ("times", ("only | a | head | ing",), "table 'times': a heading and a line"),
         ("times", ("a | b | c | d", "too | few"), "expected 4 cells .* 'too | few'"),
         ("times", ("a | b | c | d", "words | . | x | y"), "table 'times': .*x does not exist"),

@@ -67,8 +67,9 @@ def test_the_page_is_one_small_file_that_loads_nothing(
     assert re.search(r"</strong>\s*stock [\d.]+ ms, same [\d.]+ ms: [\d.]+ \([\d.]+ to [\d.]+\) times faster", text)
     assert "0.00000" not in text
     assert re.search(
-        r"<td>fast</td><td>3</td>[^r]*<td>[\d,]+</td><td>\d+\.\d %</td><td>unknown</td></tr>", text
-    )  # MFU, energy
+        r"<td>fast</td><td>3</td>[^r]*<td>[\d,]+</td><td>\d+\.\d %</td><td>unknown</td><td>500</td><td>1980</td></tr>",
+        text,
+    )
     assert "<strong>fast</strong>: Half of the work." in text
     assert "<td>missing</td>" not in text  # of rungs without profiled runs nothing is said
     assert re.search(r"<td>fast</td><td>12.000</td>(<td>12</td>){4}<td>88%</td>", text)

@@ -35,6 +35,25 @@ def test_a_proven_difference_is_bold_and_another_is_not(tmp_path: Path) -> None:
     assert float(twice[1]) == pytest.approx(2 * float(twice[2]), rel=0.05)
 
 
+def test_a_sustained_table_has_the_clock_and_the_gpus_and_no_short_run(tmp_path: Path) -> None:
+    """Medians of 50 ms, and 51 by the clock: every tenth iteration takes 60. 250 of them take 12.75 s."""
+    times = np.tile(np.r_[np.full(9, 50.0), 60.0], 25)
+    for i in range(2):
+        for place, (name, factor) in enumerate((("a", 2.0), ("b", 1.0))):
+            write(tmp_path / name / str(i), times * factor * (1 + i / 100), minute=2 * i + (i ^ place))
+    lines = ["what | where | a | b", "twice | . | a | b"]
+    heading, row = KINDS["sustained"](tmp_path, lines)
+    assert heading[1:] == [
+        *("a, ms (by clock)", "b, ms (by clock)", "times faster (95 % interval)", "b: W a GPU", "MHz", "runs")
+    ]
+    assert row[:3] == ["twice", "100.5 (102.5)", "50.25 (51.25)"]
+    assert row[3] == KINDS["times"](tmp_path, lines)[1][3]
+    assert row[4:] == ["500", "1980", "2"]
+    write(tmp_path / "short", times[:190], minute=9)
+    with pytest.raises(ValueError, match=r"short has a run of 9\.\d s, and 10 are needed: run it with --min-time"):
+        KINDS["sustained"](tmp_path, [lines[0], "x | . | a | short"])
+
+
 def test_one_run_has_no_interval(tmp_path: Path) -> None:
     pair(tmp_path, 0.5, runs=1)
     (_, row) = KINDS["times"](tmp_path, ["what | where | a | b", "x | . | a | b"])

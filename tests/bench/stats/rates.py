@@ -35,6 +35,7 @@ def side(label: str, logs: np.ndarray, when: np.ndarray, confidence: float = CON
     return Side(
         label=label,
         series=[np.array([math.exp(logs[i])]) for i in order],
+        clock_ms=[math.exp(logs[i]) for i in order],
         finished=[f"{when[i]:05d}" for i in order],
         machines=["x"] * len(logs),
         settings={},
