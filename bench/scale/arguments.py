@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
@@ -29,10 +29,13 @@ class Scale:
     """Numbers of nodes."""
     gpus_per_node: int = 8
     """GPUs of a node."""
-    network_gb_s: float = 45.0
-    """GB/s between nodes, of one GPU in one direction."""
-    network_us: float = 20.0
-    """Microseconds of a collective between two nodes, however few its bytes."""
+    network: Literal["infiniband-400g", "p2p"] = "infiniband-400g"
+    """What joins the nodes: an adapter of 400 Gb/s for each GPU (stated), or NCCL's P2P between GPUs of one machine,
+    each of which stands for a node (by record 40)."""
+    network_gb_s: float | None = None
+    """GB/s between nodes, of one GPU in one direction, in place of the network's."""
+    network_us: float | None = None
+    """Microseconds of a collective between two nodes, however few its bytes, in place of the network's."""
     global_batch_size: int | None = None
     """Global batch on all numbers of nodes."""
     published: bool = False

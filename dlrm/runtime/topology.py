@@ -21,6 +21,12 @@ class Network:
 # the line rate. NCCL's collectives between two nodes take about 20 us however few their bytes.
 INFINIBAND_400G = Network(name="one 400 Gb/s adapter a GPU, stated", bytes_per_us=45e3, latency_us=20.0, message_us=0.5)
 
+# Effective figures, by which the scale model says what two nodes of one H200 each took over NVLink by NCCL's P2P at 512
+# samples a GPU (results/40, 0.563 ms): NCCL's kernels, and not the links, take the time.
+P2P = Network(name="NCCL's P2P between H200 of one machine, by record 40", bytes_per_us=200e3, latency_us=25.0)
+
+NETWORKS = {"infiniband-400g": INFINIBAND_400G, "p2p": P2P}
+
 
 GPUS_PER_NODE = 8
 """GPUs of a DGX."""

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from dlrm_bench.bench import ROOT, cli
+from dlrm_bench.bench.scale.command import KNOWN_ERRORS, _network
+from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, P2P
 
 RESULTS = ROOT / "results"
 LIMITS = ["--limits", str(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")]
@@ -23,9 +25,18 @@ def test_tables_checks_and_picture(tmp_path, capsys):
     rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +([\d.]+) +(GPU|host|network|NVLink|dependencies)", text, re.MULTILINE)
     assert [row[:3] for row in rows] == [("1", "2", "1024"), ("2", "4", "2048")] * 2
     assert [row[4] for row in rows[2:]] == ["host", "host"]
-    assert re.search(r"0\.\d+ +0\.483 +[-+]\d", text), "model, measured, difference"
+    assert re.search(r"0\.\d+ +0\.483 +[-+]\d+\.\d% +0\.\d+ +[-+]\d", text), "model, period, latency, differences"
+    assert KNOWN_ERRORS in text
     assert "no contention" in text
     assert (tmp_path / "scale.svg").read_text().count("<path") > 5
+
+
+def test_a_network_has_a_name_and_figures_of_its_own():
+    assert _network("p2p", None, None) == P2P
+    assert _network("infiniband-400g", None, None) == INFINIBAND_400G
+    stated = _network("p2p", 45, None)
+    assert (stated.name, stated.bytes_per_us, stated.latency_us) == ("stated", 45e3, P2P.latency_us)
+    assert _network("p2p", None, 7).latency_us == 7
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ import pytest
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.scale.command import H100, KNOWN_ERRORS
 from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in, prediction, tables_of
 from dlrm_bench.bench.scale.simulation import simulate
-from dlrm_bench.bench.scale.work import tasks_of
+from dlrm_bench.bench.scale.work import System, tasks_of
 from dlrm_bench.dlrm.runtime.gpu_costs import H200
-from dlrm_bench.dlrm.runtime.topology import Network, Topology
+from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
+from dlrm_bench.dlrm.runtime.topology import P2P as P2P_NETWORK
 
 RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
@@ -63,6 +66,41 @@ def test_fitted_to_one_gpu_it_predicts_two_nodes_over_a_slow_network(path):
     """4 GB/s, what loopback's sockets carried in that job."""
     read, sockets = record(f"{TENTH}/{path}"), Network(name="sockets", bytes_per_us=4e3, latency_us=20.0)
     assert prediction(fitted(f"{TENTH}/512-one-gpu"), read.run, sockets) == pytest.approx(period_ms(read), rel=0.15)
+
+
+def off(scaling: Scaling, path: str, network: Network) -> tuple[float, float]:
+    """How far the model is off a record's period, and off its slowest rank's median."""
+    read = record(f"{P2P}/{path}")
+    said = prediction(scaling, read.run, network)
+    return said / period_ms(read) - 1, said / float(np.median(read.latencies_ms)) - 1
+
+
+def test_the_known_errors_are_those_of_the_records():
+    """What KNOWN_ERRORS says, by the figures in it; the gain that the logs show, and the model does not."""
+    fits = [fitted(f"{P2P}/{name}") for name in ("512-one-gpu", "6912-one-gpu")]
+    four = [off(scaling, "512-four-gpus", INFINIBAND_400G) for scaling in fits]
+    assert all(-0.095 < period < -0.08 and -0.125 < latency < -0.11 for period, latency in four)
+    for scaling in fits:
+        assert 0.985 < off(scaling, "512-p2p", INFINIBAND_400G)[0] < 1.005
+        assert abs(off(scaling, "512-p2p", P2P_NETWORK)[0]) < 0.01
+        assert -0.075 < off(scaling, "6912-p2p", INFINIBAND_400G)[0] < -0.055
+        assert -0.125 < off(scaling, "6912-p2p", P2P_NETWORK)[0] < -0.095
+    said = fitted("27-2xh200-512-a-gpu-shared-sort/last/00")
+    h100 = replace(said, system=System(limits=said.system.limits, costs=H100))
+    model = [h100.point(Topology.of(gpus, 8), 135168 // gpus).steady.iteration_us / 1e3 for gpus in (64, 128)]
+    assert model == pytest.approx([1.31, 1.32], abs=0.006)
+    logs = {p.system: p.ms_per_iteration for p in PUBLISHED if p.global_batch_size == 135168}
+    assert (round(logs["64 x H100"], 2), round(logs["128 x H100"], 2)) == (2.35, 1.77)
+    for figure in (
+        "8 to 9 %",
+        "11 to 12 %",
+        "99 to 100 %",
+        "within 1 %",
+        "1.31 and 1.32",
+        "2.35 and 1.77",
+        "1.33 times",
+    ):
+        assert figure in KNOWN_ERRORS
 
 
 def test_stages_agree_with_a_trace():
