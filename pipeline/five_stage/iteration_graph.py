@@ -144,9 +144,10 @@ class IterationGraph:
         if self._iterations <= WARM_UP:
             self._autocast = _autocast(self._device)
             return FIRST
-        why = self.failure or self._dense.failure or why_no_update
+        why = self.failure or self._dense.failure
         if why is None and changed is not None:
             why = f"within {WARM_UP} batches something had changed: {changed}"
+        why = why or why_no_update
         if why is None and not (now.fits and (ahead is None or ahead.fits)):
             why = "it, or the next batch, had another form than the first one on some rank"
         if why is None and (autocast := _autocast(self._device)) != self._autocast:
@@ -180,13 +181,15 @@ class IterationGraph:
             self._slots = [Slot(now.batch, now.features, now.distribution) for _ in range(2)]
             self._staging = [Staging(now.batch, now.features) for _ in range(2)]
         index = self._place(now, ahead, wait)
+        if not self._graphs:
+            self._prepare()
+        self._update.before_replay()
         if self._graphs:
-            self._update.before_replay()
             self._graphs[index].replay()
-            self._update.after_replay()
             self.replays += 1
         else:
             self._rehearse(index)
+        self._update.after_replay()
         self._turn = index
         self._slots[index].holds, self._slots[1 - index].holds = None, ahead
         self._staging[index].holds = None
@@ -207,7 +210,6 @@ class IterationGraph:
 
     def _rehearse(self, index: int) -> None:
         """Runs what is to be captured, on the stream that is to capture it, and trains by that."""
-        self._prepare()
         with self._streams.on("iteration", after=self._streams.mark()):
             self._work(index)
         self._streams.wait(self._streams.mark("iteration"))
@@ -225,12 +227,12 @@ class IterationGraph:
         with stage("input_dist", self._device), streams.on("input_dist", after=begun):
             self._distribute(self._staging[index], self._slots[1 - index])
             brought = streams.mark("input_dist")
+        if self.updates:
+            self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
         with stage("embedding_forward", self._device):
             of_modules = zip(lookups.called, slot.contexts, slot.features, strict=True)
             awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
-        if self.updates:
-            self._update.zero_grad()
         with stage("dense_forward_backward", self._device):
             output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
         updated = self._dense_update(after=streams.mark()) if self.updates else None

@@ -98,6 +98,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._processors = FeatureProcessors(self._modules, apart=graphed)
         self._by_graph: IterationGraph | None = None
         self._whole = graphed and options.graphs_iterations
+        self._not_whole: str | None = None
         if graphed:
             sharded, of_processors = [one.module for one in self._modules], self._processors.parameters
             self._graph = DenseGraph(model.module, sharded, device, ranks, of_processors, not self._whole)
@@ -149,11 +150,16 @@ class FiveStagePipeline(Generic[In, Out]):
     @property
     def switched_off(self) -> dict[str, str]:
         """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
-        why = [] if self._graph is None else [(self._by_graph or self._graph).why_eager]
+        why = [self._not_whole] if self._graph is None else [self._not_whole, (self._by_graph or self._graph).why_eager]
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
         said = "; ".join(filter(None, why))
         return {**self._off, "cuda_graph": said} if said else dict(self._off)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns, for cuda_graph="iteration", what the graph holds, how often it was captured and replayed, and what
+        ran without it and why; empty without such a graph."""
+        return {} if self._by_graph is None else self._by_graph.describe()
 
     def close(self) -> None:
         """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
@@ -437,7 +443,8 @@ class FiveStagePipeline(Generic[In, Out]):
             self._by_graph.close()
         self._by_graph, self._whole, self._graph.own_graphs = None, False, True
         self._graph_update()
-        self._switch_off("cuda_graph", f"for whole iterations, and on for the dense part: {why}")
+        self._not_whole = f"for whole iterations, and on for the dense part: {why}"
+        self._warn("cuda_graph is off %s", self._not_whole)
 
     def _graph_update(self) -> None:
         assert self._graph is not None
