@@ -39,7 +39,7 @@ def _benchmark(name: str, title: str, model: BagsModel, text: str) -> Benchmark:
         name=name.replace("-", "_"),
         title=title,
         presets={name: _preset(model, text, RandomData())},
-        ladders=ladders(),
+        ladders=ladders(whole=True),
         pipelines=PIPELINES,
         ruleset=None,
         work=None,

@@ -1,6 +1,7 @@
 """The built-in ladders of the TorchRec models: stock TorchRec, and the drop-in with one switch more on each rung."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dlrm_bench.dlrm.benchmark import Rung
 
@@ -38,14 +39,20 @@ _STEPS = (
         "The launches of the next batch's input dist from the first thread: a second one makes them.",
     ),
 )
+_WHOLE = Rung(
+    "iteration-graph",
+    (),
+    "All other launches: one graph holds the iteration, with the input dist of the next batch and both updates.",
+)
 _MAIN = ("stock", "pinned-d2h", "dense-graph", "trim-input-dist", "graph-dists")
 
 
-def ladders(for_graphs: tuple[str, ...] = ()) -> Mapping[str, tuple[Rung, ...]]:
+def ladders(for_graphs: tuple[str, ...] = (), whole: bool = False) -> Mapping[str, tuple[Rung, ...]]:
     """Returns the ladders by name, first rung first.
 
-    for_graphs: flags that a model's data need from the first rung with graphs on. full: every switch; main: those that
-    change most; ends: stock and the last rung of `main`; same: one rung twice (A/A).
+    for_graphs: flags that a model's data need from the first rung with graphs on. whole: whether a graph can hold the
+    model's iteration, which `main` and `ends` end with then. full: every switch that the others add to; main: those
+    that change most; ends: stock and the best of `main`; same: one rung twice (A/A).
     """
     rungs, flags = [_STOCK], tuple[str, ...]()
     for name, more, note in _STEPS:
@@ -53,5 +60,9 @@ def ladders(for_graphs: tuple[str, ...] = ()) -> Mapping[str, tuple[Rung, ...]]:
         rungs.append(Rung(name, flags, note))
     full = tuple(rungs)
     main = tuple(rung for rung in full if rung.name in _MAIN)
+    ends = main[0], main[-1]
+    if whole:
+        rung = replace(_WHOLE, flags=(*main[-1].flags, "--cuda-graph", "iteration"))
+        main, ends = (*main, rung), (*ends, rung)
     same = (Rung("same-a", main[-1].flags), Rung("same-b", main[-1].flags, "Nothing: the same thing again."))
-    return {"full": full, "main": main, "ends": (main[0], main[-1]), "same": same, "stock": (_STOCK,)}
+    return {"full": full, "main": main, "ends": ends, "same": same, "stock": (_STOCK,)}

@@ -31,15 +31,19 @@ class BatchEnd:
         self._own = torch.zeros(1, dtype=torch.int64)
         self.problem: str | None = None
         """After an end that not all ranks have come to: what to raise when the batches before it are done."""
+        self.all_fit = True
+        """Whether the batch settled last has, on every rank that tells, the form that a graph was made for."""
 
     def begin(self) -> None:
         """A new iterator: batches are counted from its first one."""
         self._count, self.problem = 0, None
 
-    def announce(self, has_batch: bool) -> None:
-        """Starts telling all ranks whether this one has its next batch."""
+    def announce(self, has_batch: bool, fits: bool = True) -> None:
+        """Starts telling all ranks whether this one has its next batch, and whether a graph of all ranks' collectives
+        could run it: they replay it together or not at all."""
+        self.all_fit = fits
         if self._group is not None:
-            self._own.fill_(has_batch)
+            self._own.fill_(has_batch + (has_batch and fits))
             # Into views, one a rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no other.
             views = list(self._of_ranks.split(1))
             self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
@@ -52,6 +56,7 @@ class BatchEnd:
         self._work.wait()
         self._work = None
         have = self._of_ranks.tolist()
+        self.all_fit = all(has != 1 for has in have)
         self._count += 1
         if all(have) or not any(have):
             return True

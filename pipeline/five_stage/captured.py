@@ -80,7 +80,7 @@ class Captured:
         finally:
             torch.clear_autocast_cache()
         ((output, self._grads),) = returned
-        self._output = map_fields(output, _of_graph)
+        self._output = map_fields(output, of_graph)
 
     def replay(self, fields: Sequence[Any], outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
         """The output, copied out, and the gradients of outputs.values, which the next replay overwrites.
@@ -111,7 +111,7 @@ class Captured:
                 grad if grad is None or len(grad) == count else grad[:count]
                 for grad, count in zip(self._grads, counts, strict=True)
             ]
-            return map_fields(self._output, _copied), grads
+            return map_fields(self._output, copied), grads
 
 
 def _zeros(tensor: Tensor, rows: int) -> Tensor:
@@ -123,7 +123,7 @@ def _empty_like(leaf: Any) -> Any:
     return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _of_graph(leaf: Any) -> Any:
+def of_graph(leaf: Any) -> Any:
     """A leaf of the output, which is in the graph's memory. ValueError for one that cannot be copied out of there."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
@@ -136,5 +136,6 @@ def _of_graph(leaf: Any) -> Any:
     )
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
+    """Returns a leaf of the output as the caller may keep it."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

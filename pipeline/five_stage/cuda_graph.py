@@ -63,7 +63,7 @@ class GraphedFunction:
 
     The argument is copied into the graph's memory and the results are copied out, so callers have what a plain call
     gives: tensors of their own, of the current stream, whichever that is. An argument of another shape or dtype than
-    the captured one runs plainly, and so does everything on the CPU. One call at a time.
+    the captured one runs plainly, and so does everything on the CPU and within another capture. One call at a time.
 
     With collectives in it the ranks agree on the capture: NCCL forbids that some replay what others launch, so all of
     them run plainly where one cannot capture.
@@ -85,6 +85,8 @@ class GraphedFunction:
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
         """Returns the function's results. The call that captures reads the device, once, where there is a group."""
+        if argument.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._function(argument)  # into the graph that is being captured
         if self._graph is None and self.failure is None and not self._closed and captures(argument.device):
             self._capture(argument)
         if self._graph is None or self._argument is None or not _alike(argument, self._argument):

@@ -58,9 +58,12 @@ class DenseGraph:
         device: torch.device,
         ranks: list[int],
         processors: Sequence[nn.Parameter] = (),
+        own_graphs: bool = True,
     ) -> None:
         """Collective over `ranks`. model: unwrapped, with its sharded modules. processors: parameters within those
-        whose gradients `keep_of_processors` is given. On the CPU nothing is captured."""
+        whose gradients `keep_of_processors` is given. own_graphs: False where an iteration's graph holds the dense
+        part, and all else runs eagerly. On the CPU nothing is captured."""
+        self.own_graphs = own_graphs
         self._model, self._sharded, self._device = model, list(sharded), device
         tables = {id(parameter) for module in sharded for parameter in module.parameters()}
         dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
@@ -122,13 +125,31 @@ class DenseGraph:
         """
         features = [*features, *kjts_of(batch)]
         fields = list(leaves(batch, set(map(id, features))))
+        if self.own_graphs:
+            self.look()
+        graph = None
+        if self.failure is None and self.own_graphs:
+            graph = self._graph_of(fields, batch, features, lookups, outputs)
+        return graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
+
+    def look(self) -> str | None:
+        """To be called before every batch. Says what has changed within the last batches that graphs take for granted;
+        None where nothing has. ValueError where a parameter is trained that was not, or the other way round."""
         self._batches += 1
         self._trained.check()
         self._look_for_changes()
-        graph = None
-        if self.failure is None:
-            graph = self._graph_of(fields, batch, features, lookups, outputs)
-        return graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
+        return self._change if self._settling > 0 else None
+
+    def launch(
+        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]]:
+        """forward_backward for another graph's capture, or as it will be captured: of a batch in memory that stays."""
+        return self._run(batch, features, outputs.leaves(), lookups, capturing=True)
+
+    def put_back(self) -> str | None:
+        """Undoes what a capture has put in the place of parameters and buffers; says of which."""
+        replaced = self._frozen.put_back()
+        return None if replaced is None else f"its forward puts another tensor in the place of {replaced}"
 
     def keep_of_processors(self, grads: Sequence[Tensor]) -> None:
         """Takes the gradients of the feature processors' parameters, before the all-reduce of every batch."""
@@ -190,8 +211,8 @@ class DenseGraph:
             self.failure = self._memory.missing()
         except Exception as error:
             self.failure = told(error)
-        if (replaced := self._frozen.put_back()) is not None and self.failure is None:
-            self.failure = f"its forward puts another tensor in the place of {replaced}, which no replay does"
+        if (replaced := self.put_back()) is not None and self.failure is None:
+            self.failure = f"{replaced}, which no replay does"
         if self.failure is not None:
             graph = None
             self._drop_graphs()

@@ -40,10 +40,10 @@ class DenseUpdate:
         own = set(map(id, parameters))
         self._graphs: list[tuple[torch.optim.Optimizer, StepGraph]] = []
         self._never = [] if captures(device) else [f"there are no CUDA graphs on {device}"]
-        for inner in _innermost(optimizer) if captures(device) else ():
+        for inner in innermost(optimizer) if captures(device) else ():
             if not any(group["params"] for group in inner.param_groups):
                 continue
-            if (why := why_never(inner) or _others(inner, own)) is not None:
+            if (why := why_never(inner) or others(inner, own)) is not None:
                 self._never.append(why)
             else:
                 self._graphs.append((inner, StepGraph(inner)))
@@ -54,7 +54,7 @@ class DenseUpdate:
     def why_not(self) -> str | None:
         """Says which optimizer steps eagerly, beyond its very first steps, and why; None if none does."""
         counted = dict(self._eager)
-        if any(_is_watched(inner) for inner, _ in self._graphs):
+        if any(is_watched(inner) for inner, _ in self._graphs):
             counted.setdefault(WATCHED, 0)
         ran = {why: f"{count} of {self._steps} steps ran eagerly: " if count else "" for why, count in counted.items()}
         some = [numbers + why for why, numbers in ran.items()]
@@ -74,7 +74,7 @@ class DenseUpdate:
         reasons: set[str] = set()
         before = []
         for inner, graph in self._graphs:
-            if _is_watched(inner):
+            if is_watched(inner):
                 reasons.add(WATCHED)
                 continue
             before.append((inner, vars(inner).get("step")))
@@ -116,19 +116,20 @@ def _step(
     return None
 
 
-def _innermost(optimizer: Any) -> list[Any]:
+def innermost(optimizer: Any) -> list[Any]:
     """Returns the optimizers within the others that have parameters which backward does not update."""
     if isinstance(optimizer, CombinedOptimizer):
-        return [found for _, part in optimizer.optimizers for found in _innermost(part)]
+        return [found for _, part in optimizer.optimizers for found in innermost(part)]
     if isinstance(optimizer, FusedOptimizer):
         return []  # backward updates tables; its step sets the learning rate
     if isinstance(optimizer, OptimizerWrapper):
-        return _innermost(optimizer._optimizer)
+        return innermost(optimizer._optimizer)
     inside = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
-    return [found for value in inside for found in _innermost(value)] or [optimizer]
+    return [found for value in inside for found in innermost(value)] or [optimizer]
 
 
-def _others(inner: Any, own: set[int]) -> str | None:
+def others(inner: Any, own: set[int]) -> str | None:
+    """Says that an optimizer has parameters beside those with these ids, if it has."""
     if all(id(p) in own for group in inner.param_groups for p in group["params"]):
         return None
     return (
@@ -137,7 +138,7 @@ def _others(inner: Any, own: set[int]) -> str | None:
     )
 
 
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether calls of `step` are waited for, other than by a scheduler, which only notes them."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,

@@ -4,6 +4,7 @@ and for the memory of a graph."""
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedTensor
 from torchrec.distributed.types import LazyNoWait
@@ -85,6 +86,17 @@ class EmbeddingOutputs:
     def grads(self) -> list[Tensor | None]:
         """The gradients of `values`, which are leaves."""
         return [values.grad for values in self.values]
+
+
+def embedding_backward(outputs: EmbeddingOutputs, grads: Sequence[Tensor | None]) -> None:
+    """Stage 4, of what the sharded modules gave and the gradients of its `values`."""
+    pairs = [
+        (values, grad)
+        for values, grad in zip(outputs.values, grads, strict=False)
+        if grad is not None and values.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([values for values, _ in pairs], [grad for _, grad in pairs])
 
 
 class Lookups:

@@ -7,7 +7,7 @@ from typing import Literal
 _ALLOWED = {
     "avoid_record_streams": (False, True),
     "pinned_d2h": (False, True),
-    "cuda_graph": ("none", "dense"),
+    "cuda_graph": ("none", "dense", "iteration", "iteration-or-dense"),
     "launch_threads": (1, 2),
     "uneven_end": ("error", "stop", "ignore"),
 }
@@ -28,10 +28,11 @@ class HostSwitches:
     pinned_d2h: bool = False
     """Copy the input dist's splits to the host through pinned memory, and wait where they are needed, not where the
     copy is issued; see SplitsExchange."""
-    cuda_graph: Literal["none", "dense"] = "none"
+    cuda_graph: Literal["none", "dense", "iteration", "iteration-or-dense"] = "none"
     """dense: replay stage 3 (forward, backward and all-reduce of the dense network) as a CUDA graph, which freezes what
     Python decides in the model; see DenseGraph. So is stage 5, where it is Adam's, AdamW's, SGD's, Adagrad's or
-    `capturable`; see DenseUpdate. GPU only."""
+    `capturable`; see DenseUpdate. iteration: replay all five stages, collectives included, as one graph; what keeps a
+    model from that is an error; see IterationGraph. iteration-or-dense: `dense` instead of that error. GPU only."""
     launch_threads: Literal[1, 2] = 1
     """2: launch stage 1, and stage 5 beside stage 4, from a thread of their own, on a communicator of their own.
 
@@ -43,6 +44,11 @@ class HostSwitches:
     optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
     tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
     """
+
+    @property
+    def graphs_iterations(self) -> bool:
+        """Whether whole iterations are to be replayed."""
+        return self.cuda_graph.startswith("iteration")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -65,6 +71,10 @@ class FiveStageOptions(HostSwitches):
             if not any(type(value) is type(one) and value == one for one in allowed):
                 values = " or ".join(map(repr, allowed))
                 raise ValueError(f"FiveStageOptions.{name} must be {values}, not {value!r}")
+        if self.graphs_iterations and self.launch_threads == 2:
+            raise ValueError(
+                f"FiveStageOptions(cuda_graph={self.cuda_graph!r}) launches an iteration at once: set launch_threads=1"
+            )
 
 
 def few_queues(options: FiveStageOptions, device_type: str) -> str | None:

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,11 +24,14 @@ from .batch_end import BatchEnd
 from .batch_fields import Path, follow
 from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
-from .embedding_outputs import EmbeddingOutputs, Lookups
+from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .feature_processors import FeatureProcessors
 from .graph_obstacles import why_not_graphed
 from .groups import ready_group
+from .in_flight import InFlight
 from .input_dist import Distribution, InputDist, Step
+from .iteration_graph import IterationGraph
+from .iteration_obstacles import why_no_iteration
 from .launching_thread import LaunchingThread
 from .optimizers import communicates, steps_on
 from .options import FiveStageOptions, few_queues
@@ -44,16 +46,6 @@ Out = TypeVar("Out")
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = FiveStageOptions()
-
-
-@dataclass(slots=True)
-class _InFlight(Generic[In]):
-    """A batch on its way, and what the device still reads of it."""
-
-    batch: In
-    copied: torch.cuda.Event | None
-    distribution: Distribution
-    distributed: torch.cuda.Event | None = field(default=None)
 
 
 class FiveStagePipeline(Generic[In, Out]):
@@ -102,20 +94,24 @@ class FiveStagePipeline(Generic[In, Out]):
         self._graph: DenseGraph | None = None
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
-        graphed = options.cuda_graph == "dense" and "cuda_graph" not in self._off
+        graphed = options.cuda_graph != "none" and "cuda_graph" not in self._off
         self._processors = FeatureProcessors(self._modules, apart=graphed)
+        self._by_graph: IterationGraph | None = None
+        self._whole = graphed and options.graphs_iterations
+        self._not_whole: str | None = None
         if graphed:
-            sharded = [one.module for one in self._modules]
-            self._graph = DenseGraph(model.module, sharded, device, ranks, self._processors.parameters)
-            self._graphed_update = DenseUpdate(optimizer, self._graph.parameters, device)
-            if self._graphed_update.why_not is not None:
-                self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
+            sharded, of_processors = [one.module for one in self._modules], self._processors.parameters
+            self._graph = DenseGraph(model.module, sharded, device, ranks, of_processors, not self._whole)
+            if not self._whole:
+                self._graph_update()
+            elif (why := why_no_iteration(self._modules)) is not None:
+                self._no_iteration(why)
         # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
         self._joined = processed and not graphed
         if (why := few_queues(options, device.type)) is not None:
             self._warn("%s", why)
-        self._in_flight: deque[_InFlight[In]] = deque()
-        self._held: list[_InFlight[In]] = []
+        self._in_flight: deque[InFlight[In]] = deque()
+        self._held: list[InFlight[In]] = []
         self._spent: list[Distribution] = []
         self._spent_at: torch.cuda.Event | None = None
         self._updated: torch.cuda.Event | None = None
@@ -154,11 +150,16 @@ class FiveStagePipeline(Generic[In, Out]):
     @property
     def switched_off(self) -> dict[str, str]:
         """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
-        why = [self._graph.why_eager] if self._graph is not None else []
+        why = [self._not_whole] if self._graph is None else [self._not_whole, (self._by_graph or self._graph).why_eager]
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
         said = "; ".join(filter(None, why))
         return {**self._off, "cuda_graph": said} if said else dict(self._off)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns, for cuda_graph="iteration", what the graph holds, how often it was captured and replayed, and what
+        ran without it and why; empty without such a graph."""
+        return {} if self._by_graph is None else self._by_graph.describe()
 
     def close(self) -> None:
         """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
@@ -171,6 +172,8 @@ class FiveStagePipeline(Generic[In, Out]):
         self._in_flight.clear()
         self._release()
         self._release()
+        if self._by_graph is not None:
+            self._by_graph.close()
         trimmed = [one.collection for one in self._modules if self._trained and hasattr(one.collection, "graphed")]
         for graphed in (self._graph, self._graphed_update, *trimmed):
             if graphed is not None and not self._failed:
@@ -195,6 +198,13 @@ class FiveStagePipeline(Generic[In, Out]):
     def _iteration(self, batches: Iterator[In]) -> tuple[Out]:
         now, train = self._in_flight[0], self._model.training
         ahead = self._in_flight[1] if len(self._in_flight) > 1 else None
+        if train and self._by_graph is not None:
+            self._trained = True
+            if (why := self._by_graph.why_not_now(now, ahead)) is None:
+                return (self._whole_iteration(self._by_graph, now, ahead, batches),)
+            if self._by_graph.failure is not None:
+                self._no_iteration(why)
+            self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
         if train:
             self._trained = True
             self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
@@ -209,10 +219,34 @@ class FiveStagePipeline(Generic[In, Out]):
             self._update(outputs, grads)
         if distributing is not None:
             distributing.result()
-        self._in_flight.popleft()
-        if self._options.avoid_record_streams:
-            self._held.append(now)
+        self._done(now)
         return (output,)
+
+    def _done(self, now: InFlight[In]) -> None:
+        self._in_flight.popleft()
+        if self._options.avoid_record_streams or self._whole:
+            self._held.append(now)
+
+    def _whole_iteration(
+        self, graph: IterationGraph, now: InFlight[In], ahead: InFlight[In] | None, batches: Iterator[In]
+    ) -> Out:
+        """All stages by one graph, but for the dense update where that is not in it."""
+
+        def distribute() -> None:
+            self._input_dist(now, "features")
+            self._streams.wait(now.distributed)
+
+        if not graph.updates:
+            self._zero_grad()
+        for of in (now, ahead):
+            self._streams.wait(of.copied if of is not None else None)
+        output = graph.train(now, ahead, distribute)
+        if not graph.updates:
+            self._dense_update(self._streams.mark())
+            self._streams.wait(self._updated)
+        self._copy(batches)
+        self._done(now)
+        return cast(Out, output)
 
     def _zero_grad(self) -> None:
         if self._graph is None:
@@ -220,7 +254,7 @@ class FiveStagePipeline(Generic[In, Out]):
         else:
             self._graph.gradients.zero(self._optimizer.zero_grad)
 
-    def _launch_input_dist(self, ahead: _InFlight[In] | None) -> "Future[None] | None":
+    def _launch_input_dist(self, ahead: InFlight[In] | None) -> "Future[None] | None":
         """All of it on the second thread; with one thread as much as waits for nothing."""
         if ahead is None:
             return None
@@ -229,16 +263,16 @@ class FiveStagePipeline(Generic[In, Out]):
         self._input_dist(ahead, "splits" if self._input_dists.waits else "features")
         return None
 
-    def _input_dist(self, of: _InFlight[In], until: Step) -> None:
+    def _input_dist(self, of: InFlight[In], until: Step) -> None:
         if of.distribution.done:
             return
         with stage("input_dist", self._device), self._streams.on("input_dist", after=of.copied):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 cast(Any, of.batch).record_stream(self._streams.current())
-            of.distribution.advance(self._features_of(of.batch), until)
+            of.distribution.advance(of.features, until)
             of.distributed = self._streams.mark("input_dist")
 
-    def _embedding_forward(self, now: _InFlight[In]) -> EmbeddingOutputs:
+    def _embedding_forward(self, now: InFlight[In]) -> EmbeddingOutputs:
         with stage("embedding_forward", self._device):
             self._streams.wait(now.distributed)
             distribution = now.distribution
@@ -250,10 +284,10 @@ class FiveStagePipeline(Generic[In, Out]):
             return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
 
     def _dense_forward_backward(
-        self, now: _InFlight[In], outputs: EmbeddingOutputs, train: bool
+        self, now: InFlight[In], outputs: EmbeddingOutputs, train: bool
     ) -> tuple[Out, list[Tensor | None]]:
         with stage("dense_forward_backward", self._device):
-            features, lookups = self._features_of(now.batch), self._lookups
+            features, lookups = now.features, self._lookups
             assert lookups is not None
             if not train:
                 return lookups.call(self._model, now.batch, features, outputs)[1], []
@@ -269,10 +303,7 @@ class FiveStagePipeline(Generic[In, Out]):
 
     def _embedding_backward(self, outputs: EmbeddingOutputs, grads: list[Tensor | None]) -> None:
         with stage("embedding_backward", self._device):
-            of_outputs = zip(outputs.values, grads, strict=False)
-            pairs = [(values, grad) for values, grad in of_outputs if grad is not None and values.requires_grad]
-            if pairs:
-                torch.autograd.backward([values for values, _ in pairs], [grad for _, grad in pairs])
+            embedding_backward(outputs, grads)
             if self._graph is not None:
                 self._graph.keep_of_processors(self._processors.gradients())
 
@@ -316,16 +347,22 @@ class FiveStagePipeline(Generic[In, Out]):
             return
         with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
             batch = next(batches, None)
-            self._end.announce(batch is not None)
+            features = [] if batch is None else self._features_of(batch)
+            fits = self._by_graph is not None and batch is not None and self._by_graph.fits(batch, features)
+            self._end.announce(batch is not None, fits)
             if batch is None:
                 self._exhausted = True
                 return
-            if self._options.pinned_d2h:
-                for features in self._features_of(batch):
-                    if features.device().type == "cpu":
-                        features.sync()  # lengths per key: cheap here, a read of the device later
+            if self._options.pinned_d2h and not fits:
+                for kjt in features:
+                    if kjt.device().type == "cpu":
+                        kjt.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
-            self._in_flight.append(_InFlight(on_device, self._streams.mark("copy"), self._input_dists.new()))
+            new = InFlight(on_device, None, self._input_dists.new(), self._features_of(on_device), fits)
+            if self._by_graph is not None:
+                self._by_graph.stage(new)
+            new.copied = self._streams.mark("copy")
+            self._in_flight.append(new)
 
     def _settle(self) -> None:
         """Drops the batch copied last where another rank has none."""
@@ -333,14 +370,31 @@ class FiveStagePipeline(Generic[In, Out]):
             if not self._exhausted:
                 self._in_flight.pop()
             self._exhausted = True
+        elif not self._exhausted and self._in_flight:
+            self._in_flight[-1].fits = self._in_flight[-1].fits and self._end.all_fit
 
-    def _find_inputs(self, first: _InFlight[In]) -> None:
+    def _find_inputs(self, first: InFlight[In]) -> None:
         self._streams.wait(first.copied)
         self._paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
         self._lookups = Lookups(self._modules, list(self._paths))
         self._input_dists.modules = self._lookups.called
         if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in self._features_of(first.batch)):
             self._switch_off("pinned_d2h", "batch sizes differ between features, which TorchRec's input dist reads")
+        for of in self._in_flight:
+            of.features = self._features_of(of.batch)
+        if self._whole:
+            assert self._graph is not None
+            self._by_graph = IterationGraph(
+                self._graph,
+                self._optimizer,
+                self._input_dists,
+                self._lookups,
+                self._streams,
+                self._device,
+                self._model._env.process_group,
+            )
+            if (why := self._by_graph.begin(first.batch, first.features)) is not None:
+                self._no_iteration(why)
 
     def _features_of(self, batch: In) -> list[KeyedJaggedTensor]:
         """The KJT of each module that is called; none before the first batch has come to the model."""
@@ -351,7 +405,7 @@ class FiveStagePipeline(Generic[In, Out]):
 
         Without either, too: after two ends of data a caller may still let go of outputs that share a batch's memory.
         """
-        if not self._options.avoid_record_streams and not self._held and not self._spent:
+        if not (self._options.avoid_record_streams or self._whole or self._held or self._spent):
             return
         self._streams.hold("input_dist", self._spent_at)
         self._spent_at = self._streams.mark()
@@ -370,13 +424,33 @@ class FiveStagePipeline(Generic[In, Out]):
                 f"{self._device} is the host: splits are exchanged in the same way, but nothing is pinned"
             )
         not_graphed = why_not_graphed(self._model, self._modules, self._device)
-        if options.cuda_graph == "dense" and not_graphed is not None:
+        if options.cuda_graph != "none" and not_graphed is not None:
+            if options.cuda_graph == "iteration" and not on_cpu:
+                raise ValueError(_refused(not_graphed))
             self._switch_off("cuda_graph", not_graphed)
         if options.launch_threads == 2 and not self._update_on_thread:
             why = "clips by a norm over all ranks, whose collectives must keep their order with those of the backward"
             if self._update_last:
                 why = "steps on what the embedding backward makes gradients for"
             self._switch_off("launch_threads", f"the second thread launches input dists only: the optimizer {why}")
+
+    def _no_iteration(self, why: str) -> None:
+        """Goes on with a graph of the dense part, where that is what the options say, and ValueError otherwise."""
+        if self._options.cuda_graph == "iteration":
+            raise ValueError(_refused(why))
+        assert self._graph is not None
+        if self._by_graph is not None:
+            self._by_graph.close()
+        self._by_graph, self._whole, self._graph.own_graphs = None, False, True
+        self._graph_update()
+        self._not_whole = f"for whole iterations, and on for the dense part: {why}"
+        self._warn("cuda_graph is off %s", self._not_whole)
+
+    def _graph_update(self) -> None:
+        assert self._graph is not None
+        self._graphed_update = DenseUpdate(self._optimizer, self._graph.parameters, self._device)
+        if self._graphed_update.why_not is not None:
+            self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
 
     def _switch_off(self, option: str, why: str) -> None:
         """Says it once: on rank 0, or where a rank alone has this reason, there."""
@@ -387,6 +461,13 @@ class FiveStagePipeline(Generic[In, Out]):
     def _warn(self, message: str, *arguments: str) -> None:
         if dist.get_rank() == 0 or self._lookups is not None:
             _warn_once(message, *arguments)
+
+
+def _refused(why: str) -> str:
+    return (
+        f"FiveStageOptions(cuda_graph='iteration'): {why}. Or set cuda_graph='iteration-or-dense', which then captures "
+        "the dense part alone, as far as it can be"
+    )
 
 
 @cache

@@ -38,8 +38,9 @@ def why_never(optimizer: Optimizer) -> str | None:
     return None
 
 
-class StepGraph:
-    """`step()` in the place of the optimizer's own, with the same effect."""
+class StepWork:
+    """What one optimizer's step launches, on memory and with numbers that are looked at before every step: a graph may
+    hold it, its own (StepGraph) or that of an iteration."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """optimizer: one for which why_never finds nothing."""
@@ -52,45 +53,38 @@ class StepGraph:
         self._layouts: list[Any] = []
         """Where they lie, and how: a parameter that is the same may be given other memory (`parameter.data = ...`)."""
         self._steps = self._unchanged = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._counts: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._counted: list[int] = []
         self._one = torch.tensor(1.0)
         self._rates_on_device: list[Tensor] | None = None
-        self._failure: str | None = None
 
-    @property
-    def captured(self) -> bool:
-        """Whether the next step is replayed, if nothing has changed."""
-        return self._graph is not None
+    def forget(self) -> None:
+        """Called where what a graph has captured is no longer what a step does."""
 
-    def step(self, eagerly: Callable[[], Any]) -> str | None:
-        """Steps; says why eagerly, if so and the very first steps are over. eagerly: the optimizer's own step."""
-        self._steps += 1
-        self._look_for_changes()
-        why: str | None = None
-        if self._graph is None:
-            why = self._failure or self._obstacle() or (CHANGED if self._unchanged < WARM_UP else self._capture())
-        if self._graph is None:
-            eagerly()
-            return why if self._steps > WARM_UP else None
+    def before_replay(self) -> None:
+        """Brings to the device what has been loaded into step counts of the host."""
         if self._on_device and self._counted != [count._version for count in self._counts]:
             # Loaded in place, as by TorchRec's load_state_dict.
             torch._foreach_copy_(self._on_device, self._counts)
-        self._graph.replay()
+
+    def after_replay(self) -> None:
+        """Counts the step on the host."""
         if self._counts:
             torch._foreach_add_(self._counts, self._one, alpha=1.0)
             self._counted = [count._version for count in self._counts]
-        return None
 
-    def forget(self) -> None:
-        """Destroys the graph."""
-        if self._graph is not None:
-            destroy([self._graph])
-            self._graph = None
+    def why_not_now(self) -> str | None:
+        """Says what keeps this step out of a graph; None if nothing does."""
+        return self._obstacle() or (CHANGED if self._unchanged < WARM_UP else None)
 
-    def _look_for_changes(self) -> None:
+    def prepare(self) -> Callable[[], None]:
+        """Returns what launches a step, for the memory and the numbers that the last look has found."""
+        return {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
+
+    def look(self) -> None:
+        """To be called before every step, with its gradients in place. Notices changes, after which it forgets."""
+        self._steps += 1
         state = self._optimizer.state
         frozen: list[Any] = []
         rates: list[Any] = []
@@ -149,16 +143,6 @@ class StepGraph:
             if any(not isinstance(value, Tensor | None) for value in self._optimizer.state.get(parameter, {}).values()):
                 return f"{self._kind} keeps state that is no tensor, such as a step count that Python adds to"
         return None
-
-    def _capture(self) -> str | None:
-        """Runs nothing on the GPU, and counts nothing. Where it fails, steps stay eager, and it says why."""
-        work = {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
-        try:
-            with torch.no_grad():
-                self._graph = record(work)
-        except Exception as error:
-            self._failure = f"its capture failed: {type(error).__name__}: {error}"
-        return self._failure
 
     def _rate(self, index: int) -> Any:
         return self._rates[index] if self._rates_on_device is None else self._rates_on_device[index]
@@ -242,6 +226,51 @@ class StepGraph:
                 group["capturable"], group["lr"] = capturable, rate
             for parameter, count in counts:
                 state[parameter]["step"] = count
+
+
+class StepGraph(StepWork):
+    """`step()` in the place of the optimizer's own, with the same effect."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """optimizer: one for which why_never finds nothing."""
+        super().__init__(optimizer)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._failure: str | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next step is replayed, if nothing has changed."""
+        return self._graph is not None
+
+    def step(self, eagerly: Callable[[], Any]) -> str | None:
+        """Steps; says why eagerly, if so and the very first steps are over. eagerly: the optimizer's own step."""
+        self.look()
+        why: str | None = None
+        if self._graph is None:
+            why = self._failure or self.why_not_now() or self._capture()
+        if self._graph is None:
+            eagerly()
+            return why if self._steps > WARM_UP else None
+        self.before_replay()
+        self._graph.replay()
+        self.after_replay()
+        return None
+
+    def forget(self) -> None:
+        """Destroys the graph."""
+        if self._graph is not None:
+            destroy([self._graph])
+            self._graph = None
+
+    def _capture(self) -> str | None:
+        """Runs nothing on the GPU, and counts nothing. Where it fails, steps stay eager, and it says why."""
+        work = self.prepare()
+        try:
+            with torch.no_grad():
+                self._graph = record(work)
+        except Exception as error:
+            self._failure = f"its capture failed: {type(error).__name__}: {error}"
+        return self._failure
 
 
 def _sgd_by_device_rate(

@@ -35,6 +35,10 @@ class StageStreams:
         if event is not None:
             self.current().wait_event(event)
 
+    def stream(self, name: str) -> "torch.cuda.Stream | None":
+        """Returns side stream `name`; None on the CPU."""
+        return self._side.get(name)
+
     def current(self) -> torch.cuda.Stream:
         """The current stream."""
         return torch.cuda.current_stream(self._device)
@@ -45,7 +49,7 @@ def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     """All pipelines of a process have the same: torch hands out 32 streams a priority in turn, and after so many a new
     one would be that of some communicator (see groups.own_group)."""
     # Small kernels that the next iteration waits for go before the large ones that this one fills the GPU with.
-    priorities = {"copy": -1, "input_dist": -1, "dense_update": 0}
+    priorities = {"copy": -1, "input_dist": -1, "dense_update": 0, "iteration": 0}
     return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 
 

@@ -88,6 +88,9 @@ class TorchRecLossGuard:
 class _GradientGate(KeyedOptimizer):
     """Has no parameters of its own, so that it adds nothing to the state of those it is combined with."""
 
+    runs_in_graphs = True
+    """Its step only launches kernels, on memory that stays."""
+
     def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor]) -> None:
         """skip: the flags to write; empty where nobody asked for one."""
         super().__init__({}, {}, [])

@@ -69,6 +69,14 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
             self.trim_input_dist or not self.graph_dists,
             "--graph-dists needs --trim-input-dist: only exchanges of fixed sizes can be replayed",
         )
+        require(
+            self.trim_input_dist or not self.graphs_iterations,
+            f"--cuda-graph {self.cuda_graph} needs --trim-input-dist: only exchanges of fixed sizes can be replayed",
+        )
+        require(
+            self.launch_threads == 1 or not self.graphs_iterations,
+            f"--cuda-graph {self.cuda_graph} launches an iteration at once: leave --launch-threads at 1",
+        )
 
     @property
     def needs_gpu(self) -> str | None:

@@ -1,5 +1,6 @@
 """Graphs on the CPU, for tests of what is around a capture."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlrm_bench.pipeline.five_stage.captured
 import dlrm_bench.pipeline.five_stage.dense_graph
+import dlrm_bench.pipeline.five_stage.iteration_graph
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.static.graphs
 import dlrm_bench.pipeline.static.pipeline
@@ -98,3 +100,78 @@ def dense_graph_on_cpu() -> None:
     dlrm_bench.pipeline.five_stage.dense_graph.captures = lambda device: True  # type: ignore[assignment]
     dlrm_bench.pipeline.five_stage.dense_graph.record = record  # type: ignore[assignment]
     dlrm_bench.pipeline.five_stage.captured.record = record  # type: ignore[assignment]
+
+
+class Checked(TorchDispatchMode):
+    """Stands for the graph of an iteration: replays by running, and asserts that a graph would do the same.
+
+    Nothing may be read by the host, and every run has to launch the same operators, on the same memory as the first
+    one, but for what it makes itself.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._first: list[tuple[Any, ...]] = []
+        self._calls: list[tuple[Any, ...]] = []
+        self._made: dict[int, Any] = {}
+        self.replays = 0
+
+    def replay(self) -> None:
+        with self:
+            self._work()
+        self._made.clear()
+        if not self.replays:
+            self._first = self._calls
+        assert self._calls == self._first, next(
+            pair for pair in zip(self._calls, self._first, strict=False) if pair[0] != pair[1]
+        )
+        self._calls, self.replays = [], self.replays + 1
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(operator)
+        if name in _READS:
+            assert _counts_steps(), f"{name}: the host reads within a graph"
+        tensors = [of for of in pytree.tree_leaves((args, kwargs)) if isinstance(of, Tensor)]
+        given = {of.untyped_storage().data_ptr() for of in tensors}
+        outside = [(of.data_ptr(), of.shape, of.stride()) for of in tensors if not self._is_made(of)]
+        self._calls.append((name, *outside))
+        result = operator(*args, **(kwargs or {}))
+        for of in pytree.tree_leaves(result):
+            if isinstance(of, Tensor) and of.untyped_storage().data_ptr() not in given:
+                self._made[of.untyped_storage().data_ptr()] = of  # kept, so that its memory is not another's
+        return result
+
+    def _is_made(self, of: Tensor) -> bool:
+        return of.numel() == 0 or of.untyped_storage().data_ptr() in self._made
+
+    def reset(self) -> None:
+        """There is nothing to free."""
+
+
+_READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.nonzero.default", "aten.is_nonzero.default")
+
+
+def _counts_steps() -> bool:
+    """Whether FBGEMM reads, which has its step counts on the host, or an optimizer, which on CPUs asks for numbers that
+    its kernels for GPUs read themselves."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and "torch/" in frame.f_code.co_filename:
+        if "torch/optim/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return frame is not None and "fbgemm_gpu" in frame.f_code.co_filename
+
+
+def iteration_graph_on_cpu() -> list[Checked]:
+    """In this process: whole iterations are captured. Returns the graphs."""
+    graphs: list[Checked] = []
+
+    def record(work: Callable[[], None], **_: Any) -> Checked:
+        graphs.append(Checked(work))
+        return graphs[-1]
+
+    dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
+    dlrm_bench.pipeline.five_stage.iteration_graph.record = record  # type: ignore[assignment]
+    sys.modules["torch.optim.adam"]._get_capturable_supported_devices = lambda *_, **__: ["cpu"]  # type: ignore[attr-defined]
+    return graphs

@@ -25,6 +25,7 @@ class BatchSizeCache(Generic[T]):
         """The entry of the first size, kept for good, if there are graphs of it."""
         self._replayed_size: Hashable = None
         self._made: dict[Hashable, T] = {}
+        self._captured: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
         """Returns how many entries may be dropped."""
@@ -41,7 +42,11 @@ class BatchSizeCache(Generic[T]):
             return made
         # Dropped, memory is the stream's to use again that it was made on, which must be the only one to read it.
         key = size, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if key in self._captured:
+            return self._captured[key]
         if key not in self._made:
             bound(self._made)
             self._made[key] = make()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured[key] = self._made[key]  # its memory is the graph's from now on
         return self._made[key]

@@ -5,13 +5,14 @@ import pytest
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions, few_queues
 
 CPU, GPU = "cpu", "cuda"
+GRAPHS = "'none' or 'dense' or 'iteration' or 'iteration-or-dense'"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cuda_graph": True}, "cuda_graph must be 'none' or 'dense', not True"),
-        ({"cuda_graph": "iteration"}, "cuda_graph must be 'none' or 'dense', not 'iteration'"),
+        ({"cuda_graph": True}, f"cuda_graph must be {GRAPHS}, not True"),
+        ({"cuda_graph": "whole"}, f"cuda_graph must be {GRAPHS}, not 'whole'"),
         ({"launch_threads": 4}, "launch_threads must be 1 or 2, not 4"),
         ({"launch_threads": True}, "launch_threads must be 1 or 2, not True"),
         ({"avoid_record_streams": "yes"}, "avoid_record_streams must be False or True, not 'yes'"),
@@ -21,6 +22,12 @@ CPU, GPU = "cpu", "cuda"
 def test_a_value_that_means_nothing_is_refused(options, message):
     with pytest.raises(ValueError, match=rf"^FiveStageOptions\.{message}$"):
         FiveStageOptions(**options)
+
+
+@pytest.mark.parametrize("graph", ["iteration", "iteration-or-dense"])
+def test_an_iterations_graph_is_launched_by_one_thread(graph):
+    with pytest.raises(ValueError, match="launches an iteration at once: set launch_threads=1"):
+        FiveStageOptions(cuda_graph=graph, launch_threads=2)
 
 
 @pytest.mark.parametrize("given", [None, "", "8", "many"])

@@ -30,6 +30,8 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 ROWS = (50, 7, 30, 90, 61, 40)
 DIM = 16
 FEATURES = [f"f{i}" for i in range(len(ROWS))]
+HOT = dict(zip(FEATURES, (3, 1, 2, 4, 1, 2), strict=True))
+"""Multi-hot sizes of batches that have fixed ones."""
 DENSE_FEATURES = 5
 BATCH = 6
 
@@ -52,7 +54,13 @@ class Trained:
 
 
 def build(
-    ranks: Ranks, plan: str, kind: Kind = "dcn", change: Callable[[DLRMTrain], None] = lambda model: None
+    ranks: Ranks,
+    plan: str,
+    kind: Kind = "dcn",
+    change: Callable[[DLRMTrain], None] = lambda model: None,
+    sharder: EmbeddingBagCollectionSharder | None = None,
+    tables_by: type[torch.optim.Optimizer] = torch.optim.Adagrad,
+    dense_by: Callable[[Any], torch.optim.Optimizer] = lambda of: torch.optim.Adagrad(of, lr=0.05, eps=1e-8),
 ) -> tuple[DistributedModelParallel, Any]:
     """A sharded model and its optimizer. Collective; the same weights whatever the plan, and on every call.
 
@@ -75,21 +83,27 @@ def build(
     model = DLRM_DCN(dcn_num_layers=2, dcn_low_rank_dim=4, **arguments) if kind == "dcn" else DLRM(**arguments)
     train = DLRMTrain(model)
     change(train)
-    apply_optimizer_in_backward(torch.optim.Adagrad, train.model.sparse_arch.parameters(), {"lr": 0.05, "eps": 1e-8})
+    of_tables = {"lr": 0.05} if tables_by is torch.optim.SGD else {"lr": 0.05, "eps": 1e-8}
+    apply_optimizer_in_backward(tables_by, train.model.sparse_arch.parameters(), of_tables)
     weights = {key: value.clone() for key, value in train.state_dict().items()}
-    sharded = DistributedModelParallel(module=train, device=device, plan=_plan(collection, plan, ranks))
+    sharders = None if sharder is None else [sharder]
+    planned = _plan(collection, plan, ranks)
+    sharded = DistributedModelParallel(module=train, device=device, plan=planned, sharders=sharders)
     _fill(sharded, weights)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    adagrad = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, eps=1e-8))
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, adagrad])
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, KeyedOptimizerWrapper(dense, dense_by)])
 
 
-def batches(ranks: Ranks, count: int, seed: int = 1, size: int = BATCH, lengths_known: bool = False) -> list[Batch]:
-    """Bags of 0 to 4 ids; those of other ranks and seeds are others."""
+def batches(
+    ranks: Ranks, count: int, seed: int = 1, size: int = BATCH, lengths_known: bool = False, fixed: bool = False
+) -> list[Batch]:
+    """Bags of 0 to 4 ids, or with `fixed` of as many as HOT says; those of other ranks and seeds are others."""
     generator = torch.Generator().manual_seed(1000 * seed + ranks.rank)
     result = []
     for _ in range(count):
         lengths = torch.randint(0, 5, (len(FEATURES), size), generator=generator, dtype=torch.int32)
+        if fixed:
+            lengths[:] = torch.tensor(list(HOT.values()), dtype=torch.int32).view(-1, 1)
         ids = [
             torch.randint(0, rows, (int(of.sum()),), generator=generator)
             for rows, of in zip(ROWS, lengths, strict=True)

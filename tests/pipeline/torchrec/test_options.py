@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,15 @@ def test_graphs_of_the_dists_need_fixed_sizes() -> None:
     with pytest.raises(ValueError, match="--graph-dists needs --trim-input-dist"):
         FiveStageSwitches(graph_dists=True)
     assert FiveStageSwitches(graph_dists=True, trim_input_dist=True).graph_dists
+
+
+@pytest.mark.parametrize("graph", ["iteration", "iteration-or-dense"])
+def test_graphs_of_iterations_need_fixed_sizes_and_one_thread(graph: Any) -> None:
+    with pytest.raises(ValueError, match=f"--cuda-graph {graph} needs --trim-input-dist"):
+        FiveStageSwitches(cuda_graph=graph)
+    with pytest.raises(ValueError, match="leave --launch-threads at 1"):
+        FiveStageSwitches(cuda_graph=graph, trim_input_dist=True, launch_threads=2)
+    assert FiveStageSwitches(cuda_graph=graph, trim_input_dist=True).graphs_iterations
 
 
 def test_only_the_fused_schedule_needs_a_gpu() -> None:

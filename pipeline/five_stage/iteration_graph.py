@@ -1,0 +1,299 @@
+"""All five stages as one CUDA graph: an iteration is one launch, collectives and updates included.
+
+Two graphs take turns. Graph i trains on slot i, and beside that it brings the next batch, from staging i, through its
+input dist to the other slot; meanwhile the batch after it is copied from the host to the other staging:
+
+```
+                call n, graph 0                   call n+1, graph 1                 call n+2, graph 0
+copy            batch n+2 -> staging 1            batch n+3 -> staging 0
+graph           staging 0 -> dist n+1 -> slot 1   staging 1 -> dist n+2 -> slot 0   ...
+                slot 0 -> train on n              slot 1 -> train on n+1
+```
+
+The pipeline keeps every batch as it came, too: whatever no graph takes runs eagerly, from the batch itself. Before the
+capture the graphs' work runs eagerly on the stream that will capture it, and trains.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+
+from .batch_fields import map_fields
+from .capture_errors import told
+from .captured import copied, of_graph
+from .captured_update import CapturedUpdate
+from .cuda_graph import destroy, record
+from .dense_graph import DenseGraph
+from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
+from .in_flight import InFlight
+from .input_dist import InputDist
+from .iteration_obstacles import learning_rates, lookup_kernels, why_no_iteration_of
+from .iteration_slots import BatchForm, Slot, Staging, distinct, fields_of
+from .step_graph import WARM_UP
+from .streams import StageStreams, stage
+
+logger = logging.getLogger(__name__)
+
+RATE_CHANGES = 4
+"""Iterations one after the other, each with another learning rate of the tables, that are captured anew."""
+FIRST = f"the first {WARM_UP} iterations run eagerly"
+STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
+_UPDATE = ("all-reduce of dense gradients", "dense update")
+
+
+class IterationGraph:
+    """Trains on batches of the first one's form; see the module.
+
+    What a replay would not notice is looked for before every iteration: changes of the model (see FrozenModel), of the
+    optimizers' numbers and memory, of the tables' learning rates, which FBGEMM reads on the host. The graphs are then
+    captured anew, on all ranks at once: such changes are the same on all of them.
+    """
+
+    def __init__(
+        self,
+        dense: DenseGraph,
+        optimizer: torch.optim.Optimizer,
+        input_dists: InputDist,
+        lookups: Lookups,
+        streams: StageStreams,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """dense: of the whole model, without graphs of its own. group: all ranks'."""
+        self._dense, self._input_dists, self._lookups = dense, input_dists, lookups
+        self._streams, self._device, self._group = streams, device, group
+        self._update = CapturedUpdate(optimizer, dense.parameters)
+        self._kernels = [kernel for _, kernel in lookup_kernels(lookups.called)]
+        self._form: BatchForm | None = None
+        self._slots: list[Slot] = []
+        self._staging: list[Staging] = []
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._outputs: list[Any] = [None, None]
+        self._pool: Any = None
+        self._turn = 0
+        self._rehearsed = 0
+        self._rates: list[float] = []
+        self._rates_changed = 0
+        self._autocast = ""
+        self._iterations = self.captures = self.replays = 0
+        self._eager: dict[str, int] = {}
+        self.failure: str | None = None
+        """Why nothing is captured, if so, the same on all ranks."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether the dense update is in the graph."""
+        return self._update.why_not is None
+
+    @property
+    def why_eager(self) -> str | None:
+        """Says why iterations have run eagerly beyond the first ones, and how many; None if none has."""
+        of_all = f"of {self._iterations} iterations ran eagerly: "
+        said = [f"{count} {of_all}{why}" for why, count in self._eager.items()]
+        if not self.updates:
+            said.append(f"the dense update: {self._update.why_not}")
+        return "; ".join(said) or None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the graph holds, how often it was captured and replayed, and what ran without it."""
+        stages = [*STAGES, *(_UPDATE if self.updates else ())]
+        counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
+        return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager)}
+
+    # Batches
+
+    def begin(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> str | None:
+        """Takes the form of the first batch; says what keeps such batches out of a graph."""
+        modules = self._lookups.called
+        if (why := why_no_iteration_of(modules, features)) is None:
+            sizes = {key: hot for one in modules for key, hot in one.module.multi_hot_sizes.items()}
+            self._form = BatchForm(batch, distinct(batch, features), sizes)
+        return why
+
+    def fits(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> bool:
+        """Returns whether a batch, on the host or the device, has the form of the first one."""
+        return self._form is not None and self._form.fits(batch, distinct(batch, features))
+
+    def stage(self, batch: InFlight[Any]) -> None:
+        """Copies the batch after the next one to where the next call's graph will read it, on the current stream,
+        which comes after the last graph but one."""
+        if self._graphs and batch.fits:
+            self._stage(1 - self._turn, batch)
+
+    def _stage(self, index: int, batch: InFlight[Any]) -> None:
+        self._staging[index].fill(batch.batch, batch.features)
+        self._staging[index].holds = batch
+
+    # An iteration
+
+    def why_not_now(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> str | None:
+        """Says what keeps this iteration out of a graph; None where `train` is to be called. Once an iteration, in the
+        place of what else asks the dense part for changes. Captures where it is time to; `failure` says if not."""
+        self._iterations += 1
+        if self.updates:
+            self._dense.gradients.publish()
+        valid, why_no_update = self._update.look()
+        changed = self._dense.look()
+        if self._rehearsed and (changed is not None or not valid or self._rates_moved()):
+            self._drop()
+        if self._iterations <= WARM_UP:
+            self._autocast = _autocast(self._device)
+            return FIRST
+        why = self.failure or self._dense.failure
+        if why is None and changed is not None:
+            why = f"within {WARM_UP} batches something had changed: {changed}"
+        why = why or why_no_update
+        if why is None and not (now.fits and (ahead is None or ahead.fits)):
+            why = "it, or the next batch, had another form than the first one on some rank"
+        if why is None and (autocast := _autocast(self._device)) != self._autocast:
+            why = f"autocast was {autocast}, and {self._autocast} for the first batches"
+        if why is None and not self._graphs and self._rehearsed >= len(self._slots) > 0:
+            self._capture()
+            why = self.failure
+        if why is not None:
+            self._eager[why] = self._eager.get(why, 0) + 1
+        return why
+
+    def _rates_moved(self) -> bool:
+        """Whether the tables' learning rates have changed since the last iteration."""
+        if self.updates:
+            self._update.set_rates()
+        rates = learning_rates(self._kernels)
+        moved, self._rates = rates != self._rates, rates
+        self._rates_changed = self._rates_changed + 1 if moved else 0
+        if self._rates_changed >= RATE_CHANGES:
+            self.failure = (
+                f"the tables' learning rate has changed with each of {RATE_CHANGES} steps, and FBGEMM reads it on the "
+                "host: a graph is captured anew for every rate; change it in larger steps"
+            )
+        return moved
+
+    def train(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> Any:
+        """Trains on `now` and distributes `ahead`; returns the model's output. wait: for the distribution of `now`,
+        where no graph has made it."""
+        if not self._slots:
+            wait()
+            self._slots = [Slot(now.batch, now.features, now.distribution) for _ in range(2)]
+            self._staging = [Staging(now.batch, now.features) for _ in range(2)]
+        index = self._place(now, ahead, wait)
+        if not self._graphs:
+            self._prepare()
+        self._update.before_replay()
+        if self._graphs:
+            self._graphs[index].replay()
+            self.replays += 1
+        else:
+            self._rehearse(index)
+        self._update.after_replay()
+        self._turn = index
+        self._slots[index].holds, self._slots[1 - index].holds = None, ahead
+        self._staging[index].holds = None
+        return map_fields(self._outputs[index], copied)
+
+    def _place(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> int:
+        """Brings both to where one of the graphs reads them, and returns which one's place that is."""
+        found = next((i for i, slot in enumerate(self._slots) if slot.holds is now), None)
+        if found is None:
+            staged = (i for i, staging in enumerate(self._staging) if ahead is not None and staging.holds is ahead)
+            found = next(staged, 1 - self._turn)
+            wait()
+            fields = fields_of(now.batch, distinct(now.batch, now.features))
+            self._slots[found].fill(fields, now.distribution.features)
+        if ahead is not None and self._staging[found].holds is not ahead:
+            self._stage(found, ahead)
+        return found
+
+    def _rehearse(self, index: int) -> None:
+        """Runs what is to be captured, on the stream that is to capture it, and trains by that."""
+        with self._streams.on("iteration", after=self._streams.mark()):
+            self._work(index)
+        self._streams.wait(self._streams.mark("iteration"))
+        self._rehearsed += 1
+
+    def _prepare(self) -> None:
+        if self.updates:
+            self._update.prepare()
+        self._rates = learning_rates(self._kernels)
+
+    def _work(self, index: int) -> None:
+        """All launches of an iteration, in which nothing is read by the host."""
+        streams, slot, lookups = self._streams, self._slots[index], self._lookups
+        begun = streams.mark()
+        with stage("input_dist", self._device), streams.on("input_dist", after=begun):
+            self._distribute(self._staging[index], self._slots[1 - index])
+            brought = streams.mark("input_dist")
+        if self.updates:
+            self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
+        with stage("embedding_forward", self._device):
+            of_modules = zip(lookups.called, slot.contexts, slot.features, strict=True)
+            awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
+            outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
+        with stage("dense_forward_backward", self._device):
+            output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
+        updated = self._dense_update(after=streams.mark()) if self.updates else None
+        with stage("embedding_backward", self._device):
+            embedding_backward(outputs, grads)
+        for event in (updated, brought):
+            streams.wait(event)
+        self._outputs[index] = map_fields(output, of_graph)
+
+    def _distribute(self, staging: Staging, slot: Slot) -> None:
+        distribution = self._input_dists.new()
+        distribution.advance(staging.features, "features")
+        slot.fill(staging.fields, distribution.features)
+
+    def _dense_update(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        with self._streams.on("dense_update", after):
+            with stage("dense_forward_backward", self._device):
+                self._dense.gradients.mean()
+                self._dense.gradients.publish()
+            with stage("dense_update", self._device):
+                self._update.step()
+            return self._streams.mark("dense_update")
+
+    # Captures
+
+    def _capture(self) -> None:
+        """Captures both graphs, which runs nothing. Collective: all ranks have them, or none has, and says why."""
+        self._prepare()
+        torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        on, error = self._streams.stream("iteration"), None
+        try:
+            for index in range(len(self._slots)):
+                work = partial(self._work, index)
+                self._graphs.append(record(work, pool=self._pool, stream=on))
+        except Exception as caught:
+            error = told(caught)
+        torch.clear_autocast_cache()
+        if (replaced := self._dense.put_back()) is not None:
+            error = error or f"{replaced}, which no replay does"
+        self._dense.gradients.publish()
+        everyone: list[str | None] = [None] * self._group.size()
+        dist.all_gather_object(everyone, error, group=self._group)
+        self.captures += 1
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why is not None]
+        if failed:
+            self.failure = "; ".join(failed)
+            self._drop()
+
+    def _drop(self) -> None:
+        destroy(self._graphs)
+        self._graphs.clear()
+        self._outputs, self._pool = [None, None], None
+
+    def close(self) -> None:
+        """Destroys the graphs."""
+        self._drop()
+
+
+def _autocast(device: torch.device) -> str:
+    """Returns autocast's type in words."""
+    if not torch.is_autocast_enabled(device.type):
+        return "off"
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")

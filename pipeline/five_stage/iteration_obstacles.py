@@ -1,0 +1,89 @@
+"""What keeps a model's sharded modules out of the graph of a whole iteration, each named with what to do about it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import KeyedJaggedTensor
+
+from .sharded_modules import Sharded
+from .trimmed.sharder import TrimmedEBC
+
+OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""FBGEMM's fused optimizers whose update takes no number from the host but the learning rate."""
+
+
+def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
+    """Returns FBGEMM's modules of all sharded modules on this rank, with the name of the sharded module."""
+    for one in modules:
+        for lookup in one.collection._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            for of_group in lookup._emb_modules:
+                yield one.name, of_group.emb_module
+
+
+def learning_rates(kernels: Iterable[Any]) -> list[float]:
+    """Returns the rates with which kernels update tables, which a capture freezes."""
+    return [kernel.learning_rate_tensor.item() for kernel in kernels]
+
+
+def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
+    """Says what keeps the modules out of the graph, as far as it is known before the first batch."""
+    for one in modules:
+        if type(one.module) is not TrimmedEBC:
+            return (
+                f"{one.name} is a {one.kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
+                "TrimmedEBCSharder(multi_hot_sizes)"
+            )
+        by_dist = one.module.trimmed_features()
+        waiting = [*by_dist["dynamic"], *by_dist["torchrec"]]
+        if waiting:
+            return (
+                f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the multi_hot_sizes "
+                "of all features, and plan tables table-wise or column-wise"
+            )
+        if any(isinstance(lookup, DistributedDataParallel) for lookup in one.module._lookups):
+            return f"{one.name} has data-parallel tables: plan them table-wise or column-wise"
+    return next(
+        (why for name, kernel in lookup_kernels(modules) if (why := _of_kernel(name, kernel)) is not None), None
+    )
+
+
+def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJaggedTensor]) -> str | None:
+    """Says what of the first batch keeps it out of the graph. features: of each module."""
+    for one, kjt in zip(modules, features, strict=True):
+        if kjt.variable_stride_per_key():
+            return f"batch sizes differ between the features of {one.name}: give all of them one size"
+        keys: list[str] = kjt.keys()
+        undeclared = [key for key in keys if key not in one.module.multi_hot_sizes]
+        if undeclared:
+            return (
+                f"the KJT of {one.name} has features of undeclared sizes, {', '.join(undeclared)}: declare their "
+                "multi_hot_sizes, or give them in a KJT of their own"
+            )
+    return None
+
+
+def _of_kernel(name: str, kernel: Any) -> str | None:
+    if not isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+        return f"a table of {name} is looked up by {type(kernel).__name__}: plan the compute kernel `fused`"
+    if kernel.lxu_cache_weights.numel() or kernel.weights_uvm.numel():
+        return f"a table of {name} lies in host memory, behind a cache that the host manages: plan it on the GPU"
+    if kernel.optimizer not in OPTIMIZERS or _counts(kernel):
+        return (
+            f"the fused update of {name}, {kernel.optimizer.value}, counts its steps on the host: choose SGD, Adagrad "
+            "or row-wise Adagrad without weight decay by counters"
+        )
+    if kernel.stochastic_rounding and kernel.weights_precision != SparseType.FP32:
+        return f"{name} rounds its weights at random, which no test compares: set stochastic_rounding=False, or fp32"
+    return None
+
+
+def _counts(kernel: Any) -> bool:
+    return bool(
+        getattr(kernel, "_used_rowwise_adagrad_with_counter", False)
+        or getattr(kernel, "_used_rowwise_adagrad_with_global_weight_decay", False)
+    )

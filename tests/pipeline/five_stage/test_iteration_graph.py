@@ -1,0 +1,319 @@
+"""One graph of all five stages trains bit by bit what TorchRec's TrainPipelineSparseDist does, and refuses the rest."""
+
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.iteration_graph import RATE_CHANGES
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
+from tests.cases import CPU_PLACES, GPU_PLACES
+from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
+from tests.pipeline.five_stage.torchrec_models import HOT, Trained, batches, build, drain, state
+
+TIMEOUT = 300  # seconds, after which a rank that hangs is killed
+STEPS = 50
+EAGER = 5  # first iterations, of which the last two rehearse
+WHOLE = FiveStageOptions(cuda_graph="iteration")
+BITS = 0.0
+ON_GPU = 1e-5
+
+
+def adam(of: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(of, lr=0.01, capturable=True)
+
+
+def sgd(of: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(of, lr=0.05, momentum=0.9)
+
+
+CASES: list[dict[str, Any]] = [
+    {"plan": "TW", "kind": "dot"},
+    {"plan": "CW", "tables_by": torch.optim.SGD, "dense_by": sgd},
+    {"plan": "TW", "tables_by": RowWiseAdagrad, "dense_by": adam},
+]
+
+
+@dataclass
+class Run:
+    trained: Trained
+    described: dict[str, Any]
+    off: dict[str, str]
+
+
+def prepare(ranks: Ranks) -> None:
+    signal.alarm(TIMEOUT)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if ranks.device.type == "cpu":
+        iteration_graph_on_cpu()
+
+
+def stock(ranks: Ranks, data: list[Any], each: Any = None, wrap: Any = lambda it: it, **built: Any) -> Trained:
+    model, optimizer = build(ranks, **({"plan": "TW"} | built))
+    optimizer = wrap(optimizer)
+    pipeline = TrainPipelineSparseDist(model, optimizer, ranks.device)
+    trained = drain(pipeline, iter(data), (lambda step: each(step, optimizer, model)) if each else lambda step: None)
+    trained.state = state(model, optimizer)
+    return trained
+
+
+def whole(
+    ranks: Ranks,
+    data: list[Any],
+    each: Any = None,
+    options: FiveStageOptions = WHOLE,
+    sizes: dict[str, int] = HOT,
+    wrap: Any = lambda it: it,
+    **built: Any,
+) -> Run:
+    """each(step, optimizer, model): before every step."""
+    model, optimizer = build(ranks, **({"plan": "TW", "sharder": TrimmedEBCSharder(sizes)} | built))
+    optimizer = wrap(optimizer)
+    with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
+        trained = drain(
+            pipeline, iter(data), (lambda step: each(step, optimizer, model)) if each else lambda step: None
+        )
+        trained.state = state(model, optimizer)
+        return Run(trained, pipeline.describe(), pipeline.switched_off)
+
+
+def assert_equal(ours: Trained, theirs: Trained, rtol: float) -> None:
+    assert len(ours.outputs) == len(theirs.outputs) > 0
+    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(ours.state, theirs.state, rtol=10 * rtol, atol=rtol)
+
+
+# What is captured
+
+
+def equal_to_stock(ranks: Ranks, rtol: float) -> list[dict[str, Any]]:
+    prepare(ranks)
+    data = batches(ranks, STEPS, fixed=True)
+    described = []
+    for case in CASES:
+        run = whole(ranks, data, **case)
+        assert_equal(run.trained, stock(ranks, data, **case), rtol)
+        described.append(run.described)
+    return described
+
+
+@pytest.mark.parametrize(
+    ("world_size", "gpu", "rtol"),
+    [(world, gpu, BITS) for world, gpu in CPU_PLACES]
+    + [pytest.param(*place.values, ON_GPU, marks=place.marks) for place in GPU_PLACES],
+)
+def test_trains_bit_by_bit_as_stock(run_ranks, world_size, gpu, rtol):
+    for of_rank in run_ranks(world_size, equal_to_stock, rtol, gpu=gpu):
+        for described in of_rank:
+            assert described["replays"] == STEPS - EAGER
+            assert described["captures"] == 1
+            assert described["eager"] == {}
+            assert len(described["in_graph"]) == 6
+
+
+def clipped(optimizer: CombinedOptimizer) -> CombinedOptimizer:
+    fused, dense = (part for _, part in optimizer.optimizers)
+    return CombinedOptimizer([fused, GradientClippingOptimizer(dense, GradientClipping.VALUE, max_gradient=0.01)])
+
+
+def warming_up(optimizer: CombinedOptimizer) -> CombinedOptimizer:
+    fused, dense = (part for _, part in optimizer.optimizers)
+    stages = [WarmupStage(WarmupPolicy.CONSTANT, max_iters=20, value=0.1), WarmupStage(WarmupPolicy.NONE, 1000, 1.0)]
+    return CombinedOptimizer([fused, WarmupOptimizer(dense, stages, lr=0.05)])
+
+
+def rates(step: int, optimizer: Any, model: Any) -> None:
+    """The tables' rate changes twice, the dense weights' with every step."""
+    tables, dense = (part for _, part in optimizer.optimizers)
+    for group in tables.param_groups:
+        group["lr"] = 0.05 if step < 15 else 0.03 if step < 25 else 0.01
+    for group in dense.param_groups:
+        group["lr"] = 0.05 * 0.99**step
+
+
+def moves(step: int, optimizer: Any, model: Any) -> None:
+    """A weight is given other memory, as where averages are swapped in."""
+    if step == 15:
+        weight = model.module.model.over_arch.model[0]._mlp[0]._linear.weight
+        weight.data = weight.data.clone()
+
+
+def around(ranks: Ranks, rtol: float) -> list[dict[str, Any]]:
+    """What stands around a step."""
+    prepare(ranks)
+    data = batches(ranks, 30, fixed=True)
+    cases: list[dict[str, Any]] = [{"wrap": clipped}, {"wrap": warming_up}, {"each": rates}, {"each": moves}]
+    described = []
+    for case in cases:
+        run = whole(ranks, data, **case)
+        assert_equal(run.trained, stock(ranks, data, **case), rtol)
+        described.append(run.described)
+    return described
+
+
+@pytest.mark.parametrize(
+    ("world_size", "gpu", "rtol"),
+    [(1, False, BITS), pytest.param(2, True, ON_GPU, marks=pytest.mark.multi_gpu)],
+)
+def test_what_stands_around_a_step(run_ranks, world_size, gpu, rtol):
+    for of_rank in run_ranks(world_size, around, rtol, gpu=gpu):
+        clips, warms_up, rate, moved = of_rank
+        assert clips["replays"] == 30 - EAGER
+        assert "dense update" in clips["in_graph"]
+        assert "dense update" not in warms_up["in_graph"]
+        assert warms_up["replays"] == 30 - EAGER
+        assert (
+            rate["captures"] == 3
+        )  # twice more for the tables'; the dense rate is on the device
+        assert rate["replays"] == 30 - EAGER
+        assert moved["captures"] == 2
+        ((why, count),) = moved["eager"].items()
+        assert "lies in other memory" in why
+        assert moved["replays"] == 30 - EAGER - count
+
+
+def other_forms(ranks: Ranks) -> list[dict[str, Any]]:
+    """A smaller batch in between; batches of another form on one rank alone, which all ranks then run eagerly."""
+    prepare(ranks)
+    data = batches(ranks, 10, fixed=True) + batches(ranks, 1, size=4, fixed=True) + batches(ranks, 10, 2, fixed=True)
+    smaller = whole(ranks, data)
+    assert_equal(smaller.trained, stock(ranks, data), BITS)
+    data = batches(ranks, 20, fixed=True)
+    if ranks.rank == 1:
+        data[12].labels = data[12].labels.double()
+    one = whole(ranks, data)
+    assert_equal(one.trained, stock(ranks, data), BITS)
+    return [smaller.described, one.described]
+
+
+def test_other_forms_run_eagerly_on_all_ranks(run_ranks):
+    for of_rank in run_ranks(2, other_forms):
+        for described, total in zip(of_rank, (21, 20), strict=True):
+            ((why, count),) = described["eager"].items()
+            assert "another form" in why
+            assert count == 2  # its own iteration, and the one before, which would distribute it
+            assert described["replays"] == total - EAGER - count
+
+
+def in_between(ranks: Ranks) -> None:
+    """Evaluation, and iterators that end."""
+    prepare(ranks)
+    data = [batches(ranks, count, seed, fixed=True) for seed, count in enumerate((12, 3, 0, 9))]
+    held_out = batches(ranks, 3, 9, fixed=True)
+    results = []
+    for ours in (True, False):
+        model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
+        options = WHOLE if ours else FiveStageOptions()
+        with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
+            trained = Trained()
+            for part in data:
+                trained.outputs += drain(pipeline, iter(part)).outputs
+                model.eval()
+                with torch.no_grad():
+                    trained.outputs += drain(pipeline, iter(held_out)).outputs
+                model.train()
+            trained.state = state(model, optimizer)
+            results.append(trained)
+            assert not ours or pipeline.describe()["replays"] > 8
+    assert_equal(*results, BITS)
+
+
+def test_evaluation_and_ends_of_data(run_ranks):
+    run_ranks(2, in_between)
+
+
+# What is refused
+
+
+def refused(ranks: Ranks) -> list[str]:
+    prepare(ranks)
+    data, loose = batches(ranks, 8, fixed=True), {key: hot for key, hot in HOT.items() if key != "f2"}
+
+    def every_step(step: int, optimizer: Any, model: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * 0.9**step
+
+    cases: list[dict[str, Any]] = [
+        {"plan": "RW"},
+        {"plan": "DP"},
+        {"sharder": None},
+        {"sizes": loose},
+        {"each": every_step, "data": batches(ranks, 20, fixed=True)},
+    ]
+    said = []
+    for case in cases:
+        given = {"data": data} | case
+        with pytest.raises(ValueError, match="cuda_graph='iteration'") as caught:
+            whole(ranks, **given)
+        said.append(str(caught.value))
+        run = whole(ranks, **given, options=FiveStageOptions(cuda_graph="iteration-or-dense"))
+        wanted = {"data": given["data"]} | {key: value for key, value in case.items() if key in ("plan", "each")}
+        assert_equal(run.trained, stock(ranks, **wanted), BITS)
+        assert "for whole iterations" in run.off["cuda_graph"]
+    return said
+
+
+def test_what_cannot_be_captured_is_named(run_ranks):
+    ((by_rows, replicated, plain, undeclared, every_step),) = run_ranks(1, refused)
+    assert "depends on the ids" in by_rows
+    assert "has data-parallel tables: plan them table-wise or column-wise" in replicated
+    assert "shard an EmbeddingBagCollection by TrimmedEBCSharder(multi_hot_sizes)" in plain
+    assert "declare the multi_hot_sizes" in undeclared
+    assert f"has changed with each of {RATE_CHANGES} steps" in every_step
+    assert all("cuda_graph='iteration-or-dense'" in said for said in (by_rows, plain, every_step))
+
+
+def test_a_read_within_an_iteration_is_seen_without_a_gpu():
+    """The stand-in for a graph must be able to fail."""
+    from tests.pipeline.cpu_graphs import Checked
+
+    values, memory = torch.ones(3), [torch.zeros(3)]
+
+    def replays_of(work: Callable[[], Any]) -> None:
+        graph = Checked(work)
+        graph.replay()
+        graph.replay()
+
+    replays_of(lambda: memory[0].add_(values))
+    with pytest.raises(AssertionError, match="the host reads"):
+        replays_of(lambda: values.sum().item())
+    with pytest.raises(AssertionError):
+        replays_of(lambda: memory.append(memory[-1].clone()) or memory[-1].add_(1))
+
+
+def reads_the_device(ranks: Ranks) -> str:
+    prepare(ranks)
+
+    def change(model: Any) -> None:
+        forward = model.model.forward
+
+        def reads(*args: Any, **kwargs: Any) -> Tensor:
+            logits = forward(*args, **kwargs)
+            return logits * float(logits.detach().sum() > -1e9)
+
+        model.model.forward = reads
+
+    with pytest.raises(ValueError, match="cuda_graph='iteration'") as caught:
+        whole(ranks, batches(ranks, 10, fixed=True), change=change)
+    with nullcontext():
+        torch.rand(4, device=ranks.device)  # the generator is out of the capture
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
+def test_a_line_that_reads_the_device_is_named(run_ranks, world_size, gpu):
+    for said in run_ranks(world_size, reads_the_device, gpu=gpu):
+        assert "float(logits.detach().sum() > -1e9)` reads the device from the host" in said
