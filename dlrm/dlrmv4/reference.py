@@ -158,7 +158,13 @@ def features(samples: Samples) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
 
     def kjt(of: dict[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
         values, lengths = zip(*of.values(), strict=True)
-        return KeyedJaggedTensor(list(of), torch.cat(values), lengths=torch.cat(lengths), stride=len(one))
+        return KeyedJaggedTensor(
+            list(of),
+            torch.cat(values),
+            lengths=torch.cat(lengths),
+            stride=len(one),
+            length_per_key=[len(value) for value in values],  # as the reference's collate knows it, on the host
+        )
 
     return kjt(history), kjt(candidate)
 
@@ -183,6 +189,7 @@ class ReferenceBatch(Pipelineable):
             torch.cat([history.values(), candidates.values()]),
             lengths=torch.cat([history.lengths(), candidates.lengths()]),
             stride=len(samples.labels),
+            length_per_key=history.length_per_key() + candidates.length_per_key(),
         )
         return cls(features=merged, history=history, candidates=candidates, labels=samples.labels)
 

@@ -86,6 +86,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._off: dict[str, str] = {}
         self._modules = sharded_modules(model)
         self._paths: dict[Sharded, Path] = {}
+        self._form: type | None = None  # of batches on the device: on the host they may have another, without a KJT
         self._lookups: Lookups | None = None
         self._streams = StageStreams(device)
         ranks = dist.get_process_group_ranks(model._env.process_group)
@@ -320,7 +321,7 @@ class FiveStagePipeline(Generic[In, Out]):
             if batch is None:
                 self._exhausted = True
                 return
-            if self._options.pinned_d2h:
+            if self._options.pinned_d2h and type(batch) is self._form:
                 for features in self._features_of(batch):
                     if features.device().type == "cpu":
                         features.sync()  # lengths per key: cheap here, a read of the device later
@@ -337,6 +338,7 @@ class FiveStagePipeline(Generic[In, Out]):
     def _find_inputs(self, first: _InFlight[In]) -> None:
         self._streams.wait(first.copied)
         self._paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
+        self._form = type(first.batch)
         self._lookups = Lookups(self._modules, list(self._paths))
         self._input_dists.modules = self._lookups.called
         if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in self._features_of(first.batch)):
