@@ -169,7 +169,13 @@ def _kjt(samples: Samples, config: ModelConfig, named: tuple[Tensor, ...], of_na
     values += samples.context.unbind()
     lengths += [one] * len(samples.context)
     keys = [feature for table in tables(config) for feature in table.features]
-    return KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(lengths), stride=len(one))
+    return KeyedJaggedTensor(
+        keys,
+        torch.cat(values),
+        lengths=torch.cat(lengths),
+        stride=len(one),
+        length_per_key=[len(of) for of in values],  # which the input dist would read of the device
+    )
 
 
 def check_samples(samples: Samples, config: ModelConfig) -> None:

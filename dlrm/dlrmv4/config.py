@@ -37,6 +37,7 @@ AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
 DropoutSeed = Literal["rank", "same"]
 Exchange = Literal["fp32", "fp16"]
+Network = Literal["own", "reference", "reference-as-shipped"]
 
 
 class Table(NamedTuple):
@@ -111,6 +112,12 @@ class ModelConfig:
     equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
     recompute_layers: bool = False
     """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint)."""
+    network: Network = "own"
+    """What computes the dense network. own: this project's code. reference: the modules of MLPerf's reference, their
+    Triton kernels tuned on this GPU when they first run. reference-as-shipped: these with the settings that it ships,
+    an MI350X's. A baseline, for the torchrec pipeline; needs --model.reference."""
+    reference: Path | None = None
+    """Folder recommendation/ of a checkout of mlcommons/training, for --model.network reference."""
 
     def __post_init__(self) -> None:
         for flag, count in (("event_rows", len(EVENT_TABLES)), ("context_rows", CONTEXT_TOKENS)):
@@ -163,6 +170,22 @@ class ModelConfig:
         require(
             self.dropout_seed in ("rank", "same"),
             f"--model.dropout-seed is {self.dropout_seed!r}: choose rank or same",
+        )
+        self._check_network()
+
+    def _check_network(self) -> None:
+        networks = ("own", "reference", "reference-as-shipped")
+        require(self.network in networks, f"--model.network is {self.network!r}: choose one of {', '.join(networks)}")
+        if self.network == "own":
+            return
+        require(
+            self.reference is not None,
+            f"--model.network {self.network} needs --model.reference: name the folder recommendation/ of a checkout of "
+            "mlcommons/training",
+        )
+        require(
+            self.last_layer == "all",
+            f"--model.last-layer {self.last_layer}: the reference computes all tokens of its last layer; choose all",
         )
 
     @property

@@ -21,8 +21,22 @@ _FULL = (
     ),
 )
 
+_REFERENCE = (
+    Rung(
+        "reference-as-shipped",
+        ("--model.network", "reference-as-shipped", "--schedule", "base"),
+        "The reference's modules, kernels as it ships them, under TrainPipelineBase. Needs --model.reference.",
+    ),
+    Rung(
+        "reference",
+        ("--model.network", "reference", "--schedule", "base"),
+        "Kernels' settings for another GPU: its Triton kernels are tuned on this one.",
+    ),
+)
+
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "full": _FULL,
+    "baselines": (*_REFERENCE, *_FULL[:2], _FULL[-1]),
     "ends": (_FULL[0], _FULL[-1]),
     "stock": (
         Rung("stock-fp32", ("--precision", "fp32"), "TrainPipelineSparseDist in fp32."),

@@ -4,13 +4,18 @@ model = build_model(config, device)                       # tables on device "me
 loss, (_, logits, labels) = model(batch_of(samples, config.model).to(device))
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.types import ShardedTensor
+from torchrec.streamable import Pipelineable
 
 from dlrm_bench.dlrm.dlrmv4.batch import Batch
 from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 
@@ -27,6 +32,14 @@ class Dlrmv4(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Returns logits, fp32 [B]."""
         return self.dense(self.embeddings(batch.features), batch)
+
+
+class ModelParts(NamedTuple):
+    """What of a TorchRecModel differs between networks: our own and the reference's."""
+
+    module: nn.Module
+    batch: Callable[[WindowBatch], Pipelineable]
+    zeros: Callable[[], WindowBatch]
 
 
 class _Loss(nn.Module):

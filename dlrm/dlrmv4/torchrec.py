@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.limits import LISTEN_PLUS, POOLS, Rows
 from dlrm_bench.dlrm.dlrmv4.data.packed import END, LENGTH, Packed, PackedLayout
-from dlrm_bench.dlrm.dlrmv4.model import build_model, seed_dropout
+from dlrm_bench.dlrm.dlrmv4.model import ModelParts, build_model, seed_dropout
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
@@ -37,19 +37,26 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
         "--inplace-copy: batches of DLRMv4 travel packed, and their form on the device is made there: leave it out",
     )
     of_v4 = cast(Dlrmv4Training, config)
-    module = build_model(of_v4, ranks.device)
-    seed_dropout(of_v4, ranks.rank)
     maps = ItemMaps.open(data.path, Rows(*model.rows))
     artist, album = (torch.from_numpy(of).to(ranks.device) for of in (maps.artist, maps.album))
 
     def batch(host: WindowBatch) -> PackedBatch:
         return PackedBatch(packed=host.packed, artist=artist, album=album, model=model)
 
+    parts: ModelParts
+    if model.network == "own":
+        zeros = partial(_empty_histories, config.local_batch_size, ranks.device.type == "cuda")
+        parts = ModelParts(build_model(of_v4, ranks.device), batch, zeros)
+    else:
+        from dlrm_bench.dlrm.dlrmv4.reference import reference_parts
+
+        parts = reference_parts(of_v4, ranks.device, artist, album)
+    seed_dropout(of_v4, ranks.rank)
     return TorchRecModel(
-        module=module,
+        module=parts.module,
         prefix="model.",
-        batch=batch,
-        zeros=partial(_empty_histories, config.local_batch_size, ranks.device.type == "cuda"),
+        batch=parts.batch,
+        zeros=parts.zeros,
         dense_optimizer=partial(_clipped_adam, config=optimizer),
         dense_states=_STATES,
         by_rows=True,

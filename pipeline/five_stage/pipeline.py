@@ -78,6 +78,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._off: dict[str, str] = {}
         self._modules = sharded_modules(model)
         self._paths: dict[Sharded, Path] = {}
+        self._form: type | None = None  # of batches on the device: on the host they may have another, without a KJT
         self._lookups: Lookups | None = None
         self._streams = StageStreams(device)
         ranks = dist.get_process_group_ranks(model._env.process_group)
@@ -347,7 +348,7 @@ class FiveStagePipeline(Generic[In, Out]):
             return
         with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
             batch = next(batches, None)
-            features = [] if batch is None else self._features_of(batch)
+            features = self._features_of(batch) if type(batch) is self._form else []
             fits = self._by_graph is not None and batch is not None and self._by_graph.fits(batch, features)
             self._end.announce(batch is not None, fits)
             if batch is None:
@@ -376,6 +377,7 @@ class FiveStagePipeline(Generic[In, Out]):
     def _find_inputs(self, first: InFlight[In]) -> None:
         self._streams.wait(first.copied)
         self._paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
+        self._form = type(first.batch)
         self._lookups = Lookups(self._modules, list(self._paths))
         self._input_dists.modules = self._lookups.called
         if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in self._features_of(first.batch)):

@@ -4,14 +4,13 @@
 
 CHECKOUT is the folder recommendation/ of mlcommons/training (Apache-2.0), as of pull request #889 or later. Its PyTorch
 operators run on the CPU. Two things of it are changed while they run, and nothing else:
-- gin-config is replaced by a decorator that does nothing, for gin is not needed to call a function.
+- gin-config is replaced by a decorator that does nothing (dlrm/dlrmv4/reference.py).
 - pytorch_add_timestamp_positional_embeddings cuts time buckets at the number of columns of their table (size(1)) where
   the Triton kernel that is trained with cuts at the number of rows. It is given zero columns up to that number.
   `kernel_buckets` runs that kernel, interpreted.
 """
 
 import sys
-import types
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,40 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
-from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.reference import build_hstu, features, open_checkout
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from tests.dlrm.dlrmv4.cases import LENGTHS, SMALL, STILL, WIDE, make_samples, reference_names, set_weights
 
 FILE = Path(__file__).with_name("model_reference.npz")
 
 
-def open_checkout(checkout: Path) -> None:
-    """Makes the reference importable; ValueError names a folder without it."""
-    if not (checkout / "generative_recommenders" / "modules" / "dlrm_hstu.py").is_file():
-        raise ValueError(f"{checkout}: no generative_recommenders/; name the folder recommendation/ of a checkout")
-    gin = types.ModuleType("gin")
-    gin.configurable = lambda f=None, **_: f if callable(f) else lambda g: g  # type: ignore[attr-defined]
-    sys.modules.setdefault("gin", gin)
-    if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))
-
-
 def build(config: ModelConfig, bf16: bool) -> nn.Module:
     """Returns the reference's model of `config`'s widths, on the CPU, its tables included."""
-    from generative_recommenders.common import HammerKernel
-    from generative_recommenders.dlrm_v4.configs import get_hstu_configs
-    from generative_recommenders.modules.dlrm_hstu import DlrmHSTU
-
-    theirs = get_hstu_configs("yambda-5b")
-    theirs.hstu_embedding_table_dim, theirs.hstu_transducer_embedding_dim = config.embedding_dim, config.width
-    theirs.hstu_num_heads, theirs.hstu_attn_num_layers = config.heads, config.layers
-    theirs.hstu_attn_linear_dim = theirs.hstu_attn_qk_dim = config.head_width
-    theirs.hstu_preprocessor_hidden_dim = config.preprocessor_hidden
-    theirs.hstu_input_dropout_ratio, theirs.hstu_linear_dropout_rate = config.input_dropout, config.layer_dropout
-    model = DlrmHSTU(theirs, {}, is_inference=False, is_dense=True, bf16_training=bf16)
-    model.set_hammer_kernel(HammerKernel.PYTORCH)
+    model = build_hstu(config, bf16, torch.device("cpu"))
     model._embedding_collection = EmbeddingCollection(
         tables=[
             EmbeddingConfig(
@@ -66,37 +44,8 @@ def build(config: ModelConfig, bf16: bool) -> nn.Module:
     return model
 
 
-def features(samples: Samples) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
-    """Returns the history's and the candidate's KeyedJaggedTensor as the reference's _build_sample fills them."""
-    events, one = samples.lengths.long(), torch.ones(len(samples.lengths), dtype=torch.long)
-    zeros = torch.zeros(len(samples.timestamp), dtype=torch.long)
-    history = {name: (samples.context[i].long(), one) for i, name in enumerate(CONTEXT_TABLES)}
-    history |= {
-        "item_id": (samples.item.long(), events),
-        "artist_id": (samples.artist.long(), events),
-        "album_id": (samples.album.long(), events),
-        "action_weight": (samples.action.long(), events),
-        "action_timestamp": (samples.timestamp.long(), events),
-        "dummy_watch_time": (zeros, events),
-    }
-    candidate = {
-        "item_candidate_id": (samples.candidate_item.long(), one),
-        "item_candidate_artist_id": (samples.candidate_artist.long(), one),
-        "item_candidate_album_id": (samples.candidate_album.long(), one),
-        "item_query_time": (samples.query_timestamp.long(), one),
-        "item_action_weight": (samples.labels.long(), one),  # bit 1 is listen+
-        "item_dummy_watchtime": (one, one),
-    }
-
-    def kjt(of: dict[str, tuple[Tensor, Tensor]]) -> KeyedJaggedTensor:
-        values, lengths = zip(*of.values(), strict=True)
-        return KeyedJaggedTensor(list(of), torch.cat(values), lengths=torch.cat(lengths))
-
-    return kjt(history), kjt(candidate)
-
-
 @contextmanager
-def _whole_time_table() -> Any:
+def whole_time_table() -> Any:
     from generative_recommenders.ops import position
 
     theirs = position.pytorch_add_timestamp_positional_embeddings
@@ -137,7 +86,7 @@ def run(config: ModelConfig, samples: Samples, bf16: bool = False, seed: int = 0
     logits: list[Tensor] = []
     model._multitask_module._prediction_module.register_forward_hook(lambda _, __, out: logits.append(out.squeeze(1)))
     torch.manual_seed(seed)
-    with _whole_time_table(), _autocast_on_cpu():
+    with whole_time_table(), _autocast_on_cpu():
         losses = model(*features(samples))[2]
         loss = sum(losses.values())
         loss.backward()

@@ -25,6 +25,7 @@ from dlrm_bench.dlrm.dlrmv4.config import (
     OptimizerConfig,
 )
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train, build_model
+from dlrm_bench.dlrm.dlrmv4.reference import reference_names as dense_names
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 CHECKOUT = os.environ.get("DLRMV4_REFERENCE")
@@ -49,16 +50,6 @@ WIDE = ModelConfig(event_rows=SMALL.event_rows, context_rows=SMALL.context_rows)
 LENGTHS = (7, 0, 40, 1, 19, 0)
 """Odd ones, and none; the longest is neither first nor last."""
 LAST_SECOND = 26_000_000
-MLP_PARTS = ("first", "swish", "second", "norm")
-LAYER_PARTS = {
-    "norm_weight": "_input_norm_weight",
-    "norm_bias": "_input_norm_bias",
-    "uvqk_weight": "_uvqk_weight",
-    "uvqk_bias": "_uvqk_beta",
-    "output_norm_weight": "_output_norm_weight",
-    "output_norm_bias": "_output_norm_bias",
-    "output_weight": "_output_weight",
-}
 
 
 def make_samples(config: ModelConfig, lengths: tuple[int, ...], seed: int) -> Samples:
@@ -95,31 +86,8 @@ def make_samples(config: ModelConfig, lengths: tuple[int, ...], seed: int) -> Sa
 
 
 def reference_names(config: ModelConfig) -> dict[str, str]:
-    """Returns the reference's name of each weight of ours."""
-    transducer, preprocessor = "_hstu_transducer.", "_hstu_transducer._input_preprocessor."
-    names = {
-        "dense.preprocessor.action_embedding": preprocessor + "_action_encoder._action_embedding_table",
-        "dense.preprocessor.candidate_action": preprocessor + "_action_encoder._target_action_embedding_table",
-        "dense.preprocessor.context_weight": preprocessor + "_batched_contextual_linear_weights",
-        "dense.preprocessor.context_bias": preprocessor + "_batched_contextual_linear_bias",
-        "dense.position_weight": transducer + "_positional_encoder._position_embeddings_weight",
-        "dense.time_weight": transducer + "_positional_encoder._timestamp_embeddings_weight",
-    }
-    mlps = {
-        "dense.preprocessor.item_mlp": preprocessor + "_content_embedding_mlp",
-        "dense.preprocessor.artist_album_mlp": preprocessor + "_additional_embedding_mlp",
-        "dense.preprocessor.action_mlp": preprocessor + "_action_embedding_mlp",
-        "dense.item_mlp": "_item_embedding_mlp",
-        "dense.head": "_multitask_module._prediction_module",
-    }
-    modules = {f"{ours}.{part}": f"{theirs}.{i}" for ours, theirs in mlps.items() for i, part in enumerate(MLP_PARTS)}
-    del modules["dense.head.norm"]
-    modules["dense.postprocessor.combine"] = transducer + "_output_postprocessor._time_feature_combiner"
-    modules["dense.postprocessor.norm"] = transducer + "_output_postprocessor._layer_norm"
-    names |= {f"{ours}.{of}": f"{theirs}.{of}" for ours, theirs in modules.items() for of in ("weight", "bias")}
-    for layer in range(config.layers):
-        ours, theirs = f"dense.layers.{layer}.", f"{transducer}_stu_module._stu_layers.{layer}."
-        names |= {ours + a: theirs + b for a, b in LAYER_PARTS.items()}
+    """Returns the reference's name of each weight of ours, tables included."""
+    names = {f"dense.{ours}": theirs for ours, theirs in dense_names(config).items()}
     return names | {
         f"embeddings.embeddings.{name}.weight": f"_embedding_collection.embeddings.{name}.weight"
         for name in (*EVENT_TABLES, *CONTEXT_TABLES)

@@ -16,6 +16,7 @@ from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
 from dlrm_bench.dlrm.dlrmv4.config import LastLayer, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
+from dlrm_bench.dlrm.dlrmv4.reference import open_checkout
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from tests.data.dlrmv4.make_model_reference import (
     CASES,
@@ -23,7 +24,6 @@ from tests.data.dlrmv4.make_model_reference import (
     initial_laws,
     law,
     load,
-    open_checkout,
     pack,
 )
 from tests.data.dlrmv4.make_model_reference import run as run_reference

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS
+from dlrm_bench.dlrm.dlrmv4.reference import open_checkout
 from dlrm_bench.dlrm.dlrmv4.sequences import join, pick, position_buckets, sequences_of, time_buckets, token_times
-from tests.data.dlrmv4.make_model_reference import kernel_buckets, open_checkout
+from tests.data.dlrmv4.make_model_reference import kernel_buckets
 from tests.dlrm.dlrmv4.cases import CHECKOUT, SMALL, make_samples, needs_checkout
 from tests.dlrm.dlrmv4.cases import LENGTHS as LENGTHS_OF_CASES
 

@@ -19,6 +19,7 @@ from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.config import OptimizerConfig
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.data.packed import expand
+from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables
 from dlrm_bench.dlrm.dlrmv4.parts import open_data
 from dlrm_bench.dlrm.dlrmv4.presets import training
@@ -99,6 +100,29 @@ def test_adam_follows_the_shortened_gradient() -> None:
     skip.fill_(1)
     adam.step()
     assert all(torch.equal(weight, kept) for weight, kept in zip(ours, before, strict=True))
+
+
+def test_all_switches_of_the_drop_in_train_what_stock_does(folder: Path, tmp_path: Path) -> None:
+    """Batches have another form on the host than on the device, which --pinned-d2h must not look into."""
+    losses = {}
+    for name, flags in {"stock": (), "switched": LADDERS["full"][-1].flags}.items():
+        given = [
+            "--preset",
+            "smoke-dlrmv4",
+            "--data.path",
+            str(folder),
+            "--results-dir",
+            str(tmp_path),
+            "--run-id",
+            name,
+        ]
+        given += ["--local-batch-size", "16", "--iterations", "8", "--warmup-iterations", "1", "--target-auc", "None"]
+        ended = forked_launch(2, tmp_path, [*given, *flags])
+        assert ended.statuses == [0, 0], ended
+        training = read_record(tmp_path / name).run["training"]
+        assert training is not None
+        losses[name] = training["losses"]
+    assert losses["switched"] == losses["stock"]
 
 
 def test_the_smoke_preset_trains_to_its_target(folder: Path, tmp_path: Path) -> None:
