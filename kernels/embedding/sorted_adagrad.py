@@ -187,7 +187,7 @@ def cuda_sorted_adagrad(
 
 
 @jit
-def _add_run(sum_a, opened_a, sum_b, opened_b):
+def add_run(sum_a, opened_a, sum_b, opened_b):
     """Segmented addition: b starts from itself where a run opened in it."""
     return tl.where(opened_b != 0, sum_b, sum_a + sum_b), opened_a | opened_b
 
@@ -240,7 +240,7 @@ def _sorted_adagrad_kernel(
         opened = row_id != previous
         rows += tl.where(((at == start + first) & (opened == 0))[:, None], carry[None, :], 0.0)
         openings = tl.broadcast_to(opened.to(tl.int32)[:, None], [tile, columns])
-        g, _ = tl.associative_scan((rows, openings), 0, _add_run)
+        g, _ = tl.associative_scan((rows, openings), 0, add_run)
         carry = tl.sum(tl.where((at == start + first + tile - 1)[:, None], g, 0.0), 0)
 
         s += g * g

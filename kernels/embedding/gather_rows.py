@@ -1,0 +1,50 @@
+"""Rows of a matrix, each where it is asked for: embeddings of single ids, without pooling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+
+_TILE_ELEMENTS = 4096  # that a program copies
+
+
+def gather_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
+    """out[n] = source[rows[n]], and zeros where rows[n] is below 0.
+
+    source: fp32, bf16 or fp16 [R, C], rows: int32 [N], each below R, which is not checked; out: [N, C] of any of the
+    three formats, overlapping nothing. C: a power of two. All contiguous.
+    """
+    columns = source.shape[1]
+    assert out.shape == (len(rows), columns), f"out: [N, C], not {list(out.shape)}"
+    assert rows.dtype == torch.int32, "rows: int32"
+    assert columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
+    assert source.is_contiguous() and rows.is_contiguous() and out.is_contiguous(), "contiguous tensors only"
+    gather = triton_gather_rows if source.is_cuda else plain_gather_rows
+    gather(source, rows, out)
+
+
+def plain_gather_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
+    """What `gather_rows` does, in PyTorch."""
+    out.zero_()
+    named = rows >= 0
+    out[named] = source[rows[named].long()].to(out.dtype)
+
+
+def triton_gather_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
+    """What `gather_rows` does, in one kernel."""
+    count, columns = out.shape
+    if count:
+        tile = max(1, _TILE_ELEMENTS // columns)
+        _gather_rows_kernel[(cdiv(count, tile),)](source, rows, out, count, columns, tile, num_warps=4)
+
+
+@jit
+def _gather_rows_kernel(source, rows, out, count, columns: tl.constexpr, tile: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.arange(0, columns)[None, :]
+    inside = at < count
+    row = tl.load(rows + at, inside, other=-1)
+    value = tl.load(source + row.to(tl.int64)[:, None] * columns + column, (row >= 0)[:, None], other=0.0)
+    tl.store(out + at[:, None] * columns + column, value.to(out.dtype.element_ty), inside[:, None])

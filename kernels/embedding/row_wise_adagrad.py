@@ -1,0 +1,179 @@
+"""Embedding backward and exact row-wise Adagrad in one pass, over rows that were sorted ahead of time.
+
+Adds up the runs of equal rows as distinct_sums.py does, and updates each row where its sum is known. It reads each
+gradient once and each touched row once, and uses no atomics: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.embedding.distinct_sums import chunks_of, crossing_run, empty_partials, sum_tile
+from dlrm_bench.kernels.non_finite import Watch, is_stopped, watch_of
+
+
+def row_wise_adagrad(
+    weights: Tensor,
+    state: Tensor,
+    gradients: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    scale: float = 1.0,
+    watch: Watch | None = None,
+) -> None:
+    """Updates each distinct row in place: g = scale * sum of its places' gradients; state += mean of g * g over the
+    columns; weights -= learning_rate * g / (sqrt(state) + eps). FBGEMM's EXACT_ROWWISE_ADAGRAD without weight decay.
+
+    weights: fp32 [R, C], C a power of two; state: fp32 [R, 1]. gradients: fp32, bf16 or fp16 [P, C]. rows, places:
+    int32 [N], rows ascending, each below R, which is not checked; negative rows are padding and change nothing. All
+    contiguous. learning_rate: fp32, one element, on the weights' device. watch: see non_finite.py; of a row whose new
+    state would not be finite neither weights nor state change.
+    """
+    columns = weights.shape[1]
+    assert weights.dtype == state.dtype == learning_rate.dtype == torch.float32, "weights, state and rate: fp32"
+    assert state.shape == (len(weights), 1), "state: [R, 1]"
+    assert gradients.shape[1] == columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
+    assert rows.dtype == places.dtype == torch.int32 and rows.shape == places.shape, "rows and places: int32 [N]"
+    assert all(t.is_contiguous() for t in (weights, state, gradients, rows, places)), "contiguous tensors only"
+    assert learning_rate.numel() == 1 and learning_rate.device == weights.device, "learning rate: a device scalar"
+    update = triton_row_wise_adagrad if weights.is_cuda else plain_row_wise_adagrad
+    update(weights, state, gradients, rows, places, learning_rate, eps, scale, watch)
+
+
+def plain_row_wise_adagrad(
+    weights: Tensor,
+    state: Tensor,
+    gradients: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    scale: float = 1.0,
+    watch: Watch | None = None,
+) -> None:
+    """What `row_wise_adagrad` does, in PyTorch."""
+    if watch is not None and watch.stopped.any():
+        return
+    named = rows >= 0
+    distinct, run = rows[named].unique_consecutive(return_inverse=True)
+    distinct = distinct.long()
+    of_places = gradients[places[named].long()].to(weights.dtype)
+    g = scale * weights.new_zeros(len(distinct), weights.shape[1]).index_add_(0, run, of_places)
+    new_state = state[distinct] + (g * g).mean(1, keepdim=True)
+    new_weights = weights[distinct] - learning_rate * g / (new_state.sqrt() + eps)
+    if watch is not None:
+        whole = new_state.isfinite()
+        watch.bad.masked_fill_(~whole.all(), 1)
+        new_state = torch.where(whole, new_state, state[distinct])
+        new_weights = torch.where(whole, new_weights, weights[distinct])
+    state[distinct], weights[distinct] = new_state, new_weights
+
+
+def triton_row_wise_adagrad(
+    weights: Tensor,
+    state: Tensor,
+    gradients: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    learning_rate: Tensor,
+    eps: float,
+    scale: float = 1.0,
+    watch: Watch | None = None,
+    chunk: int = 0,
+) -> None:
+    """What `row_wise_adagrad` does, in two kernels."""
+    count, columns = len(rows), weights.shape[1]
+    if count == 0:
+        return
+    tile, chunk = chunks_of(count, columns, chunk)
+    chunks = cdiv(count, chunk)
+    partials = empty_partials(chunks, gradients)
+    stopped, bad, flags = watch_of(watch)
+    tensors = (weights, state, partials, rows, learning_rate, stopped, bad)
+    sizes = (eps, scale, count, flags, columns, chunk, tile)
+    _row_wise_adagrad_kernel[(chunks,)](*tensors, gradients, places, *sizes, num_warps=4)
+    if chunks > 1:
+        _row_wise_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, num_warps=4)
+
+
+@jit
+def _update_rows(
+    weights, state, bad, row, total, mask, rate, eps, scale, flags: tl.constexpr, columns: tl.constexpr
+) -> None:
+    """Updates rows [tile] by sums [tile, columns] of their gradients, where mask."""
+    at = row.to(tl.int64)
+    g = total * scale
+    s = tl.load(state + at, mask, other=0.0) + tl.sum(g * g, 1) / columns
+    offset = at[:, None] * columns + tl.arange(0, columns)[None, :]
+    w = tl.load(weights + offset, mask[:, None], other=0.0)
+    w -= rate * g / (tl.sqrt(s) + eps)[:, None]
+    if flags:
+        whole = s < float("inf")  # false for NaN too, and s is never less than 0
+        tl.store(bad + at * 0, at * 0 + 1, mask & (whole == 0))
+        mask = mask & whole
+    tl.store(state + at, s, mask)
+    tl.store(weights + offset, w, mask[:, None])
+
+
+@jit
+def _row_wise_adagrad_kernel(
+    weights,
+    state,
+    partials,
+    rows,
+    learning_rate,
+    stopped,
+    bad,
+    gradients,
+    places,
+    eps,
+    scale,
+    count,
+    flags: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    start = tl.program_id(0) * chunk
+    rate = tl.load(learning_rate)
+    carry = tl.zeros([columns], tl.float32)
+    is_on = tl.full([tile], 1, tl.int1)
+    if flags:
+        is_on = is_on & (is_stopped(stopped, flags) == 0)
+    for first in range(0, chunk, tile):
+        at = start + first + tl.arange(0, tile)
+        row, total, finishes, carry = sum_tile(
+            gradients, rows, places, partials, start, at, count, carry, is_on, columns, chunk, tile
+        )
+        _update_rows(weights, state, bad, row, total, finishes, rate, eps, scale, flags, columns)
+
+
+@jit
+def _row_wise_adagrad_merge_kernel(
+    weights,
+    state,
+    partials,
+    rows,
+    learning_rate,
+    stopped,
+    bad,
+    eps,
+    scale,
+    count,
+    flags: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    row, total = crossing_run(rows, partials, tl.program_id(0), count, columns, chunk, tile)
+    one = tl.zeros([1], tl.int32)
+    is_on = row + one >= 0
+    if flags:
+        is_on = is_on & (is_stopped(stopped, flags) == 0)
+    _update_rows(
+        weights, state, bad, row + one, total[None, :], is_on, tl.load(learning_rate), eps, scale, flags, columns
+    )
