@@ -9,15 +9,20 @@ from typing import NamedTuple, TypedDict
 
 from . import cuda_calls as cuda
 from .findings import Finding, Seen, findings_of, seen_by
+from .flame import Box, tree_of
 from .interpreter_lock import Samples
 from .judge import Place
+from .outside import LineTime, add_host_findings, add_straggler, line_times
 from .parts import Parts, parts_of
+from .periodic import Periodic
 from .rank_file import MARKED_ITERATION, RankFile, read_rank_files, trace_path
 from .remedies import UNKNOWN, Prediction, predict, suggestion
 from .site_folder import PACKAGE
+from .stragglers import Together
+from .stragglers import together as ranks_together
 from .trace import ITERATION, gpu_times, host_work, ordered, read_trace
 
-SCHEMA = 2
+SCHEMA = 3
 _LEAST_CPU_MS = 0.01
 
 
@@ -41,6 +46,12 @@ class RankSummary(TypedDict):
     gpu_computing_ms: float | None
     """What the GPU had to do, collectives left out."""
     gpu_idle_fraction: float | None
+    collective_wait_ms: float | None
+    """Time in collectives in which it waited for other ranks; None of ranks without common collectives."""
+    collective_transfer_ms: float | None
+    """The rest of the time in collectives."""
+    late_ms: float | None
+    """Time by which it came to collectives after the last of the others."""
 
 
 class Overhead(TypedDict):
@@ -50,6 +61,14 @@ class Overhead(TypedDict):
     """An iteration without instruments."""
     hook_us: float
     """The doctor's own share of plain_ms."""
+    sampled_ms: float
+    """The same with the sampler of stacks."""
+    sample_us: float
+    """Time that one sample takes."""
+    period_us: float
+    """Time between two samples."""
+    samples: int
+    """Number of samples, of the rank with the fewest."""
     traced_ms: float
     """The same with the profiler on."""
     marked_ms: float
@@ -78,6 +97,12 @@ class Diagnosis(TypedDict):
     """Times of the slowest rank."""
     findings: list[Finding]
     """Costliest first."""
+    lines: list[LineTime]
+    """The script's lines that take the slowest rank longest."""
+    periodic: list[Periodic]
+    """What comes every n-th iteration, costliest first."""
+    status: int
+    """The command's exit status: the doctor ends the ranks with 0 itself, but for --keep-running."""
     predictions: list[Prediction]
     notes: list[str]
 
@@ -98,25 +123,36 @@ class Timeline(NamedTuple):
     bars: list[Bar]
 
 
+class Pictures(NamedTuple):
+    """What the page draws."""
+
+    timeline: Timeline
+    flame: Box
+    together: Together
+
+
 def diagnose(
     folder: Path, command: Sequence[str], needed: int, lock: Mapping[str, Samples]
-) -> tuple[Diagnosis, Timeline]:
-    """The diagnosis, and the timeline of an iteration of the slowest rank.
+) -> tuple[Diagnosis, Pictures]:
+    """The diagnosis, and the pictures of the slowest rank and of the ranks side by side.
 
     folder: of the ranks' files. needed: iterations that the script had to make. lock: LockWatch's samples. ValueError
     if the script made too few iterations, or none was found.
     """
     ranks = _complete_ranks(folder, needed)
     events = {rank["rank"]: read_trace(trace_path(folder, rank["rank"])) for rank in ranks}
+    together = ranks_together(events)
     seen, summaries = [], []
     for rank in ranks:
         own = events[rank["rank"]]
         traced, marked = cuda.cuda_calls(own, ITERATION), cuda.cuda_calls(own, MARKED_ITERATION)
         cuda.take_costs(marked, traced)
         seen.append((rank, seen_by(rank, marked)))
-        summaries.append(_summary(rank, own, traced, lock.get(f"rank{rank['rank']}", Samples()).share))
+        summaries.append(_summary(rank, own, traced, lock.get(f"rank{rank['rank']}", Samples()).share, together))
     slowest = max(range(len(ranks)), key=lambda i: ranks[i]["plain"]["ms"])
     iteration_ms = ranks[slowest]["plain"]["ms"]
+    periodic = add_host_findings(seen, events)
+    add_straggler(seen, events, together, iteration_ms)
     placed = findings_of(seen, suggestion)
     findings = [finding for _, finding in placed]
     gpu_ms = max((s["gpu_computing_ms"] for s in summaries if s["gpu_computing_ms"] is not None), default=None)
@@ -137,12 +173,19 @@ def diagnose(
         overhead=Overhead(
             plain_ms=iteration_ms,
             hook_us=max(rank["plain"]["hook_us"] for rank in ranks),
+            sampled_ms=max(rank["sampled"]["ms"] for rank in ranks),
+            sample_us=max(rank["sampled"]["own_us"] / max(1, len(rank["sampled"]["samples"])) for rank in ranks),
+            period_us=max(rank["sampled"]["period_us"] for rank in ranks),
+            samples=min(len(rank["sampled"]["samples"]) for rank in ranks),
             traced_ms=max(rank["traced"]["ms"] for rank in ranks),
             marked_ms=max(rank["marked"]["ms"] for rank in ranks),
         ),
         ranks=summaries,
         parts=parts,
         findings=findings,
+        lines=line_times(rank),
+        periodic=periodic,
+        status=0,
         predictions=predict(
             findings,
             iteration_ms,
@@ -152,7 +195,8 @@ def diagnose(
         ),
         notes=_notes(ranks, summaries[slowest]),
     )
-    return diagnosis, _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])
+    timeline = _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])
+    return diagnosis, Pictures(timeline, tree_of(rank), together)
 
 
 def read_diagnosis(path: Path) -> Diagnosis:
@@ -185,6 +229,10 @@ def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
             "pipeline and for steps of torch.optim's optimizers; other loops put "
             f"`with {PACKAGE}.iteration():` around an iteration. Python's flags -E, -I and -S keep the doctor out"
         )
+    local = min(ranks[0]["local_world_size"], ranks[0]["world_size"])
+    if len(ranks) < local:
+        there = ", ".join(str(rank["rank"]) for rank in ranks)
+        raise RuntimeError(f"only {len(ranks)} of this node's {local} ranks made iterations: {there}")
     short = [rank for rank in ranks if not rank["complete"]]
     if short:
         raise ValueError(
@@ -195,7 +243,11 @@ def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
 
 
 def _summary(
-    rank: RankFile, events: list[dict[str, object]], traced: list[cuda.CudaCall], waits: float | None
+    rank: RankFile,
+    events: list[dict[str, object]],
+    traced: list[cuda.CudaCall],
+    waits: float | None,
+    together: Together,
 ) -> RankSummary:
     in_order, iterations = ordered(events)
     gpu = gpu_times(in_order, iterations, host_work(in_order, iterations))
@@ -211,6 +263,9 @@ def _summary(
         gil_wait_ms=None if waits is None else waits * plain["ms"],
         gpu_computing_ms=gpu and gpu.computing_ms,
         gpu_idle_fraction=gpu and gpu.idle_fraction,
+        collective_wait_ms=together.waits_ms.get(rank["rank"]),
+        collective_transfer_ms=together.transfers_ms.get(rank["rank"]),
+        late_ms=together.late[rank["rank"]].ms if together.late else None,
     )
 
 

@@ -17,13 +17,18 @@ from rich.table import Table
 
 from . import text
 from .baseline import Comparison, compare
-from .diagnosis import Diagnosis, Timeline, diagnose, read_diagnosis, write_diagnosis
+from .diagnosis import Diagnosis, Pictures, diagnose, read_diagnosis, write_diagnosis
 from .interpreter_lock import LockWatch
+from .leaving import RankWatch, dead_ranks, ended_early, why
 from .options import DoctorOptions
-from .rank_file import MARKED, SETTLING, TRACED
+from .rank_file import iterations_needed
 from .site_folder import Settings, environment_with_hook
 
 EXIT_FAILED = 1
+_LOOK_S = 0.05
+"""How often the doctor looks whether a rank is gone."""
+_LINES = 5
+"""Lines of the script in the text; JSON and page hold more."""
 
 
 class ExaminationError(Exception):
@@ -40,7 +45,7 @@ def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> 
     options.check()
     before = None if options.baseline is None else read_diagnosis(options.baseline)  # before the command runs for long
     with TemporaryDirectory(prefix="doctor-") as folder:
-        diagnosis, timeline = examine(command, Path(folder), options.warmup, options.iterations, options.keep_running)
+        diagnosis, pictures = examine(command, Path(folder), options.warmup, options.iterations, options.keep_running)
         if options.traces is not None:
             options.traces.mkdir(parents=True, exist_ok=True)
             for trace in Path(folder).glob("*_trace.json.gz"):
@@ -52,7 +57,7 @@ def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> 
     if options.page is not None:
         from .page import write_page
 
-        write_page(diagnosis, timeline, comparison, options.page)
+        write_page(diagnosis, pictures, comparison, options.page)
         console.print(f"page {options.page}", soft_wrap=True, markup=False, highlight=False)
     new = comparison.new_syncs() if comparison is not None and options.fail_on is not None else []
     for change in new:
@@ -60,7 +65,8 @@ def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> 
         console.print(
             f"failed: a new {change.finding['kind']} at {where}", soft_wrap=True, markup=False, highlight=False
         )
-    return EXIT_FAILED if new else 0
+    crashed = options.keep_running and diagnosis["status"] != 0  # otherwise it was the doctor that ended the ranks
+    return EXIT_FAILED if new or crashed else 0
 
 
 def examine(
@@ -70,28 +76,33 @@ def examine(
     iterations: int,
     keep_running: bool = False,
     environment: Mapping[str, str] = os.environ,
-) -> tuple[Diagnosis, Timeline]:
+) -> tuple[Diagnosis, Pictures]:
     """Runs the command; what its ranks found. Its ranks leave their files in `folder`, which must be there.
 
     ExaminationError if the command fails, ValueError if it has too few iterations.
     """
     settings = Settings(folder=str(folder), warmup=warmup, iterations=iterations, keep_running=keep_running)
+    ranks = RankWatch(folder)
     with LockWatch(folder) as watch:
-        status = _run(command, environment_with_hook(folder / "site", settings, environment))
-    needed = warmup + iterations + SETTLING + TRACED + SETTLING + MARKED
-    if status and not any(folder.glob("rank*.*")):
+        status = _run(command, environment_with_hook(folder / "site", settings, environment), ranks)
+    lost = ranks.lost or dead_ranks(folder)
+    if lost and not ended_early(folder):  # a launcher ends the ranks beside one that raised
+        raise ExaminationError(f"rank {lost[0]} {why(folder, lost[0])}; the command ended with status {status}")
+    needed = iterations_needed(warmup, iterations)
+    if status and not any(folder.glob("rank*.json")) and not any(folder.glob("rank*.error")):
         raise ExaminationError(f"`{shlex.join(command)}` ended with status {status} before the doctor was done")
     try:
-        diagnosis, timeline = diagnose(folder, command, needed, watch.samples)
+        diagnosis, pictures = diagnose(folder, command, needed, watch.samples)
     except ValueError as error:
         if status:
             raise ExaminationError(f"`{shlex.join(command)}` ended with status {status}: {error}") from error
         raise
     except RuntimeError as error:
         raise ExaminationError(str(error)) from error
+    diagnosis["status"] = status
     if status:
         diagnosis["notes"].append(f"the command ended with status {status} after its examination.")
-    return diagnosis, timeline
+    return diagnosis, pictures
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis, comparison: Comparison | None = None) -> None:
@@ -112,6 +123,11 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, comparison: Comparis
     say(f"({left} more findings in --json and --page)" if left > 0 else "" if diagnosis["findings"] else "no findings")
     for line in text.prediction_lines(diagnosis):
         say(f"at best: {line}")
+    say("lines of the script that take longest, ms of an iteration (interval of 95 %):")
+    for ms, cpu_ms, where in text.line_rows(diagnosis, _LINES):
+        say(f"   {ms}, on the CPU {cpu_ms}: {where}")
+    for line in text.collective_lines(diagnosis):
+        say(line)
     if comparison is not None:
         for line in text.comparison_lines(comparison):
             say(line)
@@ -119,8 +135,11 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, comparison: Comparis
         say(f"note: {note}")
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The command's exit status. What it prints goes where ours goes; a signal ends it, and then this process."""
+def _run(command: Sequence[str], environment: Mapping[str, str], ranks: RankWatch) -> int:
+    """The command's exit status. What it prints goes where ours goes; a signal ends it, and then this process.
+
+    A rank that is gone without a file ends the command too: the others would wait for it in a collective.
+    """
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -132,7 +151,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
                 signal.signal(number, end)
         process = subprocess.Popen(command, env=dict(environment))
         try:
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(timeout=_LOOK_S)
+                except subprocess.TimeoutExpired:
+                    if ranks.look():
+                        process.terminate()
+                        return process.wait()
         except BaseException:
             process.terminate()  # torchrun ends its ranks; Ctrl-C has reached it already
             process.wait()

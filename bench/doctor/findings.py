@@ -9,11 +9,19 @@ from typing import NamedTuple, TypedDict
 from . import cuda_calls as cuda
 from .cuda_calls import CudaCall
 from .frames import short_path
-from .judge import ALLOCATOR, D2H, METRIC, PRINT, PROCESS_GROUP, SHAPE, SYNC, Judge, Line, Place
+from .judge import ALLOCATOR, D2H, METRIC, OUTSIDE, PRINT, PROCESS_GROUP, SHAPE, SYNC, Judge, Line, Place
 from .rank_file import Call, Frame, RankFile
+from .samples import Estimate
 
 _COSTS = (cuda.SYNC, cuda.COPY, cuda.ALLOCATOR)
 """Kinds of CUDA calls whose own time is a finding's; launches cost time in torch as well."""
+
+
+class Read(Frame):
+    """A line that waits within a finding."""
+
+    count: float
+    """How often, an iteration."""
 
 
 class Finding(TypedDict):
@@ -35,12 +43,25 @@ class Finding(TypedDict):
     count: float
     """Calls of torch that did it; of the CUDA API where no line is known."""
     ms: float | None
-    """Time that the host spent in them; None where it cannot be told from the rest.
+    """What leaving it out would take away from an iteration; None where that cannot be told from the rest.
+
+    Time of the stack's samples at its line, for a loop at all of its lines, with their backward; `calls_ms` where that
+    lies in the interval. Samples belong to one finding each.
+    """
+    low_ms: float | None
+    """Ends of the interval of 95 %; None where only calls tell."""
+    high_ms: float | None
+    calls_ms: float | None
+    """Time in the calls alone, None of what no call of torch shows.
 
     Waits, copies and allocations of a GPU as they took without marks; else the time of the marked calls themselves,
     divided by how much slower a marked iteration is, so that all of them fit into one without instruments. A call
     within another one counts once, at its own line.
     """
+    detail: str
+    """What else is known; empty for most."""
+    reads: list["Read"]
+    """Of a metric: the lines of its library at which the host waits."""
     worst_ms: float | None
     """That of the rank with the most."""
     waits: float
@@ -59,6 +80,19 @@ class Seen:
     waits: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     calls: list[Call] = field(default_factory=list)
+    reads: Counter[Line] = field(default_factory=Counter)
+    """Of a metric: lines of its library that wait."""
+    left_out: Estimate | None = None
+    """What leaving it out takes away, by samples; None where these cannot tell."""
+    detail: str = ""
+
+    def ms(self, iterations: int) -> float | None:
+        """Milliseconds of an iteration that it costs; None if not known. iterations: the marked ones."""
+        in_calls = None if self.us is None else self.us / iterations / 1000
+        if self.left_out is None:
+            return in_calls
+        agrees = in_calls is not None and self.left_out.low <= in_calls <= self.left_out.high
+        return in_calls if agrees else self.left_out.ms
 
 
 class _Counted(NamedTuple):
@@ -95,12 +129,14 @@ def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
         own = max(0.0, us - nested[number])
         if first:
             _add(seen[place], own, below[number], rank["calls"][number])
+            if place.kind == METRIC and judge.waits(rank["calls"][number], below[number]):
+                seen[place].reads[judge.line_in_metric(rank["calls"][number])] += 1
         else:
             seen[place].us = (seen[place].us or 0.0) + own
-    slower = _slower(rank)
+    longer = slower(rank)
     for kind, number, launches in judge.bursts(below):
         marked = rank["calls"][number]
-        us = marked["us"] / slower - (counted[number].us if number in counted else 0.0)
+        us = marked["us"] / longer - (counted[number].us if number in counted else 0.0)
         _add(seen[judge.place(kind, marked)], max(0.0, us), launches, marked)
     changed = judge.first_change()
     if changed is not None:
@@ -113,7 +149,7 @@ def _counted(
     rank: RankFile, judge: Judge, below: Mapping[int, Sequence[CudaCall]], scale: float
 ) -> dict[int, _Counted]:
     """Calls that are findings by themselves, by number."""
-    slower = _slower(rank)
+    longer = slower(rank)
     makers = {call["iteration"]: call for call in rank["calls"] if call["name"].endswith(".new_group")}
     counted = {}
     for number, marked in enumerate(rank["calls"]):
@@ -121,11 +157,11 @@ def _counted(
         kind, maker = judge.kind(marked, made), makers.get(marked["iteration"])
         if maker is not None and maker is not marked and judge.connects(marked, made):
             # The cost of making a group in this iteration.
-            counted[number] = _Counted(judge.place(PROCESS_GROUP, maker), marked["us"] / slower, True, False)
+            counted[number] = _Counted(judge.place(PROCESS_GROUP, maker), marked["us"] / longer, True, False)
         elif kind is not None:
             whole = not made or kind in (METRIC, PRINT, PROCESS_GROUP)
             us = scale * sum(c.us for c in made if c.kind in _COSTS)
-            counted[number] = _Counted(judge.place(kind, marked), marked["us"] / slower if whole else us, whole, True)
+            counted[number] = _Counted(judge.place(kind, marked), marked["us"] / longer if whole else us, whole, True)
     return counted
 
 
@@ -149,7 +185,11 @@ def findings_of(
     libraries = {folder for rank, _ in ranks for folder in rank["libraries"]}
     for place in {place: None for _, seen in ranks for place in seen}:
         each = [(seen.get(place, Seen()), rank["marked"]["iterations"]) for rank, seen in ranks]
-        known = [one.us / n / 1000 for one, n in each if one.us is not None]
+        known = [ms for ms in (one.ms(n) for one, n in each) if ms is not None]
+        in_calls = [one.us / n / 1000 for one, n in each if one.us is not None]
+        sampled = [one.left_out for one, _ in each if one.left_out is not None]
+        reads = sum((one.reads for one, _ in each), Counter[Line]())
+        marked = sum(n for _, n in each)
         costs = len(known) == len(each) and place.kind != SHAPE
         directions = {direction for one, _ in each for direction in one.copies}
         finding = Finding(
@@ -162,13 +202,31 @@ def findings_of(
             called_from=_frame(place.library[1], libraries) if len(place.library) > 1 else None,
             count=fmean(one.count / n for one, n in each),
             ms=fmean(known) if costs else None,
+            low_ms=sum(one.low for one in sampled) / len(each) if costs and sampled else None,
+            high_ms=sum(one.high for one in sampled) / len(each) if costs and sampled else None,
+            calls_ms=fmean(in_calls) if costs and place.kind not in OUTSIDE and in_calls else None,
             worst_ms=max(known) if costs else None,
+            detail=next((one.detail for one, _ in each if one.detail), ""),
+            reads=[
+                Read(**_frame(line, libraries), count=count / marked)  # type: ignore[typeddict-item]
+                for line, count in reads.most_common()
+            ],
             waits=fmean(one.waits / n for one, n in each),
             copies={name: fmean(one.copies[name] / n for one, n in each) for name in sorted(directions)},
             suggestion=suggest(place),
         )
         findings.append((place, finding))
+    _fit(findings, max(rank["plain"]["ms"] for rank, _ in ranks))
     return sorted(findings, key=lambda each: -1.0 if each[1]["ms"] is None else each[1]["ms"], reverse=True)
+
+
+def _fit(findings: Sequence[tuple[Place, Finding]], iteration_ms: float) -> None:
+    """Scales times down that take longer together than the iteration: each is right to its interval alone."""
+    together = sum(finding["ms"] or 0.0 for _, finding in findings)
+    for _, finding in findings if together > iteration_ms else ():
+        for name in ("ms", "worst_ms"):
+            if finding[name] is not None:
+                finding[name] *= iteration_ms / together
 
 
 def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:
@@ -177,7 +235,7 @@ def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:
     return min(1.0, rank["plain"]["ms"] * 1000 * rank["marked"]["iterations"] / total) if total else 1.0
 
 
-def _slower(rank: RankFile) -> float:
+def slower(rank: RankFile) -> float:
     """How many times longer a marked iteration takes than one without instruments, the marks' own time left out."""
     marked = rank["marked"]
     return max(1.0, (marked["ms"] - marked["marks_ms"]) / rank["plain"]["ms"])

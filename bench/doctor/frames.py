@@ -10,6 +10,7 @@ from .site_folder import TOP
 
 _OURS = tuple(f"{folder.resolve()}{os.sep}" for folder in (TOP, *TOP.iterdir()) if folder.is_dir())
 """Folders of the package that the doctor is part of; those within it may be links."""
+_STANDARD = re.compile(r"/lib/python3\.\d+/[\w/]+\.py$")
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
@@ -43,9 +44,19 @@ class Frames:
         return ([frame for frame in below if not is_torch(frame)] or below)[:2]
 
 
+def is_ours(frame: Frame) -> bool:
+    """Whether the frame belongs to the project that the doctor is part of."""
+    return _real(frame["file"]).startswith(_OURS)
+
+
 def is_torch(frame: Frame) -> bool:
     """Whether the frame is of torch itself, or of Python's own modules that it calls through."""
-    return _TORCH in frame["file"] or re.search(r"/lib/python3\.\d+/[\w/]+\.py$", frame["file"]) is not None
+    return _TORCH in frame["file"] or is_standard_library(frame)
+
+
+def is_standard_library(frame: Frame) -> bool:
+    """Whether the frame is of Python's own modules."""
+    return frame["file"].startswith("<frozen") or _STANDARD.search(frame["file"]) is not None
 
 
 def short_path(file: str, libraries: Collection[str] = ()) -> str:

@@ -26,6 +26,11 @@ OPTIMIZER_LOOP = "optimizer_loop"
 BURST = "launch_burst"
 PROCESS_GROUP = "process_group"
 SHAPE = "shape_change"
+LOADER = "loader_wait"
+HOST_WAIT = "host_wait"
+HOST_COMPUTE = "host_compute"
+PERIODIC = "periodic_work"
+STRAGGLER = "straggler"
 KINDS = (
     SYNC,
     SYNCHRONIZE,
@@ -39,7 +44,14 @@ KINDS = (
     BURST,
     PROCESS_GROUP,
     SHAPE,
+    LOADER,
+    HOST_WAIT,
+    HOST_COMPUTE,
+    PERIODIC,
+    STRAGGLER,
 )
+OUTSIDE = (LOADER, HOST_WAIT, HOST_COMPUTE, PERIODIC, STRAGGLER)
+"""Kinds that no call of torch shows: from samples of the stack, and from ranks side by side. They have no count."""
 WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, H2D)
 """Kinds that stop the host until the GPU has done something, or would."""
 
@@ -99,7 +111,7 @@ class Judge:
             return PROCESS_GROUP
         if name.endswith(".synchronize"):
             return SYNCHRONIZE
-        waits = self._waits(call, below)
+        waits = self.waits(call, below)
         if self._metrics[call["stack"]]:
             return METRIC
         if _PRINTS.match(name):
@@ -114,7 +126,7 @@ class Judge:
             return H2D
         return ALLOCATOR if any(c.kind == cuda.ALLOCATOR for c in below) else None
 
-    def _waits(self, call: Call, below: Sequence[CudaCall]) -> bool:
+    def waits(self, call: Call, below: Sequence[CudaCall]) -> bool:
         """Whether the host waited in a call; without a GPU, whether it would."""
         if self._gpu:
             return any(c.kind == cuda.SYNC for c in below)
@@ -152,7 +164,12 @@ class Judge:
             own = _METRICS if kind == METRIC else _OPTIMIZERS
             named = [frame for frame in stack if own.search(frame["file"])]
             library = [_whole(named[-1] if kind == METRIC else named[0])]
-        return Place(kind, _line(user), tuple(_line(frame) for frame in library))
+        return Place(kind, line_of(user), tuple(line_of(frame) for frame in library))
+
+    def line_in_metric(self, call: Call) -> Line:
+        """The line of the metric's library that makes a call."""
+        stack = self._rank["stacks"][call["stack"]]
+        return line_of(next(frame for frame in stack if _METRICS.search(frame["file"])))
 
     def bursts(self, below: dict[int, list[CudaCall]]) -> Iterator[tuple[str, int, list[CudaCall]]]:
         """Numbers of calls of loops in Python, each with what it launched: many small launches from one place."""
@@ -206,5 +223,6 @@ def _whole(frame: Frame) -> Frame:
     return Frame(file=frame["file"], line=0, function=frame["function"], text="")
 
 
-def _line(frame: Frame) -> Line:
+def line_of(frame: Frame) -> Line:
+    """The frame as a value that can be a key."""
     return Line(frame["file"], frame["line"], frame["function"], frame["text"])

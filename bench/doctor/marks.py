@@ -169,7 +169,7 @@ class Marks:
 
     def _stack(self) -> int:
         """The number of the stack of the caller, without the doctor's frames and torch's dispatch of overrides."""
-        frames = list(_walk(sys._getframe(2)))
+        frames = list(walk(sys._getframe(2)))
         if not self._main():
             frames += self._backward  # autograd's own thread begins where backward() was called
         key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
@@ -183,7 +183,7 @@ class Marks:
     def _around_backward(self) -> Iterator[None]:
         """backward() is itself a call of the API, in which the mode is off: it is on again for what autograd calls."""
         before = self._backward, self._backward_call
-        self._backward, self._backward_call = list(_walk(sys._getframe(2))), self._inside.call
+        self._backward, self._backward_call = list(walk(sys._getframe(2))), self._inside.call
         try:
             with self._mode:
                 yield
@@ -219,7 +219,8 @@ def _popped_modes() -> list[Any]:
     return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
 
 
-def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+def walk(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and its callers, without the doctor's own and those of torch's dispatch of overrides."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file != _OVERRIDES and not file.startswith(_OWN) and not file.endswith("contextlib.py"):

@@ -5,20 +5,21 @@ import io
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from . import text
 from .baseline import Comparison
-from .diagnosis import Diagnosis, Timeline
-from .picture import timeline_figure
+from .diagnosis import Diagnosis, Pictures
+from .flame import svg
+from .picture import ranks_figure, timeline_figure
 from .site_folder import PACKAGE
 
 _DPI = 160
 
 
-def write_page(diagnosis: Diagnosis, timeline: Timeline, comparison: Comparison | None, path: Path) -> None:
-    """Writes the page; the picture is in it."""
-    picture = io.BytesIO()
-    timeline_figure(timeline).savefig(picture, format="png", dpi=_DPI)
+def write_page(diagnosis: Diagnosis, pictures: Pictures, comparison: Comparison | None, path: Path) -> None:
+    """Writes the page; the pictures are in it."""
+    ranks = ranks_figure(pictures.together)
     environment = Environment(loader=PackageLoader(PACKAGE, "templates"), autoescape=True, undefined=StrictUndefined)
     page = environment.get_template("page.html").render(
         d=diagnosis,
@@ -29,7 +30,19 @@ def write_page(diagnosis: Diagnosis, timeline: Timeline, comparison: Comparison 
         places=text.places,
         predictions=list(text.prediction_lines(diagnosis)),
         changes=[] if comparison is None else list(text.comparison_lines(comparison)),
-        picture=base64.b64encode(picture.getvalue()).decode("ascii"),
+        timeline=_png(timeline_figure(pictures.timeline)),
+        side_by_side="" if ranks is None else _png(ranks),
+        flame=svg(pictures.flame),
+        cost=text.cost,
+        details=text.details,
+        lines=text.line_rows(diagnosis),
+        collectives=list(text.collective_lines(diagnosis)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
+
+
+def _png(figure: Figure) -> str:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=_DPI)
+    return base64.b64encode(picture.getvalue()).decode("ascii")

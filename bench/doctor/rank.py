@@ -1,8 +1,9 @@
 """The examination of one rank, from inside: which of its iterations are measured how, and what is kept of them.
 
-After the warm-up come iterations without instruments, which give the time; iterations under torch.profiler alone,
-which give what calls of CUDA cost; and iterations whose calls are marked by line, which run slower and give the lines.
-All ranks count the same iterations, so that instruments slow them down together.
+After the warm-up come iterations without instruments, which give the time; iterations in which the loop's stack is
+sampled; iterations under torch.profiler alone, which give what calls of CUDA cost; and iterations whose calls are
+marked by line, which run slower and give the lines. All ranks count the same iterations, so that instruments slow them
+down together.
 """
 
 import atexit
@@ -15,29 +16,33 @@ import sysconfig
 import threading
 import time
 import traceback
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from . import hook
+from . import hook, leaving
 from .interpreter_lock import loop_path, runtime_address
-from .marks import Marks
+from .marks import Marks, walk
 from .rank_file import (
     MARKED,
     MARKED_ITERATION,
     SCHEMA,
     SETTLING,
     TRACED,
+    Frame,
     Marked,
     Plain,
     RankFile,
+    Sampled,
     Window,
     rank_path,
     trace_path,
 )
+from .sampler import Sampler, period_s
 from .site_folder import Settings
 from .thread_times import spent_ms, thread_times_ms
 
@@ -61,11 +66,14 @@ class Examination:
         self._file: dict[str, Any] = {}
         self._starts: list[float] = []
         self._hook_s = 0.0
+        self._loop: list[Frame] = []
+        self._sampler: Sampler | None = None
         self._marks: Marks | None = None
         self._profile: profile | None = None
         self._range: record_function | None = None
         self._opened = 0.0
         self._turns = self._schedule()
+        self._exit = leaving.begin(self._folder, _rank(), lambda: None if self._over else max(self._steps, 0))
         atexit.register(self._leave_what_there_is)
 
     def boundary(self, found_by: str) -> None:
@@ -81,7 +89,7 @@ class Examination:
             error = self._folder / f"rank{_rank()}.error"
             error.write_text(traceback.format_exc(), encoding="utf-8")
             if not self._settings.keep_running:
-                _exit(1)  # other ranks end after their examination: this one would wait for them
+                self._end_process(1)  # other ranks end after their examination: this one would wait for them
         if self._steps != self._settings.warmup:  # whose turn belongs to no iteration that is timed
             self._hook_s += time.perf_counter() - begin
 
@@ -98,11 +106,14 @@ class Examination:
 
     def _schedule(self) -> dict[int, Any]:
         plain = self._settings.warmup
-        traced = plain + self._settings.iterations
+        sampled = plain + self._settings.iterations + SETTLING
+        traced = sampled + self._settings.iterations
         marked = traced + SETTLING + TRACED
         return {
             plain: self._begin_plain,
-            traced: self._end_plain,
+            plain + self._settings.iterations: self._end_plain,
+            sampled: self._begin_sampled,
+            traced: self._end_sampled,
             traced + SETTLING: self._open,
             marked: self._begin_marked,
             marked + SETTLING: self._open,
@@ -115,7 +126,7 @@ class Examination:
             self._starts.append(time.perf_counter() * 1e6)
             self._marks.iteration += 1
         elif self._opened:
-            self._starts.append(time.perf_counter() * 1e3)
+            self._starts.append(time.perf_counter() * 1e6)
         if self._range is not None:
             self._next_range(last=turn is not None)
         if turn is not None:
@@ -131,7 +142,7 @@ class Examination:
         self._threads = thread_times_ms()
         self._cpu, self._thread_s = time.process_time(), time.thread_time()
         self._opened = time.perf_counter()
-        self._starts.append(self._opened * 1e3)
+        self._starts.append(self._opened * 1e6)
 
     def _tell_watch(self) -> None:
         """Names this thread to the doctor's own process, which watches it as long as the file is there."""
@@ -152,16 +163,35 @@ class Examination:
         self._file["plain"] = Plain(
             iterations=n,
             ms=elapsed_s / n * 1e3,
-            times_ms=[b - a for a, b in zip(self._starts, self._starts[1:], strict=False)],
+            times_ms=[(b - a) / 1e3 for a, b in pairwise(self._starts)],
             cpu_ms=cpu / n * 1e3,
             thread_ms=thread_s / n * 1e3,
             threads_ms={name: ms / n for name, ms in threads.items()},
             hook_us=hook_s / n * 1e6,
         )
         self._opened = 0.0
-        self._start_profile()
 
     # Iterations with instruments
+
+    def _begin_sampled(self) -> None:
+        self._loop = [
+            Frame(file=f.f_code.co_filename, line=f.f_lineno or 0, function=f.f_code.co_qualname, text="")
+            for f in walk(sys._getframe(1))
+        ]
+        plain = self._file["plain"]
+        self._sampler = Sampler(period_s(plain["ms"] * plain["iterations"] / 1e3))
+        _synchronize()
+        self._starts.clear()
+        self._sampler.start()
+        self._opened = time.perf_counter()
+        self._starts.append(self._opened * 1e6)
+
+    def _end_sampled(self) -> None:
+        assert self._sampler is not None
+        window = self._window(self._settings.iterations)
+        stacks, self._sampler = self._sampler.stop(), None
+        self._file["sampled"] = Sampled(**window, **stacks, starts_us=list(self._starts))
+        self._start_profile()
 
     def _start_profile(self) -> None:
         """One profile for both kinds: a range that is open when a profile ends must not end in another one."""
@@ -221,6 +251,8 @@ class Examination:
         """The script ended before its examination did."""
         if not self._over and os.getpid() == _PID:
             self._over = True
+            if self._sampler is not None:
+                self._sampler.stop()
             if self._marks is not None:
                 self._marks.switch_off()
             if self._range is not None:
@@ -244,6 +276,7 @@ class Examination:
             complete=complete,
             reduced=self._marks is not None and self._marks.reduced,
             libraries=_libraries(),
+            loop=self._loop,
             stacks=[] if self._marks is None else self._marks.stacks,
             calls=[] if self._marks is None else self._marks.calls,
             **self._file,  # type: ignore[typeddict-item]
@@ -258,19 +291,18 @@ class Examination:
         deadline = time.monotonic() + _PATIENCE_S
         peers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         while len(list(self._folder.glob("rank*.json"))) < peers and time.monotonic() < deadline:
-            if any(self._folder.glob("rank*.error")):
+            if any(self._folder.glob("rank*.error")) or leaving.dead_ranks(self._folder):
                 break
             time.sleep(0.05)
         sys.stdout.flush()
         sys.stderr.flush()
-        _exit(0)
+        self._end_process(0)
 
-
-def _exit(status: int) -> None:
-    """Ends this process at once, and its loaders' workers: those of a fork server would wait for it without end."""
-    for worker in multiprocessing.active_children():
-        worker.terminate()
-    os._exit(status)
+    def _end_process(self, status: int) -> NoReturn:
+        """Ends this process at once, and its loaders' workers: those of a fork server would wait for it without end."""
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        self._exit(status)
 
 
 _PID = os.getpid()

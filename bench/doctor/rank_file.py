@@ -1,7 +1,8 @@
 """What a rank leaves for the doctor: how its iterations went, and the calls of a few of them.
 
 rank<R>.json, and beside it a Chrome trace, rank<R>_trace.json.gz: iterations with nothing but the profiler on, and then
-iterations whose calls are marked by line.
+iterations whose calls are marked by line. Times of all ranks of a node are on one clock: those in rank<R>.json are
+Python's perf_counter (Linux, CLOCK_MONOTONIC), those of the trace Kineto's, since 1970 or a common later base.
 """
 
 import json
@@ -12,7 +13,7 @@ MARK = "doctor:"
 """Name of the range around a marked call in the trace, followed by the call's number."""
 MARKED_ITERATION = "marked iteration"
 """Name of the range around an iteration whose calls are marked."""
-SCHEMA = 2
+SCHEMA = 3
 
 SETTLING = 2
 """Iterations with an instrument on that are not looked at: its start slows them down."""
@@ -20,6 +21,11 @@ TRACED = 5
 """Iterations in the trace that gives costs."""
 MARKED = 4
 """Iterations whose calls are marked; shapes that change are found among them."""
+
+
+def iterations_needed(warmup: int, iterations: int) -> int:
+    """Iterations that a script has to make for an examination."""
+    return warmup + iterations + SETTLING + iterations + SETTLING + TRACED + SETTLING + MARKED
 
 
 class Frame(TypedDict):
@@ -102,6 +108,27 @@ class Plain(Window):
     """Time that the doctor's own code took, an iteration."""
 
 
+class Stacks(TypedDict):
+    """Samples of the stack of the training loop's thread."""
+
+    period_us: float
+    """Time that the sampler sleeps between two samples."""
+    own_us: float
+    """Time that taking the samples took, of all of them."""
+    frames: list[Frame]
+    stacks: list[list[int]]
+    """Numbers in `frames`, the innermost first."""
+    samples: list[tuple[float, int, float, float]]
+    """(time, number in `stacks`, time since the sample before, CPU time of the loop's thread in it), microseconds."""
+
+
+class Sampled(Window, Stacks):
+    """The window in which nothing but the sampler runs."""
+
+    starts_us: list[float]
+    """Beginning of each iteration, and the last one's end, on the clock of the samples."""
+
+
 class RankFile(TypedDict):
     """rank<R>.json."""
 
@@ -121,7 +148,10 @@ class RankFile(TypedDict):
     """Whether only reads of values were marked, because the script compiles functions."""
     libraries: list[str]
     """Folders of installed packages and of Python's own modules."""
+    loop: list[Frame]
+    """Stack at which an iteration begins, innermost frame first."""
     plain: NotRequired[Plain]
+    sampled: NotRequired[Sampled]
     traced: NotRequired[Window]
     marked: NotRequired[Marked]
     stacks: list[list[Frame]]

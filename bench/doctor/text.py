@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from .baseline import Change, Comparison
 from .diagnosis import Diagnosis
 from .findings import Finding
+from .judge import OUTSIDE
 
 SHOWN = 12
 """Findings in the text; JSON and page hold all."""
@@ -49,8 +50,9 @@ def overhead(diagnosis: Diagnosis) -> str:
     o = diagnosis["overhead"]
     return (
         f"the doctor's own cost: an iteration takes {o['plain_ms']:.3f} ms without instruments (its hook "
-        f"{o['hook_us']:.1f} us of it), {o['traced_ms']:.3f} with the profiler, {o['marked_ms']:.3f} with calls marked "
-        "by line"
+        f"{o['hook_us']:.1f} us of it), {o['sampled_ms']:.3f} with the stack sampled every "
+        f"{o['period_us'] / 1000:.2f} ms ({o['samples']} samples, {o['sample_us']:.0f} us each), {o['traced_ms']:.3f} "
+        f"with the profiler, {o['marked_ms']:.3f} with calls marked by line"
     )
 
 
@@ -79,18 +81,59 @@ def rank_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
 
 def finding_lines(number: int, finding: Finding) -> list[str]:
     """A finding in a few lines: cost, the user's line, the library's, and what to do."""
-    calls = f"{finding['count']:.4g} call(s)"
-    known = finding["ms"] is not None
-    cost = f"{finding['ms']:.3f} ms an iteration, {calls}" if known else f"{calls} an iteration, cost not known"
-    lines = [f"{number}. {finding['kind']}: {cost}{_cuda(finding)}"]
-    lines += [f"   {place}" for place in places(finding)]
+    lines = [f"{number}. {finding['kind']}: {cost(finding)}{_cuda(finding)}"]
+    lines += [f"   {line}" for line in (*places(finding), *details(finding))]
     return [*lines, f"   do: {finding['suggestion']}"]
+
+
+def cost(finding: Finding) -> str:
+    """What leaving the finding out takes away, how sure that is, and how many calls it is."""
+    calls = f"{finding['count']:.4g} call(s)"
+    if finding["ms"] is None:
+        return f"{calls} an iteration, cost not known"
+    said = f"{finding['ms']:.3f} ms an iteration"
+    if finding["low_ms"] is not None and finding["high_ms"] is not None:
+        said += f" ({finding['low_ms']:.3f} to {finding['high_ms']:.3f})"
+    return said if finding["kind"] in OUTSIDE else f"{said}, {calls}"
+
+
+def details(finding: Finding) -> list[str]:
+    """What else is known of a finding; nothing of most."""
+    lines = [finding["detail"]] if finding["detail"] else []
+    if finding["calls_ms"] is not None and finding["ms"] is not None and finding["ms"] > 1.5 * finding["calls_ms"]:
+        lines.append(f"its calls alone take {finding['calls_ms']:.3f} ms; leaving the line out takes its Python too")
+    for read in finding["reads"]:
+        where = _place(read["file"], read["line"], read["function"], read["text"])
+        lines.append(f"waits within, {read['count']:.4g} an iteration: {where}")
+    return lines
+
+
+def line_rows(diagnosis: Diagnosis, most: int | None = None) -> list[tuple[str, str, str]]:
+    """Milliseconds with their interval, CPU milliseconds, and place of the lines that take longest."""
+    return [
+        (
+            f"{line['ms']:.3f} ({line['low_ms']:.3f} to {line['high_ms']:.3f})",
+            f"{line['cpu_ms']:.3f}",
+            _place(line["file"], line["line"], line["function"], line["text"]),
+        )
+        for line in diagnosis["lines"][:most]
+    ]
+
+
+def collective_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """How each rank spends its time in collectives; nothing of a rank alone."""
+    for rank in diagnosis["ranks"]:
+        if rank["collective_wait_ms"] is not None:
+            yield (
+                f"rank {rank['rank']} waits in collectives for {rank['collective_wait_ms']:.3f} ms, transfers for "
+                f"{rank['collective_transfer_ms']:.3f}, and comes {rank['late_ms']:.3f} ms after the last of the others"
+            )
 
 
 def places(finding: Finding) -> list[str]:
     """The user's line, and the library's if there is one."""
     if finding["file"] is None:
-        return [f"no line of Python: {finding['function']}"]
+        return [f"no line of Python is known: {finding['function']}"]
     lines = [_place(finding["file"], finding["line"], finding["function"], finding["text"])]
     library = finding["library"]
     if library is not None:

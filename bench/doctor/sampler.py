@@ -1,0 +1,106 @@
+"""Samples the training loop's Python stack over iterations that carry no other instrument.
+
+A timer's signal (SIGALRM) makes the loop's own thread look at its stack: it needs no other thread to be run and no
+handover of the interpreter lock, which would come late, and at calls that release the lock. Where the loop is no main
+thread, or the script uses that signal, a thread reads `sys._current_frames()` instead. py-spy and austin read another
+process's memory, which containers without CAP_SYS_PTRACE refuse, and know nothing of iterations. What sampling costs is
+the difference between the sampled and the plain window, which the doctor prints.
+"""
+
+import linecache
+import signal
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+
+from .marks import walk
+from .rank_file import Frame, Stacks
+
+_SWITCH_S = 50e-6
+"""Longest time that the thread waits for the interpreter lock while the loop holds it."""
+_SAMPLES = 500
+"""Samples aimed at in a window."""
+_PERIODS_S = 0.25e-3, 10e-3
+"""Shortest and longest period."""
+
+
+def period_s(window_s: float) -> float:
+    """Seconds between samples in a window of this length."""
+    return min(max(window_s / _SAMPLES, _PERIODS_S[0]), _PERIODS_S[1])
+
+
+class Sampler:
+    """Samples the thread that made it from start() to stop()."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._loop = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._loop)
+        self._thread: threading.Thread | None = None
+        self._end = False
+        self._samples: list[tuple[float, int, float, float]] = []
+        self._numbers: dict[tuple[CodeType | int, ...], int] = {}
+        self._stacks: list[list[tuple[str, int, str]]] = []  # (file, line, function), innermost first
+        self._own_s = 0.0
+        self._before = self._cpu_before = 0.0
+        self._restore = 0.0
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether the loop's own thread takes the samples."""
+        return self._thread is None
+
+    def start(self) -> None:
+        """Begins to sample."""
+        self._before, self._cpu_before = time.perf_counter(), time.clock_gettime(self._clock)
+        unused = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        if threading.current_thread() is threading.main_thread() and unused:
+            signal.signal(signal.SIGALRM, lambda _, frame: self._take(frame))
+            signal.siginterrupt(signal.SIGALRM, False)  # calls of libraries go on where it comes
+            signal.setitimer(signal.ITIMER_REAL, self._period_s, self._period_s)
+            return
+        self._restore = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, self._restore))
+        self._thread = threading.Thread(target=self._sample, name="doctor-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> Stacks:
+        """Returns the samples. Reads the lines of their frames, after the last sample."""
+        if self._thread is None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        else:
+            self._end = True
+            self._thread.join()
+            sys.setswitchinterval(self._restore)
+        numbers = {frame: i for i, frame in enumerate(dict.fromkeys(f for stack in self._stacks for f in stack))}
+        return Stacks(
+            period_us=self._period_s * 1e6,
+            own_us=self._own_s * 1e6,
+            frames=[
+                Frame(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
+                for file, line, function in numbers
+            ],
+            stacks=[[numbers[frame] for frame in stack] for stack in self._stacks],
+            samples=self._samples,
+        )
+
+    def _sample(self) -> None:
+        while not self._end:
+            time.sleep(self._period_s)
+            self._take(sys._current_frames().get(self._loop))
+
+    def _take(self, frame: FrameType | None) -> None:
+        now, cpu = time.perf_counter(), time.clock_gettime(self._clock)
+        frames = list(walk(frame))
+        key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._stacks)
+            # A frame that has just ended has no line any more.
+            self._stacks.append([(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname) for f in frames])
+        # A sample stands for the time since the one before: a long call of C is sampled at its end, at its line.
+        self._samples.append((now * 1e6, number, (now - self._before) * 1e6, (cpu - self._cpu_before) * 1e6))
+        self._before, self._cpu_before = now, cpu
+        self._own_s += time.perf_counter() - now

@@ -1,0 +1,91 @@
+"""What the samples of a rank's stack say: milliseconds of an iteration below a line, and how sure that is."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from .rank_file import Frame, RankFile
+
+_Z = 1.959964
+"""Of the normal distribution, for 95 %."""
+
+
+class Estimate(NamedTuple):
+    """Milliseconds of an iteration, with a 95 % interval over the iterations."""
+
+    ms: float
+    half_ms: float
+    """Half of the interval's length."""
+
+    @property
+    def low(self) -> float:
+        """Lower end, 0 at least."""
+        return max(0.0, self.ms - self.half_ms)
+
+    @property
+    def high(self) -> float:
+        """Upper end."""
+        return self.ms + self.half_ms
+
+
+class Sample(NamedTuple):
+    """One sample of the loop's stack."""
+
+    iteration: int
+    stack: int
+    """Its number in `Samples.stacks`."""
+    ms: float
+    """Time that it stands for, in an iteration without the sampler."""
+    cpu_ms: float
+    """CPU time of the loop's thread within it."""
+    at_ms: float
+    """Its time, from the beginning of the window."""
+
+
+class Samples:
+    """The samples of one rank."""
+
+    def __init__(self, rank: RankFile) -> None:
+        sampled = rank["sampled"]
+        self.iterations = sampled["iterations"]
+        self.stacks: list[list[Frame]] = [[sampled["frames"][i] for i in stack] for stack in sampled["stacks"]]
+        starts = sampled["starts_us"]
+        self.times_ms = [(end - begin) / 1000 for begin, end in pairwise(starts)]
+        self.scale = rank["plain"]["ms"] / sampled["ms"]
+        """What times of the window are multiplied by: the sampler makes iterations longer."""
+        taken = [
+            (bisect_right(starts, at) - 1, stack, us, cpu, at)
+            for at, stack, us, cpu in sampled["samples"]
+            if starts[0] <= at < starts[-1] and sampled["stacks"][stack]
+        ]
+        self.samples = [
+            Sample(i, stack, us / 1000 * self.scale, min(cpu, us) / 1000 * self.scale, (at - starts[0]) / 1000)
+            for i, stack, us, cpu, at in taken
+        ]
+        self._period_ms = sampled["period_us"] / 1000 * self.scale
+
+    def estimate(
+        self, chosen: Sequence[Sample], time: Callable[[Sample], float] = lambda sample: sample.ms
+    ) -> Estimate:
+        """Time of an iteration that the chosen samples stand for."""
+        each = [0.0] * self.iterations
+        for sample in chosen:
+            each[sample.iteration] += time(sample)
+        # Where no sample fell, as where one did: what is shorter than a period may be missed in all iterations.
+        estimate = estimate_of(each)
+        return estimate._replace(half_ms=max(estimate.half_ms, self._period_ms / len(each)))
+
+
+def estimate_of(each: Sequence[float]) -> Estimate:
+    """The mean over iterations of milliseconds of each, with its interval."""
+    n = len(each)
+    return Estimate(fmean(each), student_t(n - 1) * stdev(each) / math.sqrt(n) if n > 1 else math.inf)
+
+
+def student_t(degrees: int) -> float:
+    """The 97.5 % point of Student's t, to 2 % from 3 degrees on (Abramowitz and Stegun, 26.7.5)."""
+    z = _Z
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
