@@ -45,11 +45,11 @@ def scale_of(dropout: Dropout | None) -> float:
     return 65536 / (65536 - threshold_of(dropout))
 
 
-def plain_words(dropout: Dropout, first: Tensor, second: Tensor) -> list[Tensor]:
-    """Returns the four words of counters (first, second, stream, 0), each of 32 bits, int64 [*]; first and second:
-    int64 that are broadcast to [*]."""
-    first, second = torch.broadcast_tensors(first, second)
-    counters = [first, second, torch.full_like(first, dropout.stream), torch.zeros_like(first)]
+def plain_words(dropout: Dropout, *place: Tensor) -> list[Tensor]:
+    """Returns the four words of counters (stream, *place), each of 32 bits, int64 [*]. place: three tensors, int64,
+    that are broadcast to [*]."""
+    first, second, third = torch.broadcast_tensors(*place)
+    counters = [torch.full_like(first, dropout.stream), first, second, third]
     keys = [dropout.seed & _LOW, dropout.seed >> 32 & _LOW]
     for _ in range(_ROUNDS):
         high = [_high(factor, counters[2 * i]) for i, factor in enumerate(_FACTORS)]
@@ -65,10 +65,11 @@ def _high(factor: int, word: Tensor) -> Tensor:
 
 
 @jit
-def dropout_words(seed, first, second, stream):
-    """Returns the four words of counters (first, second, stream, 0), uint32 of the shape of first and second."""
+def dropout_words(seed, stream, first, second, third):
+    """Returns the four words of counters (stream, first, second, third), uint32 of the shape of first, int32; second
+    and third: int32 that can be broadcast to it."""
     zero = first * 0
-    return tl.philox(tl.load(seed), first, second, zero + stream, zero, n_rounds=7)
+    return tl.philox(tl.load(seed), zero + stream, first, zero + second, zero + third, n_rounds=7)
 
 
 @jit

@@ -72,7 +72,7 @@ def gated_norm_factors(dropout: Dropout | None, rows: int, width: int, device: t
     if dropout is None:
         return torch.ones(rows, 3 * width, device=device)
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
-    words = torch.cat(plain_words(dropout, column, row // 2)[:3], dim=1)
+    words = torch.cat(plain_words(dropout, column, row // 2, row * 0)[:3], dim=1)
     bits = words >> 16 * (row % 2) & 0xFFFF
     return (bits >= threshold_of(dropout)) * scale_of(dropout)
 
@@ -165,8 +165,7 @@ def _drop_all(s, a, gated, seed, row, stream, threshold: tl.constexpr, scale: tl
     """Returns all three with dropout. row: int32 [2], an even one and the next."""
     if threshold > 0:
         column = tl.arange(0, s.shape[1])[None, :]
-        pair = column * 0 + tl.min(row, 0) // 2
-        of_s, of_a, of_gated, _ = dropout_words(seed, column, pair, stream)
+        of_s, of_a, of_gated, _ = dropout_words(seed, stream, column, tl.min(row, 0) // 2, 0)
         odd = (row % 2)[:, None]
         s = dropped(s, of_s, odd, threshold, scale)
         a = dropped(a, of_a, odd, threshold, scale)

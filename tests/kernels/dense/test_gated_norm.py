@@ -35,9 +35,7 @@ WAYS = pytest.mark.parametrize(
 def draw(rows: int, end: int, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> tuple[Tensor, ...]:
     """Gradient, u as a slice of a projection, a, weight, bias and end; what lies past the end is no number."""
     generator = torch.Generator().manual_seed(rows)
-    grad, projected, a = (
-        torch.randn(rows, of * width, generator=generator).to(dtype).to(DEVICE) for of in (3, 2, 1)
-    )
+    grad, projected, a = (torch.randn(rows, of * width, generator=generator).to(dtype).to(DEVICE) for of in (3, 2, 1))
     for of in (grad, projected, a):
         of[end:] = torch.nan
     weight, bias = (torch.randn(width, generator=generator).to(dtype).to(DEVICE) for _ in range(2))
@@ -72,16 +70,15 @@ def test_equals_the_definition_and_its_derivative(forward, backward, kind: str, 
     for got, value in zip(results[2:], of_inputs[2:], strict=True):
         torch.testing.assert_close(got.double(), value, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(grad, out, rtol=1e-5, atol=1e-5)
-    assert of_projected[:, :WIDTH].isnan().all() and of_projected[:, 2 * WIDTH :].isnan().all()
+    assert of_projected[:, :WIDTH].isnan().all()
+    assert of_projected[:, 2 * WIDTH :].isnan().all()
 
 
 def test_factors_keep_the_share_and_the_mean() -> None:
     factors = gated_norm_factors(Dropout(0.3, SEED, 2), 2000, WIDTH, DEVICE)
     assert float((factors == 0).float().mean()) == pytest.approx(0.3, abs=0.005)
     assert float(factors.mean()) == pytest.approx(1, abs=0.007)
-    by_column, by_row = (factors == 0).float().mean(0), (factors == 0).float().mean(1)
-    assert 0.25 < float(by_column.min()) and float(by_column.max()) < 0.35
-    assert 0.05 < float(by_row.min()) and float(by_row.max()) < 0.6
+    torch.testing.assert_close((factors == 0).float().mean(0), torch.full((3 * WIDTH,), 0.3, device=DEVICE), rtol=0, atol=0.05)
     halves = factors[0::2] == 0, factors[1::2] == 0
     assert float((halves[0] & halves[1]).float().mean()) == pytest.approx(0.09, abs=0.005)
 
