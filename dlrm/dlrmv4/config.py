@@ -36,6 +36,7 @@ OWN_TOKENS = CONTEXT_TOKENS + 1
 AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
 DropoutSeed = Literal["rank", "same"]
+Kernels = Literal["plain", "fused"]
 Exchange = Literal["fp32", "fp16"]
 
 
@@ -110,7 +111,12 @@ class ModelConfig:
     """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
     equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
     recompute_layers: bool = False
-    """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint)."""
+    """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint); of
+    fused kernels the input and attention, and compute the projection again."""
+    kernels: Kernels = "plain"
+    """What makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
+    backward for each of these, with equal gradients run by run; the same results, but for dropout's masks, which come
+    of a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
 
     def __post_init__(self) -> None:
         for flag, count in (("event_rows", len(EVENT_TABLES)), ("context_rows", CONTEXT_TOKENS)):
@@ -164,6 +170,16 @@ class ModelConfig:
             self.dropout_seed in ("rank", "same"),
             f"--model.dropout-seed is {self.dropout_seed!r}: choose rank or same",
         )
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        require(self.kernels in ("plain", "fused"), f"--model.kernels is {self.kernels!r}: choose plain or fused")
+        for flags, width in (("width", self.width), ("heads times --model.head-width", self.inner)):
+            require(
+                self.kernels == "plain" or (width >= 16 and width & (width - 1) == 0),
+                f"--model.kernels fused: --model.{flags} is {width}: its kernels need a power of two from 16 on, or "
+                "choose --model.kernels plain",
+            )
 
     @property
     def max_length(self) -> int:

@@ -78,7 +78,9 @@ def test_factors_keep_the_share_and_the_mean() -> None:
     factors = gated_norm_factors(Dropout(0.3, SEED, 2), 2000, WIDTH, DEVICE)
     assert float((factors == 0).float().mean()) == pytest.approx(0.3, abs=0.005)
     assert float(factors.mean()) == pytest.approx(1, abs=0.007)
-    torch.testing.assert_close((factors == 0).float().mean(0), torch.full((3 * WIDTH,), 0.3, device=DEVICE), rtol=0, atol=0.05)
+    torch.testing.assert_close(
+        (factors == 0).float().mean(0), torch.full((3 * WIDTH,), 0.3, device=DEVICE), rtol=0, atol=0.05
+    )
     halves = factors[0::2] == 0, factors[1::2] == 0
     assert float((halves[0] & halves[1]).float().mean()) == pytest.approx(0.09, abs=0.005)
 
