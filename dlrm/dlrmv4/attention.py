@@ -1,13 +1,12 @@
-"""Causal SiLU attention over jagged sequences: of all tokens by kernels/dense/silu_attention.py, of the last ones."""
+"""Causal SiLU attention over jagged sequences: of all tokens, and of the last ones alone."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from dlrm_bench.dlrm.dlrmv4.sequences import Sequences
 from dlrm_bench.kernels.dense import silu_attention
+from dlrm_bench.kernels.dense.last_query_attention import LastQueryAttention
 
 
 class _Attention(torch.autograd.Function):
@@ -16,7 +15,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, offsets: Tensor, heads: int, length: int) -> Tensor:
-        _, v, q, k = _by_heads(projected, heads)
+        _, v, q, k = by_heads(projected, heads)
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         targets = torch.ones_like(offsets[1:])
         silu_attention.silu_attention_forward(q, k, v, silu_attention.Sequences(offsets, targets, length), out)
@@ -27,9 +26,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         projected, offsets, targets = ctx.saved_tensors
-        _, v, q, k = _by_heads(projected, ctx.heads)
+        _, v, q, k = by_heads(projected, ctx.heads)
         of_projected = torch.empty_like(projected)
-        du, dv, dq, dk = _by_heads(of_projected, ctx.heads)
+        du, dv, dq, dk = by_heads(of_projected, ctx.heads)
         du.zero_()
         grad = grads[0].contiguous().view(v.shape)
         sequences = silu_attention.Sequences(offsets, targets, ctx.length)
@@ -37,7 +36,8 @@ class _Attention(torch.autograd.Function):
         return of_projected, None, None, None
 
 
-def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
+def by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Returns u, v, q and k, each [N, heads, width], of a projection [N, 4 * heads * width]."""
     return tuple(part.unflatten(1, (heads, -1)) for part in projected.chunk(4, dim=1))
 
 
@@ -52,15 +52,10 @@ def attention(projected: Tensor, offsets: Tensor, heads: int, length: int) -> Te
     return _Attention.apply(projected, offsets, heads, length)
 
 
-def last_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, heads: int, length: int) -> Tensor:
+def last_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, heads: int, length: int) -> Tensor:
     """Returns what `attention` does for the last token of each sequence, [B, heads * width].
 
-    query: of these tokens, [B, heads * width]; key, value: of all tokens, [N, heads * width]. Weights are computed in
-    fp32 and rounded to the values' format, as in the kernels; each sequence is summed in the order of its tokens.
+    query: of these tokens, [B, heads * width]; key, value: of all tokens, [N, heads * width].
     """
-    queries, keys, values = (of.unflatten(1, (heads, -1)) for of in (query, key, value))
-    scores = (queries[sequences.sample].float() * keys.float()).sum(dim=2) * queries.shape[2] ** -0.5
-    weights = (functional.silu(scores) / length).to(value.dtype)
-    weighted = (weights.float()[:, :, None] * values.float()).flatten(1)
-    total = torch.segment_reduce(weighted, "sum", offsets=sequences.offsets, axis=0, unsafe=True)
-    return total.to(value.dtype)
+    of_heads = (of.unflatten(1, (heads, -1)) for of in (query, key, value))
+    return LastQueryAttention.apply(*of_heads, offsets, length).flatten(1)

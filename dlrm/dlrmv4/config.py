@@ -36,6 +36,7 @@ OWN_TOKENS = CONTEXT_TOKENS + 1
 AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
 DropoutSeed = Literal["rank", "same"]
+Kernels = Literal["plain", "fused"]
 Exchange = Literal["fp32", "fp16"]
 Network = Literal["own", "reference", "reference-as-shipped"]
 
@@ -111,7 +112,12 @@ class ModelConfig:
     """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
     equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
     recompute_layers: bool = False
-    """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint)."""
+    """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint); of
+    fused kernels the input and attention, and compute the projection again."""
+    kernels: Kernels = "plain"
+    """What makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
+    backward for each of these, with equal gradients run by run; the same results, but for dropout's masks, which come
+    of a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
     network: Network = "own"
     """What computes the dense network. own: this project's code. reference: the modules of MLPerf's reference, their
     Triton kernels tuned on this GPU when they first run. reference-as-shipped: these with the settings that it ships,
@@ -171,6 +177,7 @@ class ModelConfig:
             self.dropout_seed in ("rank", "same"),
             f"--model.dropout-seed is {self.dropout_seed!r}: choose rank or same",
         )
+        self._check_kernels()
         self._check_network()
 
     def _check_network(self) -> None:
@@ -187,6 +194,15 @@ class ModelConfig:
             self.last_layer == "all",
             f"--model.last-layer {self.last_layer}: the reference computes all tokens of its last layer; choose all",
         )
+
+    def _check_kernels(self) -> None:
+        require(self.kernels in ("plain", "fused"), f"--model.kernels is {self.kernels!r}: choose plain or fused")
+        for flags, width in (("width", self.width), ("heads times --model.head-width", self.inner)):
+            require(
+                self.kernels == "plain" or (width >= 16 and width & (width - 1) == 0),
+                f"--model.kernels fused: --model.{flags} is {width}: its kernels need a power of two from 16 on, or "
+                "choose --model.kernels plain",
+            )
 
     @property
     def max_length(self) -> int:

@@ -12,12 +12,14 @@ from torchrec import JaggedTensor
 
 from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.dlrmv4.batch import Batch
-from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, CONTEXT_TOKENS, EVENT_TABLES, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.fused_input import fused_input
 from dlrm_bench.dlrm.dlrmv4.layers import MLP_EPS, Mlp, layer_norm, linear, normal_, uniform_
 from dlrm_bench.dlrm.dlrmv4.preprocessor import Preprocessor
 from dlrm_bench.dlrm.dlrmv4.sequences import (
     Sequences,
     join,
+    offsets_of,
     pick,
     position_buckets,
     sequences_of,
@@ -25,6 +27,8 @@ from dlrm_bench.dlrm.dlrmv4.sequences import (
     token_times,
 )
 from dlrm_bench.dlrm.dlrmv4.stu import StuLayer
+from dlrm_bench.kernels.dense._dropout import Dropout, draw_seed
+from dlrm_bench.kernels.dense.token_input import TokenPlaces
 
 _PERIODS = ((3600.0, 24.0), (86400.0, 7.0))  # seconds of an hour and of a day; how many make a day and a week
 _CIRCLE = 2 * 3.14  # the reference's (modules/postprocessors.py)
@@ -62,6 +66,7 @@ class DenseNetwork(nn.Module):
         super().__init__()
         self._config = config
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._fused = config.kernels == "fused"
         self.preprocessor = Preprocessor(config)
         self.position_weight = nn.Parameter(torch.empty(config.position_buckets, config.width))
         self.time_weight = nn.Parameter(torch.empty(config.time_buckets + 1, config.width))
@@ -94,35 +99,51 @@ class DenseNetwork(nn.Module):
     def forward(self, embedded: dict[str, JaggedTensor], batch: Batch) -> Tensor:
         """Returns the logit of each sample, fp32 [B], of the embeddings of each feature of `tables`."""
         rows = {feature: embedded[feature].values() for table in tables(self._config) for feature in table.features}
-        sequences = sequences_of(batch.lengths, len(batch.timestamp))
-        tokens = self.tokens(rows, batch, sequences)
-        length = batch.longest if self._config.attention_scale == "longest" else self._config.max_length
-        for layer in self.layers[:-1]:
-            tokens = layer(tokens, sequences, length)
-        candidates = self._config.last_layer == "candidates"
-        tokens = self.layers[-1](tokens, sequences, length, candidates)
-        ends = tokens if candidates else tokens[sequences.candidates]
+        offsets, config = offsets_of(batch.lengths), self._config
+        seed = draw_seed(offsets.device) if self._fused and self.training else None
+        tokens = self.tokens(rows, batch, offsets, _dropout(config.input_dropout, seed, 0))
+        length = batch.longest if config.attention_scale == "longest" else config.max_length
+        candidates = config.last_layer == "candidates"
+        for number, layer in enumerate(self.layers, 1):
+            alone = candidates and number == config.layers
+            tokens = layer(tokens, offsets, length, alone, _dropout(config.layer_dropout, seed, number))
+        ends = tokens if candidates else tokens[offsets[1:] - 1]
         users = self.postprocessor(ends, batch.query_timestamp)
         return self.logits(users.float(), self.items(rows))
 
-    def tokens(self, rows: dict[str, Tensor], batch: Batch, sequences: Sequences) -> Tensor:
+    def tokens(self, rows: dict[str, Tensor], batch: Batch, offsets: Tensor, dropout: Dropout | None = None) -> Tensor:
         """Returns the first layer's input, [N, width]: content, action, position and time of each token, dropped out.
 
         rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones), [B, columns] of
-        candidates and context.
+        candidates and context. dropout: what fused kernels drop; plain ones draw from torch's generator.
         """
+        config = self._config
         item, artist, album = (
             torch.cat([rows[feature].to(self._dtype) for feature in table.features])
-            for table in tables(self._config)[: len(EVENT_TABLES)]
+            for table in tables(config)[: len(EVENT_TABLES)]
         )
         events = self.preprocessor.content(item, artist, album)
+        context = self.preprocessor.context([rows[name] for name in CONTEXT_TABLES], self._dtype)
+        scale = math.sqrt(config.width)
+        if self._fused:
+            events = events + self.preprocessor.distinct_action(batch.action, len(batch.labels), self._dtype)
+            weights = self.position_weight, self.time_weight
+            return fused_input(events, context.contiguous(), *weights, self._places(batch, offsets), scale, dropout)
+        sequences = sequences_of(offsets, len(batch.timestamp))
         events = events + self.preprocessor.action(batch.action, len(batch.labels), self._dtype)
         if batch.event is not None:
             events = pick(events, batch.event, len(batch.labels))
-        context = self.preprocessor.context([rows[name] for name in CONTEXT_TABLES], self._dtype)
-        tokens = join(context, events, sequences) * math.sqrt(self._config.width)
+        tokens = join(context, events, sequences) * scale
         tokens = tokens + self.places(batch, sequences).to(self._dtype)
-        return functional.dropout(tokens, self._config.input_dropout, self.training)
+        return functional.dropout(tokens, config.input_dropout, self.training)
+
+    def _places(self, batch: Batch, offsets: Tensor) -> TokenPlaces:
+        """Returns what `fused_input` takes."""
+        event = batch.event
+        if event is None:
+            event = torch.arange(len(batch.timestamp), dtype=torch.int32, device=offsets.device)
+        longest = self._config.max_length
+        return TokenPlaces(offsets, event, batch.timestamp, batch.query_timestamp, CONTEXT_TOKENS, longest)
 
     def places(self, batch: Batch, sequences: Sequences) -> Tensor:
         """Returns the sum of the embeddings of each token's time and position, fp32 [N, width]."""
@@ -139,6 +160,10 @@ class DenseNetwork(nn.Module):
     def logits(self, users: Tensor, items: Tensor) -> Tensor:
         """Returns logits, fp32 [B], of users' and items' vectors, fp32 [B, width]."""
         return self.head(users * items).squeeze(1)
+
+
+def _dropout(rate: float, seed: Tensor | None, stream: int) -> Dropout | None:
+    return None if seed is None or rate == 0 else Dropout(rate, seed, stream)
 
 
 def loss_of(logits: Tensor, labels: Tensor, config: ModelConfig) -> Tensor:

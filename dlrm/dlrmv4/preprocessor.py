@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_bench.dlrm.dlrmv4.config import ACTION_BITS, CONTEXT_TOKENS, ModelConfig
+from dlrm_bench.dlrm.dlrmv4.fused_input import pick_few
 from dlrm_bench.dlrm.dlrmv4.layers import Mlp, normal_
 
 _ACTION_STD = 0.1  # action_embedding_init_std of the reference
@@ -54,6 +55,13 @@ class Preprocessor(nn.Module):
         history = (chosen[:, :, None] * self.action_embedding).flatten(1)
         joined = torch.cat([history, self.candidate_action.expand(candidates, -1)])
         return self.action_mlp(joined.to(dtype))
+
+    def distinct_action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
+        """Returns what `action` does, of which each of the actions that there are is computed once."""
+        actions = 1 << len(ACTION_BITS)
+        every = self.action(torch.arange(actions, dtype=bits.dtype, device=bits.device), 1, dtype)
+        own = bits.new_full((candidates,), actions)
+        return pick_few(every, torch.cat([bits & (actions - 1), own]).long())
 
     def context(self, embeddings: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Returns the tokens of context, [B, CONTEXT_TOKENS, width], each with weights of its own, of the embeddings of

@@ -36,19 +36,27 @@ class Sequences:
         return self.offsets[1:] - 1
 
 
-def sequences_of(lengths: Tensor, events: int) -> Sequences:
-    """Returns the places of the tokens of histories of `lengths`, int32 [B], with `events` events in all."""
-    size, device = len(lengths), lengths.device
-    samples = torch.arange(size, device=device)
-    offsets = lengths.new_zeros(size + 1, dtype=torch.int64)
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Returns where the sequences of histories of `lengths`, int32 [B], begin and the last one ends, int64 [B + 1]."""
+    offsets = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths + OWN_TOKENS, 0, out=offsets[1:])
-    of_event = samples.repeat_interleave(lengths, output_size=events)
+    return offsets
+
+
+def sequences_of(offsets: Tensor, events: int) -> Sequences:
+    """Returns the places of tokens of `offsets_of`. events: T, or more where they are padded to a capacity: rows past
+    the last history are then tokens past the last sequence, whose sample and place mean nothing."""
+    size, device = len(offsets) - 1, offsets.device
+    number = torch.arange(events, device=device)
+    of_event = torch.searchsorted(
+        offsets[1:] - OWN_TOKENS * torch.arange(1, size + 1, device=device), number, right=True
+    )
     context = offsets[:-1, None] + torch.arange(CONTEXT_TOKENS, device=device)
-    event = torch.arange(events, device=device) + OWN_TOKENS * of_event + CONTEXT_TOKENS
+    event = number + OWN_TOKENS * of_event + CONTEXT_TOKENS * (of_event < size)
     target = torch.cat([context.flatten(), event, offsets[1:] - 1])
     token = torch.arange(len(target), device=device)
     source = torch.empty_like(target).index_copy_(0, target, token)
-    sample = samples.repeat_interleave(lengths + OWN_TOKENS, output_size=len(target))
+    sample = torch.searchsorted(offsets[1:].contiguous(), token, right=True).clamp(max=max(0, size - 1))
     return Sequences(offsets=offsets, sample=sample, place=token - offsets[sample], source=source, target=target)
 
 
@@ -107,7 +115,7 @@ def position_buckets(sequences: Sequences, config: ModelConfig) -> Tensor:
     from_end = sequences.candidates[sequences.sample] - torch.arange(
         len(sequences.sample), device=sequences.sample.device
     )
-    counted = (from_end + CONTEXT_TOKENS).clamp(max=config.position_buckets - 1)
+    counted = (from_end + CONTEXT_TOKENS).clamp(0, config.position_buckets - 1)
     return torch.where(sequences.place < CONTEXT_TOKENS, sequences.place, counted)
 
 

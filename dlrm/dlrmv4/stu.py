@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dlrm_bench.dlrm.dlrmv4.attention import attention, last_attention
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
-from dlrm_bench.dlrm.dlrmv4.sequences import Sequences
-
-_EPS = 1e-6  # modules/stu.py of the reference
+from dlrm_bench.dlrm.dlrmv4.fused_stu import EPS, LayerOptions, LayerWeights, fused_layer
+from dlrm_bench.kernels.dense._dropout import Dropout
 
 
 class StuLayer(nn.Module):
@@ -24,7 +23,7 @@ class StuLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self._heads, self._inner, self._dropout = config.heads, config.inner, config.layer_dropout
-        self._recompute = config.recompute_layers
+        self._recompute, self._fused = config.recompute_layers, config.kernels == "fused"
         self.norm_weight = nn.Parameter(torch.empty(config.width))
         self.norm_bias = nn.Parameter(torch.empty(config.width))
         self.uvqk_weight = nn.Parameter(torch.empty(config.width, 4 * config.inner))
@@ -42,27 +41,44 @@ class StuLayer(nn.Module):
         for bias in (self.norm_bias, self.uvqk_bias, self.output_norm_bias):
             nn.init.zeros_(bias)
 
-    def forward(self, tokens: Tensor, sequences: Sequences, length: int, candidates: bool = False) -> Tensor:
+    def forward(
+        self, tokens: Tensor, offsets: Tensor, length: int, candidates: bool = False, dropout: Dropout | None = None
+    ) -> Tensor:
         """Returns tokens [N, width], or of the candidates alone, [B, width].
 
-        length: what attention is divided by; no sequence is longer.
+        offsets: sequence b is tokens offsets[b] to offsets[b + 1] - 1, int64 [B + 1]. length: what attention is divided
+        by; no sequence is longer. dropout: what fused kernels drop; plain ones draw from torch's generator.
         """
+        if self._fused:
+            options = LayerOptions(self._heads, length, self._recompute, candidates, dropout)
+            return fused_layer(tokens, self._weights(), offsets, options)
         layer = self._of_candidates if candidates else self._of_all
         if self._recompute and torch.is_grad_enabled():
-            return checkpoint(layer, tokens, sequences, length, use_reentrant=False)
-        return layer(tokens, sequences, length)
+            return checkpoint(layer, tokens, offsets, length, use_reentrant=False)
+        return layer(tokens, offsets, length)
 
-    def _of_all(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
+    def _weights(self) -> LayerWeights:
+        return LayerWeights(
+            self.norm_weight,
+            self.norm_bias,
+            self.uvqk_weight,
+            self.uvqk_bias,
+            self.output_norm_weight,
+            self.output_norm_bias,
+            self.output_weight,
+        )
+
+    def _of_all(self, tokens: Tensor, offsets: Tensor, length: int) -> Tensor:
         projected = self.project(self.normed(tokens), slice(None))
-        attended = attention(projected, sequences.offsets, self._heads, length)
+        attended = attention(projected, offsets, self._heads, length)
         return self.output(tokens, functional.silu(projected[:, : self._inner]), attended)
 
-    def _of_candidates(self, tokens: Tensor, sequences: Sequences, length: int) -> Tensor:
+    def _of_candidates(self, tokens: Tensor, offsets: Tensor, length: int) -> Tensor:
         u, v, q, k = (slice(part * self._inner, (part + 1) * self._inner) for part in range(4))
-        normed, ends = self.normed(tokens), sequences.candidates
+        normed, ends = self.normed(tokens), offsets[1:] - 1
         gate, query = self.project(normed[ends], u), self.project(normed[ends], q)
         key, value = self.project(normed, k), self.project(normed, v)
-        attended = last_attention(query, key, value, sequences, self._heads, length)
+        attended = last_attention(query, key, value, offsets, self._heads, length)
         return self.output(tokens[ends], functional.silu(gate), attended)
 
     def normed(self, tokens: Tensor) -> Tensor:
@@ -85,4 +101,4 @@ class StuLayer(nn.Module):
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Returns the norm of x in fp32; weights are rounded to x's format first, as the reference's are."""
     weight, bias = (of.to(x.dtype).float() for of in (weight, bias))
-    return functional.layer_norm(x.float(), weight.shape, weight, bias, _EPS)
+    return functional.layer_norm(x.float(), weight.shape, weight, bias, EPS)

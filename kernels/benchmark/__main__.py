@@ -17,6 +17,13 @@ from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, s
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import fetch_cases, gather_segments_cases, pick_rows_cases
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
+from dlrm_bench.kernels.benchmark.tokens import (
+    gated_norm_cases,
+    norm_cases,
+    sorted_sums_cases,
+    token_input_cases,
+    zero_tail_cases,
+)
 from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp
 from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
@@ -351,6 +358,11 @@ def non_finite_cases() -> Iterator[Case]:
 CASES = {
     "silu_attention": silu_attention_cases,
     "last_query_attention": last_query_attention_cases,
+    "norm": norm_cases,
+    "gated_norm": gated_norm_cases,
+    "token_input": token_input_cases,
+    "sorted_sums": sorted_sums_cases,
+    "zero_tail": zero_tail_cases,
     "column_sums": column_sums_cases,
     "row_sums": row_sums_cases,
     "small_mlp": small_mlp_cases,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 _RUN = 256  # tokens of a program
 _TILE = 16  # tokens that it has at once
@@ -44,8 +45,7 @@ class LastQueryAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, offsets = ctx.saved_tensors
-        # Tokens past the last sequence have no gradient, and the kernel leaves them alone.
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         last_query_attention_backward(grads[0].contiguous(), q, k, v, Jagged(offsets, ctx.max_length), dq, dk, dv)
         return dq, dk, dv, None, None
 
@@ -67,13 +67,15 @@ def last_query_attention_backward(
 ) -> None:
     """Store the gradients of `last_query_attention_forward`'s inputs in dq, dk and dv, shaped like them.
 
-    grad: [B, H, V], the gradient of its output. Rows of dk and dv past the last sequence are left alone. Equal inputs
-    give equal bits: no sum is made by atomics.
+    grad: [B, H, V], the gradient of its output. Rows of dk and dv past the last sequence are 0. Equal inputs give equal
+    bits: no sum is made by atomics.
     """
     _check(q, k, v, grad, sequences)
     assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape, "gradients are shaped like inputs"
     backward = triton_last_query_attention_backward if q.is_cuda else plain_last_query_attention_backward
     backward(grad, q, k, v, sequences, dq, dk, dv)
+    for of in (dk, dv):
+        zero_tail(of.flatten(1), sequences.offsets[-1:])
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sequences: Jagged) -> None:
@@ -177,6 +179,22 @@ def _at(start, token, row, head, columns: tl.constexpr):
 
 
 @jit
+def _keys_and_values(k, v, start, token, length, k_row, v_row, head, depth: tl.constexpr, width: tl.constexpr):
+    """Loads a head of these tokens of a sequence, fp32 [tile, depth] and [tile, width]; 0 past its end."""
+    inside = (token < length)[:, None]
+    keys = tl.load(k + _at(start, token, k_row, head, depth), inside, other=0.0)
+    values = tl.load(v + _at(start, token, v_row, head, width), inside, other=0.0)
+    return keys.to(tl.float32), values.to(tl.float32)
+
+
+@jit
+def _scores_of(query, keys, scale):
+    """Returns the scores of keys, fp32 [tile], and their sigmoids."""
+    score = tl.sum(keys * query, 1) * scale
+    return score, tl.sigmoid(score)
+
+
+@jit
 def _store_partial(partials, total, run, sequence, head, count, heads, columns: tl.constexpr):
     at = ((run.to(tl.int64) * count + sequence) * heads + head) * columns
     tl.store(partials + at + tl.arange(0, columns), total)
@@ -196,11 +214,9 @@ def _last_query_forward_kernel(
         key = first
         while key < tl.minimum(first + run, length):
             token = key + tl.arange(0, tile)
-            inside = (token < length)[:, None]
-            keys = tl.load(k + _at(start, token, k_row, head, depth), inside, other=0.0).to(tl.float32)
-            values = tl.load(v + _at(start, token, v_row, head, width), inside, other=0.0).to(tl.float32)
-            score = tl.sum(keys * query, 1) * scale
-            total += (score * tl.sigmoid(score) * share)[:, None] * values
+            keys, values = _keys_and_values(k, v, start, token, length, k_row, v_row, head, depth, width)
+            score, sigmoid = _scores_of(query, keys, scale)
+            total += (score * sigmoid * share)[:, None] * values
             key += tile
         _store_partial(partials, tl.sum(total, 0), tl.program_id(0), sequence, head, count, heads, width)
 
@@ -221,10 +237,8 @@ def _last_query_backward_kernel(
         while key < tl.minimum(first + run, length):
             token = key + tl.arange(0, tile)
             inside = (token < length)[:, None]
-            keys = tl.load(k + _at(start, token, k_row, head, depth), inside, other=0.0).to(tl.float32)
-            values = tl.load(v + _at(start, token, v_row, head, width), inside, other=0.0).to(tl.float32)
-            score = tl.sum(keys * query, 1) * scale
-            sigmoid = tl.sigmoid(score)
+            keys, values = _keys_and_values(k, v, start, token, length, k_row, v_row, head, depth, width)
+            score, sigmoid = _scores_of(query, keys, scale)
             of_values = (score * sigmoid * share)[:, None] * of_out
             slope = sigmoid * (1 + score * (1 - sigmoid)) * (share * scale)
             of_score = (tl.sum(values * of_out, 1) * slope)[:, None]

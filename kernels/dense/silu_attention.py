@@ -27,6 +27,7 @@ from dlrm_bench.kernels.dense._silu_attention_hopper import (
     list_items,
     pieces_at_most,
 )
+from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 _TILE = 64  # rows and keys of a program's tile
 _NUM_WARPS = 4
@@ -52,13 +53,14 @@ def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
 
     q, k: [T, H, D], v: [T, H, V], T tokens of all sequences, H heads; one dtype, fp32, bf16 or fp16, D and V powers of
     two from 16 on. A token's heads lie next to each other, tokens any distance apart, so that slices of one projection
-    will do. Tokens past the last sequence are left alone.
+    will do. Rows past the last sequence are 0.
     """
     _check(q, k, v, out, out)
     forward = plain_silu_attention_forward
     if q.is_cuda:
         forward = cuda_silu_attention_forward if applies(q, k, v, out) else triton_silu_attention_forward
     forward(q, k, v, sequences, out)
+    zero_tail(out.flatten(1), sequences.offsets[-1:])
 
 
 def silu_attention_backward(
@@ -66,7 +68,8 @@ def silu_attention_backward(
 ) -> None:
     """Store the gradients of `silu_attention_forward`'s inputs in dq, dk and dv, shaped and laid out like them.
 
-    grad: [T, H, V], the gradient of its output. Equal inputs give equal bits: no sum is made by atomics.
+    grad: [T, H, V], the gradient of its output. Rows past the last sequence are 0. Equal inputs give equal bits: no sum
+    is made by atomics.
     """
     _check(q, k, v, grad, dv)
     backward = plain_silu_attention_backward
@@ -74,6 +77,8 @@ def silu_attention_backward(
         on_hopper = applies(grad, q, k, v, dq, dk, dv)
         backward = cuda_silu_attention_backward if on_hopper else triton_silu_attention_backward
     backward(grad, q, k, v, sequences, dq, dk, dv)
+    for of in (dq, dk, dv):
+        zero_tail(of.flatten(1), sequences.offsets[-1:])
 
 
 def applies(*tensors: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """DLRMv4 computes what the reference's own code does: against its committed results, and against a checkout."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -9,15 +10,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torchrec import JaggedTensor
 
 from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
-from dlrm_bench.dlrm.dlrmv4.config import LastLayer, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TOKENS, Kernels, LastLayer, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
 from dlrm_bench.dlrm.dlrmv4.reference import open_checkout
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
+from dlrm_bench.dlrm.dlrmv4.sequences import offsets_of
+from dlrm_bench.kernels.dense._dropout import Dropout, draw_seed
+from dlrm_bench.kernels.dense.gated_norm import gated_norm_factors
+from dlrm_bench.kernels.dense.token_input import TokenPlaces, token_input_factors
 from tests.data.dlrmv4.make_model_reference import (
     CASES,
     case_samples,
@@ -192,9 +198,96 @@ def test_layers_computed_again_give_equal_bits_with_the_same_dropout() -> None:
     assert all(torch.equal(kept[name], computed[name]) for name in kept)
 
 
-def test_no_samples_have_no_loss_and_gradients_of_zero() -> None:
+FUSED = replace(STILL, kernels="fused")
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("last_layer", ["all", "candidates"])
+def test_fused_kernels_give_the_same(last_layer: LastLayer, recompute: bool, distinct: bool) -> None:
+    config = replace(FUSED, last_layer=last_layer, recompute_layers=recompute)
+    samples = by_item(case_samples())
+    plain = run(small_model(STILL), STILL, samples)
+    assert_equal(pack(run(small_model(config), config, samples, distinct=distinct), True), pack(plain, True))
+
+
+@pytest.mark.parametrize("lengths", [(0,), (1,), (40,), (0, 0), (1, 40, 0)])
+def test_fused_kernels_give_the_same_of_odd_lengths(lengths: tuple[int, ...]) -> None:
+    samples = make_samples(STILL, lengths, seed=3)
+    config = replace(FUSED, last_layer="candidates")
+    assert_equal(
+        pack(run(small_model(config), config, samples), True), pack(run(small_model(STILL), STILL, samples), True)
+    )
+
+
+@pytest.mark.parametrize("last_layer", ["all", "candidates"])
+def test_fused_kernels_drop_as_plain_ones_given_the_same_masks(
+    last_layer: LastLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, samples = replace(SMALL, last_layer=last_layer), case_samples()
+    config = replace(plain, kernels="fused")
+    fused = run(small_model(config), config, samples, seed=4)
+    torch.manual_seed(4)
+    masks = masks_of(config, samples, draw_seed(torch.device("cpu")))
+    monkeypatch.setattr(functional, "dropout", lambda x, rate, training: x * next(masks))
+    assert_equal(pack(run(small_model(plain), plain, samples), True), pack(fused, True))
+    assert next(masks, None) is None
+    monkeypatch.undo()
+    assert not torch.equal(run(small_model(config), config, samples, seed=5)["logits"], fused["logits"])
+
+
+def masks_of(config: ModelConfig, samples: Samples, seed: Tensor) -> Iterator[Tensor]:
+    """Yields factors in the order in which the plain network drops: of tokens, and of each layer's joined rows."""
+    offsets, none = offsets_of(samples.lengths), torch.zeros(0, dtype=torch.int32)
+    places = TokenPlaces(offsets, none, none, none, CONTEXT_TOKENS, config.max_length)
+    tokens, cpu = int(offsets[-1]), torch.device("cpu")
+    yield token_input_factors(Dropout(config.input_dropout, seed, 0), tokens, config.width, places)
+    for number in range(1, config.layers + 1):
+        last = number == config.layers and config.last_layer == "candidates"
+        rows = len(samples.labels) if last else tokens
+        yield gated_norm_factors(Dropout(config.layer_dropout, seed, number), rows, config.inner, cpu)
+
+
+def test_fused_kernels_drop_nothing_in_evaluation() -> None:
+    config = replace(SMALL, kernels="fused")
+    fused, plain = (scores(small_model(of).eval(), case_samples(), of) for of in (config, SMALL))
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+@pytest.mark.parametrize("last_layer", ["all", "candidates"])
+def test_padded_events_change_nothing(last_layer: LastLayer, kernels: Kernels) -> None:
+    config = replace(STILL, last_layer=last_layer, kernels=kernels)
+    model, batch = small_model(config), batch_of(by_item(case_samples()), config, distinct=True)
+    padding = torch.tensor([3, 1, 2], dtype=torch.int32)
+    assert batch.event is not None
+    padded = replace(
+        batch,
+        event=torch.cat([batch.event, padding]),
+        timestamp=torch.cat([batch.timestamp, padding]),
+    )
+    results = []
+    for given in (batch, padded):
+        model.zero_grad()
+        loss, (_, logits, _) = model(given)
+        loss.backward()
+        grads = {name: weight.grad.clone() for name, weight in model.model.named_parameters()}
+        results.append({"logits": logits, "loss": loss.detach(), **grads})
+    assert_equal(pack(results[1], True), pack(results[0], True))
+
+
+def test_fused_kernels_err_no_more_in_bf16() -> None:
+    exact = run(small_model(STILL), STILL, case_samples())
+    plain, fused = (run(small_model(of, "bf16"), of, case_samples()) for of in (STILL, FUSED))
+    for name, value in exact.items():
+        errors = [float((of[name] - value).norm()) for of in (plain, fused)]
+        assert errors[1] <= 1.5 * errors[0] + 1e-3 * float(value.norm()), (name, errors)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+def test_no_samples_have_no_loss_and_gradients_of_zero(kernels: Kernels) -> None:
     """The network's own affair: TorchRec's tables refuse such a batch (test_batch.py)."""
-    dense, samples = small_model(SMALL).model.dense, make_samples(SMALL, (), seed=0)
+    dense, samples = small_model(replace(SMALL, kernels=kernels)).model.dense, make_samples(SMALL, (), seed=0)
     rows = torch.empty(0, SMALL.embedding_dim, requires_grad=True)
     embedded = {name: JaggedTensor(rows, lengths=samples.lengths) for of in tables(SMALL) for name in of.features}
     batch = Batch(
@@ -223,12 +316,13 @@ def test_time_features_go_round_in_a_day_and_a_week() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
 @pytest.mark.parametrize("last_layer", ["all", "candidates"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gpu_computes_as_the_host(precision: Precision, last_layer: LastLayer) -> None:
+def test_a_gpu_computes_as_the_host(precision: Precision, last_layer: LastLayer, kernels: Kernels) -> None:
     """In fp32 within 1e-4 of it, for products are summed in another order; in bf16 with no larger error than it has."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    config = replace(STILL, last_layer=last_layer, head_width=32)
+    config = replace(STILL, last_layer=last_layer, head_width=32, kernels=kernels)
     exact = run(small_model(config), config, case_samples())
     host = run(small_model(config, precision), config, case_samples())
     model = small_model(config, precision).cuda()

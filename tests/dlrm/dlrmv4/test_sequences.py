@@ -8,7 +8,15 @@ import torch
 
 from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS
 from dlrm_bench.dlrm.dlrmv4.reference import open_checkout
-from dlrm_bench.dlrm.dlrmv4.sequences import join, pick, position_buckets, sequences_of, time_buckets, token_times
+from dlrm_bench.dlrm.dlrmv4.sequences import (
+    join,
+    offsets_of,
+    pick,
+    position_buckets,
+    sequences_of,
+    time_buckets,
+    token_times,
+)
 from tests.data.dlrmv4.make_model_reference import kernel_buckets
 from tests.dlrm.dlrmv4.cases import CHECKOUT, SMALL, make_samples, needs_checkout
 from tests.dlrm.dlrmv4.cases import LENGTHS as LENGTHS_OF_CASES
@@ -16,7 +24,7 @@ from tests.dlrm.dlrmv4.cases import LENGTHS as LENGTHS_OF_CASES
 LENGTHS = torch.tensor([2, 0, 3], dtype=torch.int32)
 QUERY = torch.tensor([7200, 60, 26_000_000], dtype=torch.int32)
 TIMESTAMP = torch.tensor([3600, 7200, 0, 25_999_940, 26_000_000], dtype=torch.int32)
-SEQUENCES = sequences_of(LENGTHS, 5)
+SEQUENCES = sequences_of(offsets_of(LENGTHS), 5)
 CONTEXT = range(8)
 
 
@@ -31,6 +39,18 @@ def test_a_sequence_is_context_history_candidate() -> None:
     assert joined[:11] == [*range(8), 100, 101, 200]
     assert joined[11:20] == [*range(8, 16), 201]
     assert joined[20:] == [*range(16, 24), 102, 103, 104, 202]
+
+
+def test_padded_events_are_tokens_past_the_last_sequence() -> None:
+    padded = sequences_of(offsets_of(LENGTHS), 7)
+    for name in ("sample", "place", "source"):
+        was = getattr(SEQUENCES, name)
+        now = getattr(padded, name)[:32]
+        assert torch.equal(now - 2 * (now >= 31) if name == "source" else now, was), name  # candidates come later
+    assert padded.source.sort().values.tolist() == list(range(34))
+    assert padded.source[32:].tolist() == [29, 30]
+    assert torch.equal(padded.target[padded.source], torch.arange(34))
+    assert position_buckets(padded, SMALL).min() == 0
 
 
 def test_the_gradient_of_a_join_goes_back_to_each_row() -> None:
@@ -90,7 +110,7 @@ def test_a_gpu_has_the_hosts_time_buckets_at_every_second_of_yambda() -> None:
     buckets = []
     for device in ("cpu", "cuda"):
         at, asked = timestamp.to(device), query.to(device)
-        sequences = sequences_of(lengths.to(device), len(timestamp))
+        sequences = sequences_of(offsets_of(lengths.to(device)), len(timestamp))
         buckets.append(time_buckets(token_times(at, asked, sequences), asked, sequences, SMALL).cpu())
     assert torch.equal(*buckets)
     assert buckets[0].max() == 658
@@ -102,7 +122,7 @@ def test_positions_and_times_are_those_of_the_references_kernel() -> None:
     """Of the Triton kernel that it trains with, which differs from its PyTorch operator beyond 512^2 minutes."""
     open_checkout(Path(str(CHECKOUT)))
     samples = make_samples(SMALL, LENGTHS_OF_CASES, seed=6)
-    sequences = sequences_of(samples.lengths, len(samples.timestamp))
+    sequences = sequences_of(offsets_of(samples.lengths), len(samples.timestamp))
     times = token_times(samples.timestamp, samples.query_timestamp, sequences)
     time, position = kernel_buckets(times, samples.lengths + OWN_TOKENS)
     assert torch.equal(time, time_buckets(times, samples.query_timestamp, sequences, SMALL).int())

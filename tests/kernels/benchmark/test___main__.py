@@ -8,8 +8,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
-BENCHMARKS = tuple(KERNELS / "benchmark" / f"{name}.py" for name in ("__main__", "attention", "fp8", "input_dist"))
-NO_KERNELS = {"__init__", "_cuda", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
+BENCHMARKS = tuple(
+    KERNELS / "benchmark" / f"{name}.py" for name in ("__main__", "attention", "fp8", "input_dist", "tokens")
+)
+NO_KERNELS = {"__init__", "_cuda", "_dropout", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
 PATHS = {
     path.stem: path
     for folder in (".", "input_dist", "embedding", "dense")

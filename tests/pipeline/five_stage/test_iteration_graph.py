@@ -175,9 +175,7 @@ def test_what_stands_around_a_step(run_ranks, world_size, gpu, rtol):
         assert "dense update" in clips["in_graph"]
         assert "dense update" not in warms_up["in_graph"]
         assert warms_up["replays"] == 30 - EAGER
-        assert (
-            rate["captures"] == 3
-        )  # twice more for the tables'; the dense rate is on the device
+        assert rate["captures"] == 3  # twice more for the tables'; the dense rate is on the device
         assert rate["replays"] == 30 - EAGER
         assert moved["captures"] == 2
         ((why, count),) = moved["eager"].items()

@@ -1,0 +1,237 @@
+"""An STU layer by fused kernels: what stu.py computes, with its backward pass written out.
+
+Kept for the backward pass, in bytes a token in bf16: the layer's input (1,024 of width 512) and attention (1,024), and
+the projection (4,096) unless it is computed again; of a last layer of candidates alone the input and keys and values
+(2,048). At 1,024 samples of 2,082 tokens, 2.13 million, three layers keep 32.7 GB, or 10.9 GB with recompute; the
+backward pass of one has 22 GB more at its peak (gradients of joined rows, of the projection, of tokens). Norms, gates
+and dropout's masks are computed again in the kernels that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.dlrmv4.attention import by_heads
+from dlrm_bench.kernels.dense._dropout import Dropout
+from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
+from dlrm_bench.kernels.dense.last_query_attention import (
+    Jagged,
+    last_query_attention_backward,
+    last_query_attention_forward,
+)
+from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
+from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
+
+EPS = 1e-6
+"""Of a layer's norms (modules/stu.py of the reference)."""
+
+
+class LayerWeights(NamedTuple):
+    """An STU layer's, as stu.py has them; in a computation all of the tokens' format."""
+
+    norm_weight: Tensor
+    norm_bias: Tensor
+    uvqk: Tensor
+    uvqk_bias: Tensor
+    output_norm_weight: Tensor
+    output_norm_bias: Tensor
+    output: Tensor
+
+
+class LayerOptions(NamedTuple):
+    """heads of attention; length that it is divided by; whether the projection is computed again in the backward pass;
+    whether the candidates alone have an output; dropout of the output product's input."""
+
+    heads: int
+    length: int
+    recompute: bool
+    candidates: bool
+    dropout: Dropout | None
+
+
+def fused_layer(tokens: Tensor, weights: LayerWeights, offsets: Tensor, options: LayerOptions) -> Tensor:
+    """Returns the layer's tokens, [N, width], or the candidates', [B, width], of tokens [N, width].
+
+    offsets: int64 [B + 1]. Rows past the last sequence must be finite. They have no part in the gradients of weights,
+    and a gradient of 0.
+    """
+    layer = _CandidatesLayer if options.candidates else _Layer
+    return layer.apply(tokens, offsets, options, *weights)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, offsets: Tensor, options: LayerOptions, *given: Tensor) -> Tensor:
+        weights, end = _as_tokens(tokens, given), offsets[-1:]
+        projected = torch.addmm(weights.uvqk_bias, _normed(tokens, weights, end), weights.uvqk)
+        u, v, q, k = by_heads(projected, options.heads)
+        attended = tokens.new_empty(len(tokens), weights.output_norm_bias.shape[0])
+        by_head = attended.unflatten(1, (options.heads, -1))
+        silu_attention_forward(q, k, v, _sequences(offsets, options), by_head)
+        joined = _joined(u.flatten(1), attended, weights, end, options)
+        ctx.save_for_backward(tokens, offsets, attended, None if options.recompute else projected, *given)
+        ctx.options = options
+        return torch.addmm(tokens, joined, weights.output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, offsets, attended, projected, *given = ctx.saved_tensors
+        weights, end, options, grad = _as_tokens(tokens, given), offsets[-1:], ctx.options, grads[0].contiguous()
+        normed = None
+        if projected is None:
+            normed = _normed(tokens, weights, end)
+            projected = torch.addmm(weights.uvqk_bias, normed, weights.uvqk)
+        u, v, q, k = by_heads(projected, options.heads)
+        of_projected = torch.empty_like(projected)
+        du, dv, dq, dk = by_heads(of_projected, options.heads)
+        of_attended = torch.empty_like(attended)
+
+        of_weights = LayerWeights(*(torch.empty_like(weight) for weight in given))
+        joined = _through_join(
+            grad, u.flatten(1), attended, weights, end, options, du.flatten(1), of_attended, of_weights
+        )
+        of_weights.output.copy_(torch.mm(joined.t(), grad))
+        del joined
+        of_out = of_attended.unflatten(1, (options.heads, -1))
+        silu_attention_backward(of_out, q, k, v, _sequences(offsets, options), dq, dk, dv)
+        of_normed = torch.mm(of_projected, weights.uvqk.t())
+        of_tokens, normed = _through_norm(of_normed, tokens, weights, end, grad, normed, of_weights)
+        of_weights.uvqk.copy_(torch.mm(normed.t(), of_projected))
+        torch.sum(of_projected, 0, dtype=torch.float32, out=of_weights.uvqk_bias)
+        return of_tokens, None, None, *of_weights
+
+
+class _CandidatesLayer(torch.autograd.Function):
+    """Keys and values of all tokens; u, queries and all else of the candidates."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, offsets: Tensor, options: LayerOptions, *given: Tensor) -> Tensor:
+        weights, ends = _as_tokens(tokens, given), offsets[1:] - 1
+        normed = _normed(tokens, weights, offsets[-1:])
+        gates_queries = _project(normed[ends], weights, 0)
+        values_keys = _project(normed, weights, 1)
+        attended = gates_queries.new_empty(len(ends), weights.output_norm_bias.shape[0])
+        q, k, v = _last_heads(gates_queries, values_keys, options)
+        jagged = Jagged(offsets, options.length)
+        last_query_attention_forward(q, k, v, jagged, attended.unflatten(1, (options.heads, -1)))
+        joined = _joined(gates_queries.chunk(2, dim=1)[0], attended, weights, _count(ends), options)
+        kept = (None, None) if options.recompute else (gates_queries, values_keys)
+        ctx.save_for_backward(tokens, offsets, attended, *kept, *given)
+        ctx.options = options
+        return torch.addmm(tokens[ends], joined, weights.output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, offsets, attended, gates_queries, values_keys, *given = ctx.saved_tensors
+        weights, options, grad, ends = _as_tokens(tokens, given), ctx.options, grads[0].contiguous(), offsets[1:] - 1
+        normed = None
+        if values_keys is None:
+            normed = _normed(tokens, weights, offsets[-1:])
+            gates_queries, values_keys = _project(normed[ends], weights, 0), _project(normed, weights, 1)
+        of_gates_queries, of_values_keys = torch.empty_like(gates_queries), torch.empty_like(values_keys)
+        of_attended = torch.empty_like(attended)
+
+        of_weights = LayerWeights(*(torch.empty_like(weight) for weight in given))
+        gate, of_gate = (of.chunk(2, dim=1)[0] for of in (gates_queries, of_gates_queries))
+        joined = _through_join(grad, gate, attended, weights, _count(ends), options, of_gate, of_attended, of_weights)
+        of_weights.output.copy_(torch.mm(joined.t(), grad))
+        of_out = of_attended.unflatten(1, (options.heads, -1))
+        of_heads = _last_heads(of_gates_queries, of_values_keys, options)
+        jagged = Jagged(offsets, options.length)
+        last_query_attention_backward(of_out, *_last_heads(gates_queries, values_keys, options), jagged, *of_heads)
+
+        of_normed = torch.mm(of_values_keys, _columns(weights.uvqk, 1).t())
+        of_normed.index_add_(0, ends, torch.mm(of_gates_queries, _columns(weights.uvqk, 0).t()))  # each row once
+        of_tokens, normed = _through_norm(of_normed, tokens, weights, offsets[-1:], None, normed, of_weights)
+        of_tokens.index_add_(0, ends, grad)
+        for part, rows, of in ((0, normed[ends], of_gates_queries), (1, normed, of_values_keys)):
+            _parts(of_weights.uvqk, part).copy_(torch.mm(rows.t(), of).unflatten(1, (2, -1)))
+            _parts(of_weights.uvqk_bias[None], part).copy_(of.sum(0, dtype=torch.float32).view(1, 2, -1))
+        return of_tokens, None, None, *of_weights
+
+
+def _as_tokens(tokens: Tensor, given: Sequence[Tensor]) -> LayerWeights:
+    return LayerWeights(*(weight.to(tokens.dtype) for weight in given))
+
+
+def _sequences(offsets: Tensor, options: LayerOptions) -> Sequences:
+    return Sequences(offsets, torch.ones_like(offsets[1:]), options.length)
+
+
+def _count(ends: Tensor) -> Tensor:
+    """Returns how many there are, int64 [1], on their device."""
+    return torch.full((1,), len(ends), device=ends.device)
+
+
+def _normed(tokens: Tensor, weights: LayerWeights, end: Tensor) -> Tensor:
+    normed = torch.empty_like(tokens)
+    norm_forward(tokens, weights.norm_weight, weights.norm_bias, end, normed, EPS)
+    return normed
+
+
+def _joined(gate: Tensor, attended: Tensor, weights: LayerWeights, end: Tensor, options: LayerOptions) -> Tensor:
+    joined = attended.new_empty(len(attended), 3 * attended.shape[1])
+    norm = weights.output_norm_weight, weights.output_norm_bias
+    gated_norm_forward(gate, attended, *norm, end, options.dropout, joined, EPS)
+    return joined
+
+
+def _through_join(
+    grad: Tensor,
+    gate: Tensor,
+    attended: Tensor,
+    weights: LayerWeights,
+    end: Tensor,
+    options: LayerOptions,
+    of_gate: Tensor,
+    of_attended: Tensor,
+    of_weights: LayerWeights,
+) -> Tensor:
+    """Returns the joined rows, and stores gradients of gate, attention and their norm."""
+    joined = torch.mm(grad, weights.output.t())  # their gradient, and then themselves
+    norm = weights.output_norm_weight, weights.output_norm_bias
+    of_norm = of_weights.output_norm_weight, of_weights.output_norm_bias
+    gated_norm_backward(joined, gate, attended, *norm, end, options.dropout, of_gate, of_attended, *of_norm, EPS)
+    return joined
+
+
+def _through_norm(
+    of_normed: Tensor,
+    tokens: Tensor,
+    weights: LayerWeights,
+    end: Tensor,
+    residual: Tensor | None,
+    normed: Tensor | None,
+    of_weights: LayerWeights,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of tokens, and their norm, which takes of_normed's memory unless it is given."""
+    of_tokens = torch.empty_like(tokens) if normed is None else of_normed
+    again = of_normed if normed is None else None
+    norm, of_norm = weights[:2], of_weights[:2]
+    norm_backward(of_normed, tokens, *norm, end, residual, of_tokens, again, *of_norm, EPS)
+    return of_tokens, of_normed if normed is None else normed
+
+
+def _project(normed: Tensor, weights: LayerWeights, part: int) -> Tensor:
+    """Returns gates and queries, part 0, or values and keys, part 1, [rows, 2 * inner]."""
+    return torch.addmm(_columns(weights.uvqk_bias[None], part)[0], normed, _columns(weights.uvqk, part))
+
+
+def _columns(uvqk: Tensor, part: int) -> Tensor:
+    return _parts(uvqk, part).flatten(1)
+
+
+def _parts(uvqk: Tensor, part: int) -> Tensor:
+    """Returns columns u and q, part 0, or v and k, part 1, as a view [rows, 2, inner]."""
+    return uvqk.unflatten(1, (4, -1))[:, part::2]
+
+
+def _last_heads(gates_queries: Tensor, values_keys: Tensor, options: LayerOptions) -> tuple[Tensor, ...]:
+    """Returns q, k and v by heads."""
+    query = gates_queries.chunk(2, dim=1)[1]
+    value, key = values_keys.chunk(2, dim=1)
+    return tuple(of.unflatten(1, (options.heads, -1)) for of in (query, key, value))

@@ -1,0 +1,126 @@
+"""Cases of kernels that go over all tokens of DLRMv4's early batches: 1,024 and 128 samples, width 512, bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels.benchmark.attention import LONGEST, jagged_lengths
+from dlrm_bench.kernels.benchmark.timing import Case
+from dlrm_bench.kernels.dense._dropout import Dropout
+from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
+from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
+from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
+from dlrm_bench.kernels.dense.token_input import TokenPlaces, token_input_backward, token_input_forward
+from dlrm_bench.kernels.dense.zero_tail import zero_tail
+
+WIDTH, CONTEXT = 512, 8  # MLPerf DLRMv4's
+POSITIONS, TIMES = 8192, 2049
+_SAMPLES = (1024, 128)
+_EPS = 1e-6
+
+
+def _tokens(count: int, columns: int = WIDTH) -> Tensor:
+    return torch.randn(count, columns, device="cuda").bfloat16()
+
+
+def _dropout(rate: float) -> Dropout:
+    return Dropout(rate, torch.tensor([1], device="cuda"), 1)
+
+
+def _counts() -> Iterator[tuple[int, Tensor, str]]:
+    for samples in _SAMPLES:
+        count = sum(jagged_lengths(samples))
+        yield count, torch.tensor([count], device="cuda"), f"{count} tokens of {samples} samples"
+
+
+def norm_cases() -> Iterator[Case]:
+    """Backward as a layer has it: with a residual's gradient, and the norm once more."""
+    for count, end, shape in _counts():
+        x, grad, residual = (_tokens(count) for _ in range(3))
+        weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
+        of_weights = torch.empty(2, WIDTH, device="cuda").unbind()
+        yield Case("norm_forward", shape, 2 * x.nbytes, partial(norm_forward, x, weight, bias, end, grad, _EPS))
+        out = torch.empty_like(x)
+        backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, *of_weights, _EPS)
+        yield Case("norm_backward", shape, 5 * x.nbytes, backward)
+
+
+def gated_norm_cases() -> Iterator[Case]:
+    """u and its gradient are slices of a projection; with and without dropout."""
+    for count, end, shape in _counts():
+        projected, of_projected, attended, of_attended = (
+            _tokens(count, columns) for columns in (4 * WIDTH, 4 * WIDTH, WIDTH, WIDTH)
+        )
+        joined = _tokens(count, 3 * WIDTH)
+        weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
+        of_weights = torch.empty(2, WIDTH, device="cuda").unbind()
+        given = projected[:, :WIDTH], attended, weight, bias, end
+        of_given = of_projected[:, :WIDTH], of_attended, *of_weights
+        for dropout in (None, _dropout(0.1)):
+            name = shape + (", dropout" if dropout else "")
+            forward = partial(gated_norm_forward, *given, dropout, joined, _EPS)
+            yield Case("gated_norm_forward", name, 5 * attended.nbytes, forward)
+            backward = partial(gated_norm_backward, joined, *given, dropout, *of_given, _EPS)
+            yield Case("gated_norm_backward", name, 10 * attended.nbytes, backward)
+
+
+def _places(samples: int, events: int) -> TokenPlaces:
+    """Histories of neighbouring anchors: each sample's events are a range of the distinct ones, by time."""
+    lengths = torch.tensor(jagged_lengths(samples), device="cuda")
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    history = lengths - CONTEXT - 1
+    sample = torch.arange(samples, device="cuda").repeat_interleave(history)
+    number = torch.arange(len(sample), device="cuda") - (history.cumsum(0) - history)[sample]
+    event = (sample * (events // samples) + number) % events
+    query = torch.full((samples,), 6_000_000, dtype=torch.int32, device="cuda")
+    ago = (history[sample] - number) ** 2 // 2 // 5 * 5
+    return TokenPlaces(offsets, event.int(), (6_000_000 - ago).int(), query, CONTEXT, LONGEST)
+
+
+def token_input_cases() -> Iterator[Case]:
+    """Bytes: tokens, rows' numbers of each, and rows of events and weights once."""
+    for samples in _SAMPLES:
+        places = _places(samples, 50 * samples)
+        events, context = _tokens(51 * samples), _tokens(CONTEXT * samples).view(samples, CONTEXT, WIDTH)
+        position, time = torch.randn(POSITIONS, WIDTH, device="cuda"), torch.randn(TIMES, WIDTH, device="cuda")
+        out = _tokens(len(places.event) + (CONTEXT + 1) * samples)
+        shape = f"{len(out)} tokens of {samples} samples, {len(events)} events"
+        read = events.nbytes + context.nbytes + 4 * WIDTH * LONGEST + 8 * len(places.event)
+        forward = partial(token_input_forward, events, context, position, time, places, WIDTH**0.5, _dropout(0.2), out)
+        yield Case("token_input_forward", shape, out.nbytes + read + 8 * len(out), forward)
+        backward = partial(token_input_backward, out, places, _dropout(0.2), torch.empty_like(out), position)
+        yield Case("token_input_backward", shape, 2 * out.nbytes + position.nbytes, backward)
+
+
+def sorted_sums_cases() -> Iterator[Case]:
+    """Sums over events and over buckets of time, whose keys one sort orders before."""
+    for samples in _SAMPLES:
+        places = _places(samples, 50 * samples)
+        rows = _tokens(len(places.event))
+        bucket = ((places.query[0] - places.timestamp).float() / 60).sqrt().int()
+        for name, numbers, count in (("events", places.event, 51 * samples), ("times", bucket, TIMES)):
+            keys = sort_keys(numbers, count)
+            out = torch.empty(count, WIDTH, device="cuda")
+            shape = f"{len(rows)} tokens to {count} {name}"
+            run = partial(sorted_sums, rows, keys, 1.0, out)
+            yield Case("sorted_sums", shape, rows.nbytes + 12 * len(rows) + out.nbytes, run)
+
+            def with_sort(rows: Tensor = rows, numbers: Tensor = numbers, out: Tensor = out) -> SortedKeys:
+                keys = sort_keys(numbers, len(out))
+                sorted_sums(rows, keys, 1.0, out)
+                return keys
+
+            yield Case("sorted_sums", f"{shape}, with the sort", rows.nbytes + 12 * len(rows) + out.nbytes, with_sort)
+
+
+def zero_tail_cases() -> Iterator[Case]:
+    """Of a capacity that five percent of tokens leave open, and of one that they fill."""
+    out = _tokens(2_131_968)
+    for share in (0.95, 1.0):
+        end = torch.tensor([int(len(out) * share)], device="cuda")
+        empty = (len(out) - int(end)) * 2 * WIDTH
+        yield Case("zero_tail", f"{len(out)} tokens, {share:.0%} full", empty, partial(zero_tail, out, end))

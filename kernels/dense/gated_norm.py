@@ -1,0 +1,247 @@
+"""What joins a layer's gate and attention: [s, a, s * norm(a)] with s = silu(u), dropped out, in one pass each way.
+
+The output product's input of DLRMv4's STU layer (hstu_compute_output of its reference). Neither mask nor statistics are
+kept: the backward pass computes them again, and the joined matrix too where it is wanted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
+from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
+from dlrm_bench.kernels.dense.column_sums import column_sums
+from dlrm_bench.kernels.dense.norm import normalize, normalized, of_normalized, programs, through_normalize, within
+
+_ROWS = 2  # tokens of a program's tile: they share a mask's counters
+_NUM_WARPS = 2
+
+
+def gated_norm_forward(
+    u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
+) -> None:
+    """Store [s, a, s * norm(a)] of each row, s = silu(u), with `dropout`, in `out`; 0 from row `end` on.
+
+    u, a: bf16 or fp32 [N, W], rows any distance apart, W a power of two; out: [N, 3 * W], contiguous; one dtype.
+    weight, bias: [W], of the norm. end: int32 or int64 [1], on the device.
+    """
+    _check(u, a, out)
+    forward = triton_gated_norm_forward if u.is_cuda else plain_gated_norm_forward
+    forward(u, a, weight, bias, end, dropout, out, eps)
+
+
+def gated_norm_backward(
+    grad: Tensor,
+    u: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    end: Tensor,
+    dropout: Dropout | None,
+    du: Tensor,
+    da: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    eps: float,
+) -> None:
+    """Store the gradients of `gated_norm_forward`'s inputs in du, da, dweight and dbias, and its output in place of
+    grad.
+
+    grad: [N, 3 * W], contiguous. du, da: as u and a, rows any distance apart. dweight, dbias: fp32 [W]. Rows from `end`
+    on have no part in sums, and are 0 in du, da and grad. Equal inputs give equal bits.
+    """
+    _check(u, a, grad)
+    _check(du, da, grad)
+    assert dweight.dtype == dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+    backward = triton_gated_norm_backward if u.is_cuda else plain_gated_norm_backward
+    backward(grad, u, a, weight, bias, end, dropout, du, da, dweight, dbias, eps)
+
+
+def _check(u: Tensor, a: Tensor, joined: Tensor) -> None:
+    rows, width = u.shape
+    assert a.shape == u.shape and joined.shape == (rows, 3 * width), "u, a: [N, W], joined: [N, 3 * W]"
+    assert u.dtype == a.dtype == joined.dtype, "one dtype"
+    assert u.stride(1) == a.stride(1) == 1 and joined.is_contiguous(), "a row's columns lie next to each other"
+    assert width == next_power_of_2(width), f"width: a power of two, not {width}"
+
+
+def gated_norm_factors(dropout: Dropout | None, rows: int, width: int, device: torch.device) -> Tensor:
+    """Returns the dropout's factor of each element: fp32 [rows, 3 * width], 0 or more than 1; 1 without dropout."""
+    if dropout is None:
+        return torch.ones(rows, 3 * width, device=device)
+    row, column = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
+    words = torch.cat(plain_words(dropout, column, row // 2, row * 0)[:3], dim=1)
+    bits = words >> 16 * (row % 2) & 0xFFFF
+    return (bits >= threshold_of(dropout)) * scale_of(dropout)
+
+
+def plain_gated_norm_forward(
+    u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
+) -> None:
+    """What `gated_norm_forward` does, in PyTorch."""
+    inside = within(len(u), end)
+    x_hat, _ = normalized(torch.where(inside, a, 0), eps)
+    s = functional.silu(u.to(x_hat.dtype))
+    joined = torch.cat([s, a.to(s.dtype), s * (x_hat * weight + bias)], dim=1)
+    out.copy_(torch.where(inside, joined * gated_norm_factors(dropout, *u.shape, u.device), 0))
+
+
+def plain_gated_norm_backward(
+    grad: Tensor,
+    u: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    end: Tensor,
+    dropout: Dropout | None,
+    du: Tensor,
+    da: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    eps: float,
+) -> None:
+    """What `gated_norm_backward` does, in PyTorch."""
+    inside = within(len(u), end)
+    x_hat, factor = normalized(torch.where(inside, a, 0), eps)
+    wide = torch.where(inside, u, 0).to(x_hat.dtype)
+    sigmoid = wide.sigmoid()
+    s, normed = wide * sigmoid, x_hat * weight + bias
+    factors = gated_norm_factors(dropout, *u.shape, u.device)
+    of_s, of_a, of_gated = (torch.where(inside, grad, 0) * factors).chunk(3, dim=1)
+    joined = torch.cat([s, torch.where(inside, a, 0).to(s.dtype), s * normed], dim=1)
+    of_normed = of_gated * s
+    dweight.copy_((of_normed * x_hat).sum(0))
+    dbias.copy_(of_normed.sum(0))
+    du.copy_((of_s + of_gated * normed) * (sigmoid + s * (1 - sigmoid)))
+    da.copy_(torch.where(inside, of_a + of_normalized(of_normed * weight, x_hat, factor), 0))
+    grad.copy_(torch.where(inside, joined * factors, 0))
+
+
+def triton_gated_norm_forward(
+    u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
+) -> None:
+    """What `gated_norm_forward` does, in one kernel."""
+    rows, width = u.shape
+    _gated_norm_forward_kernel[(programs(rows, _ROWS),)](
+        u, a, weight, bias, end, out, u.stride(0), a.stride(0), rows, eps,
+        *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+def triton_gated_norm_backward(
+    grad: Tensor,
+    u: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    end: Tensor,
+    dropout: Dropout | None,
+    du: Tensor,
+    da: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    eps: float,
+) -> None:
+    """What `gated_norm_backward` does, in one kernel and the sums of its partial sums."""
+    rows, width = u.shape
+    partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=u.device)
+    _gated_norm_backward_kernel[(partials.shape[1],)](
+        grad, u, a, weight, bias, end, du, da, *partials, *(of.stride(0) for of in (u, a, du, da)), rows, eps,
+        *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    column_sums(partials[0], dweight)
+    column_sums(partials[1], dbias)
+
+
+def _dropout(dropout: Dropout | None, end: Tensor) -> tuple[object, ...]:
+    seed, stream = (end, 0) if dropout is None else (dropout.seed, dropout.stream)
+    return seed, stream, threshold_of(dropout), scale_of(dropout)
+
+
+@jit
+def _drop_all(s, a, gated, seed, row, stream, threshold: tl.constexpr, scale: tl.constexpr):
+    """Returns all three with dropout. row: int32 [2], an even one and the next."""
+    if threshold > 0:
+        column = tl.arange(0, s.shape[1])[None, :]
+        of_s, of_a, of_gated, _ = dropout_words(seed, stream, column, tl.min(row, 0) // 2, 0)
+        odd = (row % 2)[:, None]
+        s = dropped(s, of_s, odd, threshold, scale)
+        a = dropped(a, of_a, odd, threshold, scale)
+        gated = dropped(gated, of_gated, odd, threshold, scale)
+    return s, a, gated
+
+
+@jit
+def _store_joined(out, row, s, a, gated, stored, width: tl.constexpr):
+    at = row.to(tl.int64)[:, None] * (3 * width) + tl.arange(0, width)[None, :]
+    tl.store(out + at, s.to(out.dtype.element_ty), stored)
+    tl.store(out + at + width, a.to(out.dtype.element_ty), stored)
+    tl.store(out + at + 2 * width, gated.to(out.dtype.element_ty), stored)
+
+
+@jit
+def _gated_norm_forward_kernel(
+    u, a, weight, bias, end, out, u_row, a_row, rows, eps, seed, stream, threshold: tl.constexpr,
+    kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, width)
+    scale = tl.load(weight + column).to(tl.float32)[None, :]
+    shift = tl.load(bias + column).to(tl.float32)[None, :]
+    total = tl.minimum(tl.load(end), rows)
+    first = tl.program_id(0) * tile
+    while first < rows:
+        row = first + tl.arange(0, tile)
+        inside = (row < total)[:, None]
+        at = row.to(tl.int64)[:, None]
+        gate = tl.load(u + at * u_row + column[None, :], inside, other=0.0).to(tl.float32)
+        attended = tl.load(a + at * a_row + column[None, :], inside, other=0.0).to(tl.float32)
+        s = gate * tl.sigmoid(gate)
+        x_hat, _ = normalize(attended, eps, width)
+        gated = s * (x_hat * scale + shift)
+        s, attended, gated = _drop_all(s, attended, gated, seed, row, stream, threshold, kept)
+        _store_joined(out, row, s, attended, gated, (row < rows)[:, None], width)
+        first += tl.num_programs(0) * tile
+
+
+@jit
+def _gated_norm_backward_kernel(
+    grad, u, a, weight, bias, end, du, da, dweights, dbiases, u_row, a_row, du_row, da_row, rows, eps, seed,
+    stream, threshold: tl.constexpr, kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, width)
+    scale = tl.load(weight + column).to(tl.float32)[None, :]
+    shift = tl.load(bias + column).to(tl.float32)[None, :]
+    dweight, dbias = tl.zeros([width], tl.float32), tl.zeros([width], tl.float32)
+    total = tl.minimum(tl.load(end), rows)
+    first = tl.program_id(0) * tile
+    while first < rows:
+        row = first + tl.arange(0, tile)
+        inside, stored = (row < total)[:, None], (row < rows)[:, None]
+        at = row.to(tl.int64)[:, None]
+        gate = tl.load(u + at * u_row + column[None, :], inside, other=0.0).to(tl.float32)
+        attended = tl.load(a + at * a_row + column[None, :], inside, other=0.0).to(tl.float32)
+        of = grad + at * (3 * width) + column[None, :]
+        of_s = tl.load(of, inside, other=0.0).to(tl.float32)
+        of_a = tl.load(of + width, inside, other=0.0).to(tl.float32)
+        of_gated = tl.load(of + 2 * width, inside, other=0.0).to(tl.float32)
+        of_s, of_a, of_gated = _drop_all(of_s, of_a, of_gated, seed, row, stream, threshold, kept)
+
+        sigmoid = tl.sigmoid(gate)
+        s = gate * sigmoid
+        x_hat, factor = normalize(attended, eps, width)
+        normed = x_hat * scale + shift
+        of_normed = of_gated * s
+        dweight += tl.sum(of_normed * x_hat, 0)
+        dbias += tl.sum(of_normed, 0)
+        of_gate = (of_s + of_gated * normed) * (sigmoid + s * (1 - sigmoid))
+        of_a += through_normalize(of_normed * scale, x_hat, factor, width)
+        tl.store(du + at * du_row + column[None, :], tl.where(inside, of_gate, 0.0).to(du.dtype.element_ty), stored)
+        tl.store(da + at * da_row + column[None, :], tl.where(inside, of_a, 0.0).to(da.dtype.element_ty), stored)
+        gated = tl.where(inside, s * normed, 0.0)
+        s, attended, gated = _drop_all(s, attended, gated, seed, row, stream, threshold, kept)
+        _store_joined(grad, row, s, attended, gated, stored, width)
+        first += tl.num_programs(0) * tile
+    tl.store(dweights + tl.program_id(0) * width + column, dweight)
+    tl.store(dbiases + tl.program_id(0) * width + column, dbias)

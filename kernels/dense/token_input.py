@@ -1,0 +1,318 @@
+"""The first layer's input in one pass: rows of events and context, scaled, with place and time, dropped out.
+
+Tokens of a sequence are eight of context, its events, oldest first, and the candidate. A token's place has a row of a
+weight: context by its number, all others counted from the end, so that (sample, row) names each token once, and a
+program that has eight rows of the weight takes these tokens of many samples: their gradients are sums in its registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
+from dlrm_bench.kernels.dense.zero_tail import zero_tail
+
+_ROWS = 8  # places of a program: those that share a mask's counters
+_COLUMNS = 256
+_GROUP = 64  # samples of a program
+
+
+class TokenPlaces(NamedTuple):
+    """Where tokens stand and which rows they read.
+
+    offsets: int64 [B + 1], sequence b is tokens offsets[b] to offsets[b + 1] - 1. event: int32 or int64 [T], row of
+    each event. timestamp: int32 [T],
+    query: int32 [B], seconds. context: tokens of context of a sample. max_length: no sequence is longer.
+    """
+
+    offsets: Tensor
+    event: Tensor
+    timestamp: Tensor
+    query: Tensor
+    context: int
+    max_length: int
+
+
+class TokenRows(NamedTuple):
+    """What `token_input_forward` says of each token, int32 [N]. event: its row of the joined events, and how many there
+    are for context and what is no token. time: its row of the time weight, and how many there are for no token."""
+
+    event: Tensor
+    time: Tensor
+
+
+def token_input_forward(
+    events: Tensor,
+    context: Tensor,
+    position: Tensor,
+    time: Tensor,
+    places: TokenPlaces,
+    factor: float,
+    dropout: Dropout | None,
+    out: Tensor,
+) -> TokenRows:
+    """Store factor * row + position + time of each token, with `dropout`, in `out`, [N, W]; 0 where there is no token.
+
+    events: [E + B, W], distinct events and then the samples' candidates. context: [B, C, W]. These and out: one dtype,
+    contiguous, W a power of two. position: fp32 [P, W], P >= max_length; time: fp32 [M, W]: row by the root of the
+    minutes from a token to the query, rounded down; context has time 0 and the candidate the query's. N may be more
+    than offsets[-1]. Computed in fp32.
+    """
+    _check(events, context, position, time, places, out)
+    rows = TokenRows(
+        *(torch.full((len(out),), none, dtype=torch.int32, device=out.device) for none in (len(events), len(time)))
+    )
+    forward = triton_token_input_forward if out.is_cuda else plain_token_input_forward
+    forward(events, context, position, time, places, factor, dropout, out, rows)
+    return rows
+
+
+def token_input_backward(
+    grad: Tensor, places: TokenPlaces, dropout: Dropout | None, through: Tensor, dposition: Tensor
+) -> None:
+    """Store grad after `dropout` in `through`, and the sums of these over the tokens of each place in dposition.
+
+    grad, through: [N, W], contiguous, the gradient of `token_input_forward`'s output; they may be one. Rows where there
+    is no token are left alone. dposition: fp32 [P, W]. Equal inputs give equal bits.
+    """
+    assert grad.is_contiguous() and through.is_contiguous() and through.shape == grad.shape, "[N, W], contiguous"
+    assert dposition.dtype == torch.float32 and len(dposition) >= places.max_length, "dposition: fp32, all places"
+    backward = triton_token_input_backward if grad.is_cuda else plain_token_input_backward
+    backward(grad, places, dropout, through, dposition)
+
+
+def _check(events: Tensor, context: Tensor, position: Tensor, time: Tensor, places: TokenPlaces, out: Tensor) -> None:
+    width, samples = out.shape[1], len(places.offsets) - 1
+    assert events.dtype == context.dtype == out.dtype, "one dtype"
+    assert position.dtype == time.dtype == torch.float32, "weights of place and time: fp32"
+    assert context.shape == (samples, places.context, width), "context: [B, C, W]"
+    assert len(events) >= samples and len(position) >= places.max_length, "rows for all candidates and places"
+    assert all(of.shape[1] == width and of.is_contiguous() for of in (events, position, time, out)), (
+        "[*, W], contiguous"
+    )
+    assert context.is_contiguous() and width == next_power_of_2(width), f"width: a power of two, not {width}"
+    assert len(places.event) == len(places.timestamp) and places.timestamp.dtype == places.query.dtype == torch.int32
+
+
+class _Tokens(NamedTuple):
+    """Of each of N tokens, int64 [N]: its sample, its row of the position weight, whether it is one."""
+
+    sample: Tensor
+    row: Tensor
+    inside: Tensor
+
+    @classmethod
+    def of(cls, count: int, places: TokenPlaces) -> _Tokens:
+        token = torch.arange(count, device=places.offsets.device)
+        sample = torch.searchsorted(places.offsets[1:].contiguous(), token, right=True)
+        sample.clamp_(max=max(0, len(places.offsets) - 2))
+        from_start = token - places.offsets[sample]
+        from_end = places.offsets[sample + 1] - 1 - token
+        row = torch.where(from_start < places.context, from_start, from_end + places.context)
+        inside = token < places.offsets[-1]
+        return cls(sample, torch.where(inside, row, 0), inside)
+
+
+def token_input_factors(dropout: Dropout | None, count: int, width: int, places: TokenPlaces) -> Tensor:
+    """Returns the dropout's factor of each element of `count` tokens: fp32 [count, width], 0 or more than 1; 1 without
+    dropout."""
+    if dropout is None or not count or len(places.offsets) == 1:
+        return torch.ones(count, width, device=places.offsets.device)
+    tokens = _Tokens.of(count, places)
+    column, place = torch.arange(width, device=tokens.row.device), tokens.row[:, None]
+    # A counter's eight halves are those of eight places.
+    words = torch.stack(plain_words(dropout, column, tokens.sample[:, None], place // _ROWS))
+    word = words.gather(0, (place % _ROWS // 2).expand(1, count, width))[0]
+    bits = word >> 16 * (place % 2) & 0xFFFF
+    return (bits >= threshold_of(dropout)) * scale_of(dropout)
+
+
+def plain_token_input_forward(
+    events: Tensor,
+    context: Tensor,
+    position: Tensor,
+    time: Tensor,
+    places: TokenPlaces,
+    factor: float,
+    dropout: Dropout | None,
+    out: Tensor,
+    rows: TokenRows,
+) -> None:
+    """What `token_input_forward` does, in PyTorch."""
+    count, width = out.shape
+    if not len(context):
+        out.zero_()
+        return
+    tokens = _Tokens.of(count, places)
+    place, sample, own = torch.arange(count, device=out.device), tokens.sample, places.context + 1
+    of_context = tokens.row < places.context
+    candidate = tokens.row == places.context
+    of_event = tokens.inside & ~of_context & ~candidate
+    event = torch.where(of_event, place - own * sample - places.context, 0)
+    row = torch.where(candidate, len(events) - context.shape[0] + sample, 0)
+    seconds = torch.where(candidate, places.query[sample], 0)
+    if len(places.event):
+        row = torch.where(of_event, places.event.long()[event], row)
+        seconds = torch.where(of_event, places.timestamp[event], seconds)
+    before = (places.query[sample] - seconds).float().clamp(min=1e-6)
+    minutes = before / torch.full((), 60.0, device=out.device)
+    bucket = minutes.sqrt().long().clamp(max=len(time) - 1)
+    rows.event.copy_(torch.where(tokens.inside & ~of_context, row, len(events)))
+    rows.time.copy_(torch.where(tokens.inside, bucket, len(time)))
+    of_row = torch.where(
+        of_context[:, None],
+        context.flatten(0, 1)[sample * places.context + tokens.row.clamp(max=places.context - 1)],
+        events[row],
+    )
+    total = of_row.float() * factor + position[tokens.row] + time[bucket]
+    out.copy_(torch.where(tokens.inside[:, None], total * token_input_factors(dropout, count, width, places), 0))
+
+
+def plain_token_input_backward(
+    grad: Tensor, places: TokenPlaces, dropout: Dropout | None, through: Tensor, dposition: Tensor
+) -> None:
+    """What `token_input_backward` does, in PyTorch."""
+    dposition.zero_()
+    if len(places.offsets) > 1:
+        tokens = _Tokens.of(len(grad), places)
+        inside = tokens.inside[:, None]
+        dropped = torch.where(inside, grad.float() * token_input_factors(dropout, *grad.shape, places), 0)
+        dposition.index_add_(0, tokens.row, dropped)
+        through.copy_(torch.where(inside, dropped.to(grad.dtype), through))
+
+
+def triton_token_input_forward(
+    events: Tensor,
+    context: Tensor,
+    position: Tensor,
+    time: Tensor,
+    places: TokenPlaces,
+    factor: float,
+    dropout: Dropout | None,
+    out: Tensor,
+    rows: TokenRows,
+) -> None:
+    """What `token_input_forward` does, in two kernels: of the tokens, and of what is none."""
+    zero_tail(out, places.offsets[-1:])
+    samples = len(context)
+    _token_input_forward_kernel[_grid(places, samples, out.shape[1])](
+        events, context, position, time, *places[:4], out, *rows, len(events) - samples, len(time), len(position),
+        factor, samples, *_dropout(dropout, places), places.context, out.shape[1], *_tile(out.shape[1]), num_warps=1,
+    )  # fmt: skip
+
+
+def triton_token_input_backward(
+    grad: Tensor, places: TokenPlaces, dropout: Dropout | None, through: Tensor, dposition: Tensor
+) -> None:
+    """What `token_input_backward` does, in one kernel and the sum over groups of samples."""
+    samples, width = len(places.offsets) - 1, grad.shape[1]
+    grid = _grid(places, samples, width)
+    partials = torch.empty(grid[2], grid[0] * _ROWS, width, dtype=torch.float32, device=grad.device)
+    _token_input_backward_kernel[grid](
+        grad, through, places.offsets, partials, samples, *_dropout(dropout, places), places.context, width,
+        *_tile(width), num_warps=1,
+    )  # fmt: skip
+    rows = min(len(dposition), partials.shape[1])
+    torch.sum(partials[:, :rows], 0, out=dposition[:rows])
+    dposition[rows:].zero_()
+
+
+def _grid(places: TokenPlaces, samples: int, width: int) -> tuple[int, int, int]:
+    return cdiv(places.max_length, _ROWS), cdiv(width, _COLUMNS), max(1, cdiv(samples, _GROUP))
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    return min(width, _COLUMNS), _ROWS, _GROUP
+
+
+def _dropout(dropout: Dropout | None, places: TokenPlaces) -> tuple[object, ...]:
+    seed, stream = (places.offsets, 0) if dropout is None else (dropout.seed, dropout.stream)
+    return seed, stream, threshold_of(dropout), scale_of(dropout)
+
+
+@jit
+def _tokens_of(start, end, place, context: tl.constexpr):
+    """Returns the tokens at these places of a sequence, int64 [rows], and whether there are such, bool."""
+    return tl.where(place < context, start + place, end - 1 - (place - context)), place < end - start
+
+
+@jit
+def _drop(values, seed, stream, sample, place, column, threshold: tl.constexpr, scale: tl.constexpr):
+    """Returns values with dropout. place: int32 [8], from a multiple of eight on."""
+    if threshold > 0:
+        one, two, three, four = dropout_words(seed, stream, column[None, :], sample, tl.min(place, 0) // 8)
+        pair = (place % 8 // 2)[:, None]
+        word = tl.where(pair == 0, one, tl.where(pair == 1, two, tl.where(pair == 2, three, four)))
+        values = dropped(values, word, (place % 2)[:, None], threshold, scale)
+    return values
+
+
+@jit
+def _token_input_forward_kernel(
+    events, context, position, time, offsets, event, timestamp, query, out, event_row, time_row,
+    candidates, buckets, positions, factor, samples, seed, stream, threshold: tl.constexpr, kept: tl.constexpr,
+    of_context: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * rows
+    place = first + tl.arange(0, rows)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    at_place = place[:, None] * width + column[None, :]
+    of_place = tl.load(position + at_place, (place < positions)[:, None], other=0.0)
+    sample = tl.program_id(2) * group
+    last = tl.minimum(sample + group, samples)
+    while sample < last:
+        start, end = tl.load(offsets + sample), tl.load(offsets + sample + 1)
+        if first < end - start:
+            token, there = _tokens_of(start, end, place, of_context)
+            is_event, is_candidate = there & (place > of_context), there & (place == of_context)
+            number = token - of_context - sample * (of_context + 1)
+            asked = tl.load(query + sample)
+            row = tl.load(event + number, is_event, other=0).to(tl.int32)
+            row = tl.where(is_candidate, candidates + sample, row)
+            seconds = tl.load(timestamp + number, is_event, other=0)
+            before = tl.maximum((asked - tl.where(is_candidate, asked, seconds)).to(tl.float32), 1e-6)
+            bucket = tl.minimum(tl.sqrt_rn(tl.div_rn(before, before * 0 + 60.0)).to(tl.int32), buckets - 1)
+
+            has_row = is_event | is_candidate
+            at = row.to(tl.int64)[:, None] * width + column[None, :]
+            values = tl.load(events + at, has_row[:, None], other=0.0).to(tl.float32)
+            if first < of_context:
+                at = sample.to(tl.int64) * of_context * width + at_place
+                values += tl.load(context + at, (there & (place < of_context))[:, None], other=0.0).to(tl.float32)
+            of_time = tl.load(time + bucket[:, None] * width + column[None, :], there[:, None], other=0.0)
+            values = values * factor + of_place + of_time
+            values = _drop(values, seed, stream, sample, place, column, threshold, kept)
+            tl.store(out + token[:, None] * width + column[None, :], values.to(out.dtype.element_ty), there[:, None])
+            if tl.program_id(1) == 0:
+                tl.store(event_row + token, row, has_row)
+                tl.store(time_row + token, bucket, there)
+        sample += 1
+
+
+@jit
+def _token_input_backward_kernel(
+    grad, through, offsets, partials, samples, seed, stream, threshold: tl.constexpr, kept: tl.constexpr,
+    of_context: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * rows
+    place = first + tl.arange(0, rows)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    total = tl.zeros([rows, columns], tl.float32)
+    sample = tl.program_id(2) * group
+    last = tl.minimum(sample + group, samples)
+    while sample < last:
+        start, end = tl.load(offsets + sample), tl.load(offsets + sample + 1)
+        if first < end - start:
+            token, there = _tokens_of(start, end, place, of_context)
+            at = token[:, None] * width + column[None, :]
+            values = tl.load(grad + at, there[:, None], other=0.0).to(tl.float32)
+            values = _drop(values, seed, stream, sample, place, column, threshold, kept)
+            tl.store(through + at, values.to(through.dtype.element_ty), there[:, None])
+            total += values
+        sample += 1
+    at = (tl.program_id(2).to(tl.int64) * tl.num_programs(0) * rows + place)[:, None] * width + column[None, :]
+    tl.store(partials + at, total)

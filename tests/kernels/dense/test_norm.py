@@ -1,0 +1,113 @@
+"""Layer norm of tokens: against PyTorch's and autograd, Triton against plain."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dlrm_bench.kernels.dense import norm
+from dlrm_bench.kernels.dense.norm import (
+    norm_backward,
+    norm_forward,
+    plain_norm_backward,
+    plain_norm_forward,
+    triton_norm_backward,
+    triton_norm_forward,
+)
+from tests.kernels.devices import DEVICE, needs_triton
+
+WIDTH, EPS = 32, 1e-6
+SIZES = [(0, 0), (1, 1), (5, 4), (9, 9), (40, 0)]
+"""Rows, and how many of them are tokens."""
+WAYS = pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (norm_forward, norm_backward),
+        (plain_norm_forward, plain_norm_backward),
+        pytest.param(triton_norm_forward, triton_norm_backward, marks=needs_triton),
+    ],
+    ids=["chosen", "plain", "triton"],
+)
+
+
+def draw(rows: int, end: int, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> tuple[Tensor, ...]:
+    """Gradient, x, weight, bias, end and residual; what lies past the end is no number."""
+    generator = torch.Generator().manual_seed(rows)
+    drawn = [torch.randn(rows, width, generator=generator).to(dtype).to(DEVICE) for _ in range(3)]
+    for of in drawn:
+        of[end:] = torch.nan
+    weight, bias = (torch.randn(width, generator=generator).to(dtype).to(DEVICE) for _ in range(2))
+    return drawn[0], drawn[1] + 3, weight, bias, torch.tensor([end], device=DEVICE), drawn[2]
+
+
+@WAYS
+@pytest.mark.parametrize(("rows", "end"), SIZES)
+def test_equals_pytorchs_and_its_derivative(forward, backward, rows: int, end: int, monkeypatch) -> None:
+    monkeypatch.setattr(norm, "PROGRAMS", 2)  # each of several tiles
+    grad, x, weight, bias, at, residual = draw(rows, end)
+    exact = [of.double().requires_grad_() for of in (x[:end], weight, bias)]
+    expected = functional.layer_norm(exact[0], (WIDTH,), exact[1], exact[2], EPS)
+    of_inputs = torch.autograd.grad(expected, exact, grad[:end].double())
+
+    out = torch.full_like(x, torch.nan)
+    forward(x, weight, bias, at, out, EPS)
+    torch.testing.assert_close(out[:end].double(), expected, rtol=1e-5, atol=1e-5)
+    assert not out[end:].any()
+
+    for add in (False, True):
+        dx, again, dweight, dbias = (torch.full_like(of, torch.nan) for of in (x, x, weight, bias))
+        backward(grad, x, weight, bias, at, residual if add else None, dx, again, dweight, dbias, EPS)
+        of_x = of_inputs[0] + (residual[:end].double() if add else 0)
+        torch.testing.assert_close(dx[:end].double(), of_x, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(dweight.double(), of_inputs[1], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(dbias.double(), of_inputs[2], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(again, out, rtol=1e-5, atol=1e-5)
+        assert not dx[end:].any()
+
+
+@WAYS
+def test_gradients_may_take_their_inputs_memory(forward, backward) -> None:
+    grad, x, weight, bias, at, residual = draw(9, 7)
+    expected = [torch.empty_like(of) for of in (x, x, weight, bias)]
+    plain_norm_backward(grad, x, weight, bias, at, residual, *expected, EPS)
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
+    backward(grad, x, weight, bias, at, residual, residual, grad, dweight, dbias, EPS)
+    for got, value in zip((residual, grad, dweight, dbias), expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_equal_inputs_give_equal_bits() -> None:
+    grad, x, weight, bias, at, _ = draw(40, 37)
+    runs = []
+    for _ in range(2):
+        results = [torch.empty_like(of) for of in (x, weight, bias)]
+        triton_norm_backward(grad, x, weight, bias, at, None, results[0], None, *results[1:], EPS)
+        runs.append(torch.cat([of.flatten() for of in results]))
+    assert torch.equal(*runs)
+
+
+@pytest.mark.gpu
+def test_bf16_on_a_gpu() -> None:
+    grad, x, weight, bias, at, residual = draw(10_001, 9_990, torch.bfloat16, 512)
+    outs, results = [], []
+    for forward, backward in (
+        (plain_norm_forward, plain_norm_backward),
+        (triton_norm_forward, triton_norm_backward),
+    ):
+        outs.append(torch.empty_like(x))
+        forward(x, weight, bias, at, outs[-1], EPS)
+        of_weights = torch.empty(2, 512, device=DEVICE).unbind()
+        results.append([torch.empty_like(x), torch.empty_like(x), *of_weights])
+        backward(grad, x, weight, bias, at, residual, *results[-1], EPS)
+    torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=2e-2)
+
+
+def test_shapes_are_checked() -> None:
+    _, x, weight, bias, at, _ = draw(5, 5)
+    with pytest.raises(AssertionError, match="a power of two"):
+        norm_forward(x[:, :31].contiguous(), weight[:31], bias[:31], at, x[:, :31].contiguous(), EPS)
+    with pytest.raises(AssertionError, match="one dtype"):
+        norm_forward(x, weight, bias, at, x.double(), EPS)
