@@ -8,19 +8,17 @@ Both give the same numbers.
 
 Such a batch is launched eagerly, where others are the replay of a graph. All ranks must then do so: NCCL forbids that
 some replay a collective that others launch. So the ranks exchange on the device, with the ids, whether the batch
-overflows on any of them, and their hosts read it when the batch's turn comes, an iteration later: see Overflows.
+overflows on any of them, and their hosts read it when the batch's turn comes, an iteration later: see overflows.py.
 """
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.batch_shape import BatchShape
-from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.overflows import NOT_YET, arrived
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
@@ -29,8 +27,6 @@ from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTabl
 _SLACK = 1.25
 # The largest batches have so many ids of a part more than expected; of small ones, where chance counts, a share.
 _LEAST_SLACK = 256
-_NOT_YET = torch.iinfo(torch.int32).min
-_POLL_S = 20e-6
 
 
 @dataclass(slots=True)
@@ -48,16 +44,21 @@ class PickedIds:
     counted: Tensor
     """int32 [1] on the device: how many ids there are, capacity or not."""
     count: Tensor
-    """The same, int32 [1] on the host, pinned beside a GPU; _NOT_YET until it is known."""
+    """The same, int32 [1] on the host, pinned beside a GPU; NOT_YET until it is known."""
 
     @property
     def capacity(self) -> int:
         """How many ids the list takes."""
         return len(self.rows)
 
+    @property
+    def excess(self) -> Tensor:
+        """How many ids are more than the list takes, int32 [1] on the device; negative where fewer are there."""
+        return self.counted - self.capacity
+
     def reset(self) -> None:
         """Forgets the count, before the next batch's is on its way."""
-        self.count.fill_(_NOT_YET)
+        self.count.fill_(NOT_YET)
 
     def overflows(self) -> bool:
         """Whether the batch has more ids than the list takes; waits until the device has counted. RuntimeError where
@@ -98,47 +99,3 @@ class RowParts:
         """
         pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, out.counted))
         out.count.copy_(out.counted, non_blocking=True)
-
-
-class Overflows:
-    """The agreement of all ranks on batches that overflow on any of them: a maximum over the ranks, on the device."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        """Makes a process group: the exchange runs beside other collectives. Collective over all ranks."""
-        self._device = ranks.device
-        self._group = ranks.new_group() if ranks.world_size > 1 else None
-
-    def empty(self) -> Tensor:
-        """Returns memory for one batch's agreement: int32 [1] on the host, pinned beside a GPU."""
-        return torch.full((1,), _NOT_YET, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-
-    def reset(self, out: Tensor) -> None:
-        """Forgets the agreement, before the next batch's is on its way."""
-        out.fill_(_NOT_YET)
-
-    def exchange(self, picked: PickedIds | None, out: Tensor) -> None:
-        """Launches the exchange of one batch, after the picking. Collective. picked: None on a rank that picks
-        nothing."""
-        if picked is None:
-            excess = torch.full((1,), -1, dtype=torch.int32, device=self._device)
-        else:
-            excess = picked.counted - picked.capacity
-        if self._group is not None:
-            dist.all_reduce(excess, dist.ReduceOp.MAX, group=self._group)
-        out.copy_(excess, non_blocking=True)
-
-    def any(self, out: Tensor) -> bool:
-        """Returns whether the batch overflows on any rank, the same on all; waits until the device has exchanged it.
-        RuntimeError where the device has failed."""
-        return arrived(out) > 0
-
-
-def arrived(number: Tensor) -> int:
-    """Returns a number that the device writes to the host, int32 [1], once it is there. RuntimeError where the device
-    has failed: it writes nothing then, and only a question to it says so."""
-    value = number.numpy()
-    while value[0] == _NOT_YET:
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().query()
-        time.sleep(_POLL_S)
-    return int(value[0])

@@ -30,11 +30,12 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import Adagrad, TableOptimizer
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.overflows import Overflows
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.pooled.ids_exchange import IdsBuffer, ids_exchange
 from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PooledExchange
 from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedIds, ReplicatedTables
-from dlrm_bench.dlrm.tables.pooled.row_parts import Overflows, PickedIds, RowParts
+from dlrm_bench.dlrm.tables.pooled.row_parts import PickedIds, RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import InPeerMemory, Layout, Way
@@ -182,7 +183,7 @@ class StaticEBC:
         """Tells all ranks, after the input dist, whether picked ids are more than `ids` takes, for `eager_ids`.
         Launches nothing where not `splits_rows`. Collective."""
         if self._overflows is not None and ids.overflow is not None:
-            self._overflows.exchange(ids.picked, ids.overflow)
+            self._overflows.exchange(None if ids.picked is None else ids.picked.excess, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted`, where there is any, from `ids`, for the update; ranks that share the sort write one

@@ -1,9 +1,6 @@
 """Picked ids: those of the rank's rows, in bags; batches that overflow the list are picked again, whole."""
 
-import subprocess
-import sys
 from itertools import pairwise
-from typing import NoReturn
 
 import pytest
 import torch
@@ -87,39 +84,6 @@ def test_a_batch_of_this_ranks_rows_alone_overflows_and_is_picked_again():
         picking.pick(ids, whole)
         check(picking, whole, ids, shards, shape)
         assert not whole.overflows()
-
-
-def test_a_device_that_fails_is_not_waited_for(monkeypatch):
-    """It never writes the number that the host polls."""
-
-    class Failed:
-        def query(self) -> NoReturn:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    shape = BatchShape(samples=4, dtype=torch.float32)
-    picked = RowParts(MODEL.tables, (Shard(0, 0, 0, 16, 1, 2),), RANKS, shape, torch.device("cpu")).empty()
-    picked.reset()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", Failed)
-    with pytest.raises(RuntimeError, match="device-side assert"):
-        picked.overflows()
-
-
-FAILS = """
-import torch
-from dlrm_bench.dlrm.tables.pooled import row_parts
-never = torch.full((1,), row_parts._NOT_YET, dtype=torch.int32, pin_memory=True)
-torch._assert_async(torch.zeros((), device="cuda"))
-row_parts.arrived(never)
-"""
-
-
-@pytest.mark.gpu
-def test_an_assertion_on_the_device_ends_the_wait():
-    ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    assert "in arrived" in ended.stderr
-    assert "device-side assert" in ended.stderr
 
 
 @pytest.mark.gpu
