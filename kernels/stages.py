@@ -61,6 +61,16 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_peer_sums_kernel": ("peer_sums", DENSE_UPDATE),
     "_pooled_lookup_kernel": ("pooled_lookup", EMBEDDING_FORWARD),
     "_push_columns_kernel": ("push_columns", EMBEDDING_BACKWARD),
+    "_owner_keys_kernel": ("distinct_rows", INPUT_DIST),
+    "_count_distinct_kernel": ("distinct_rows", INPUT_DIST),
+    "_owner_starts_kernel": ("distinct_rows", INPUT_DIST),
+    "_write_distinct_kernel": ("distinct_rows", INPUT_DIST),
+    "_rest_of_lists_kernel": ("distinct_rows", INPUT_DIST),
+    "_gather_rows_kernel": ("gather_rows", EMBEDDING_FORWARD),
+    "_distinct_sums_kernel": ("distinct_sums", EMBEDDING_BACKWARD),
+    "_distinct_sums_merge_kernel": ("distinct_sums", EMBEDDING_BACKWARD),
+    "_row_wise_adagrad_kernel": ("row_wise_adagrad", EMBEDDING_BACKWARD),
+    "_row_wise_adagrad_merge_kernel": ("row_wise_adagrad", EMBEDDING_BACKWARD),
 }
 """Function of a kernel, by which traces name it: (module in a folder of kernels/, stage). The stage is
 None where several stages launch the kernel."""

@@ -16,6 +16,12 @@ from torch import Tensor
 from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, silu_attention_cases
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import fetch_cases, gather_segments_cases, pick_rows_cases
+from dlrm_bench.kernels.benchmark.single_ids import (
+    distinct_rows_cases,
+    distinct_sums_cases,
+    gather_rows_cases,
+    row_wise_adagrad_cases,
+)
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
 from dlrm_bench.kernels.benchmark.tokens import (
     gated_norm_cases,
@@ -372,6 +378,10 @@ CASES = {
     "gather_segments": gather_segments_cases,
     "push_segments": push_segments_cases,
     "pick_rows": pick_rows_cases,
+    "distinct_rows": distinct_rows_cases,
+    "gather_rows": gather_rows_cases,
+    "distinct_sums": distinct_sums_cases,
+    "row_wise_adagrad": row_wise_adagrad_cases,
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
 BENCHMARKS = tuple(
-    KERNELS / "benchmark" / f"{name}.py" for name in ("__main__", "attention", "fp8", "input_dist", "tokens")
+    KERNELS / "benchmark" / f"{name}.py"
+    for name in ("__main__", "attention", "fp8", "input_dist", "single_ids", "tokens")
 )
 NO_KERNELS = {"__init__", "_cuda", "_dropout", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
 PATHS = {

@@ -1,0 +1,63 @@
+"""What a batch's ids have room for, and a check of ids."""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.tables.tables import Tables
+
+# Entries of a list over those expected. Rows of a rank lie apart, so distinct rows spread over the ranks evenly.
+_SLACK = 1.25
+# The largest batches have so many rows of a rank more than expected; of small ones, where chance counts, a share.
+_LEAST_SLACK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class IdCapacity:
+    """The places for ids of a rank's batch, which lie table by table; unused ones are -1."""
+
+    places: tuple[int, ...]
+    """Places of each table."""
+    distinct: int | None = None
+    """Distinct rows that a rank's batch is expected to name, over all tables: what ranks exchange has room for these.
+    A batch with more is trained all the same, by larger exchanges, which are launched eagerly. None: as many as there
+    are places."""
+
+    def __post_init__(self) -> None:
+        assert self.places, "places of each table"
+        assert min(self.places) >= 0 < sum(self.places), "places for ids"
+        assert self.distinct is None or self.distinct > 0, "distinct rows: at least one"
+
+    @property
+    def count(self) -> int:
+        """Places of all tables: K."""
+        return sum(self.places)
+
+    def list_entries(self, ranks: int) -> int:
+        """Returns the distinct rows of one owner that a rank's list takes, where rows are spread over `ranks` > 1."""
+        expected = min(self.distinct or self.count, self.count) / ranks
+        return min(self.count, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
+
+
+def check_ids(ids: Tensor, capacity: IdCapacity, tables: Tables, rank: int, iteration: int) -> None:
+    """ValueError names the first id on the device that is neither a row of its table nor -1. Waits for the device.
+
+    ids: int32 [K]. rank, iteration: for the message.
+    """
+    ends = list(accumulate(capacity.places))
+    rows = torch.tensor(tables.rows, device=ids.device).repeat_interleave(
+        torch.tensor(capacity.places, device=ids.device)
+    )
+    bad = (ids < -1) | (ids >= rows)
+    if not bool(bad.any()):
+        return
+    place = int(bad.nonzero()[0])
+    table = next(number for number, end in enumerate(ends) if place < end)
+    raise ValueError(
+        f"--check-ids: iteration {iteration}, rank {rank}: id {int(ids[place])} at place "
+        f"{place - ends[table] + capacity.places[table]} of {tables.names[table]} is outside its table of "
+        f"{tables.rows[table]} rows, on {ids.device}"
+    )

@@ -1,0 +1,65 @@
+"""The rows of all tables that one rank owns: every W-th of each table, from its own number on, W being all ranks.
+
+Row i of a table is rank i % W's, as its row i // W of that table. Rows that lie W apart spread the most frequent ids,
+which data sets tend to number first, over all ranks. The owner has its rows of all tables one table after another, of
+each as many as the rank with most: so a row has one number whoever owns it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class TableShard:
+    """A view of one rank's rows of a table: row n is row `row_part` + n * `row_parts` of the table."""
+
+    table: int
+    row_part: int
+    row_parts: int
+    weights: Tensor
+    """fp32 [rows of the rank, columns]; no rows where the table has fewer than ranks."""
+    state: Tensor
+    """fp32 [rows of the rank, 1]: row-wise Adagrad's sum of mean squared gradients."""
+
+
+class OwnedRows:
+    """The memory of one rank's rows, with the initial weights of a seed and states of 0."""
+
+    def __init__(self, tables: Tables, ranks: Ranks, seed: int) -> None:
+        """ValueError where the tables have more rows than int32 counts."""
+        self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
+        of_owner = [-(-rows // ranks.world_size) for rows in tables.rows]
+        self.count = sum(of_owner)
+        """Rows of all tables that an owner has memory for: its rows are numbered 0 .. count - 1."""
+        if self.count * ranks.world_size >= 1 << 31:
+            raise ValueError(
+                f"the tables have {sum(tables.rows)} rows in all, and the static pipeline numbers them with 31 bits: "
+                "choose tables of fewer rows, or --pipeline torchrec"
+            )
+        self.first_rows = [0, *accumulate(of_owner)][: len(of_owner)]
+        """Number of each table's first row."""
+        self.weights = torch.zeros(self.count, tables.columns, device=ranks.device)
+        self.state = torch.zeros(self.count, 1, device=ranks.device)
+        for shard in self.shards():
+            fill_initial_weights(
+                shard.weights,
+                seed=seed,
+                table=shard.table,
+                num_embeddings=tables.rows[shard.table],
+                row_offset=self._part,
+                row_step=self._parts,
+            )
+
+    def shards(self) -> Iterator[TableShard]:
+        """Yields this rank's part of each table, in their order, as views."""
+        for table, (first, rows) in enumerate(zip(self.first_rows, self._tables.rows, strict=True)):
+            of_rank = slice(first, first + len(range(self._part, rows, self._parts)))
+            yield TableShard(table, self._part, self._parts, self.weights[of_rank], self.state[of_rank])

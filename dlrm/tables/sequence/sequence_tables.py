@@ -1,0 +1,262 @@
+"""Embedding tables whose rows are looked up one by one, each distinct row of a batch once, in fixed shapes.
+
+A batch has K places for ids, those of one table after those of another; its ids repeat much. Nothing of the stages
+depends on the host, so that all of them can be captured in a CUDA graph. For W ranks, lists of E entries and C columns:
+
+    ids                 [K]         rows of their table, -1 in unused places
+    keys                [K]         the rank that owns the row, and its number there; sorted, with the place of each
+    distinct rows       [W, E]      of each owner, in ascending order, -1 after the last; an all-to-all of them
+    received            [W, E]      what each rank asks of this one; sorted too, for the update
+    rows                [W, E, C]   read by their owner; an all-to-all of them
+    out                 [K, C]      each place's, from the entry of its distinct row
+    gradients           [K, C]
+    sums                [W, E, C]   of the places of each distinct row; an all-to-all of them
+    update              row-wise Adagrad of each row that any rank asked for, by the sum over ranks
+
+One rank reads and updates its rows straight by keys, without lists. A batch with more distinct rows of an owner than
+a list takes overflows, on whichever rank: see `eager_rows`.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.overflows import Overflows
+from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity
+from dlrm_bench.dlrm.tables.sequence.owned_rows import OwnedRows, TableShard
+from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.kernels.embedding.distinct_rows import DistinctRows, distinct_rows, owner_keys
+from dlrm_bench.kernels.embedding.distinct_sums import distinct_sums
+from dlrm_bench.kernels.embedding.gather_rows import gather_rows
+from dlrm_bench.kernels.embedding.row_wise_adagrad import row_wise_adagrad
+from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
+from dlrm_bench.kernels.non_finite import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """Rows in ascending order, -1 of unused places first."""
+
+    rows: Tensor
+    """int32 [N]."""
+    places: Tensor
+    """int32 [N]: where each stood before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangedRows:
+    """What ranks exchange of one batch's rows."""
+
+    distinct: DistinctRows
+    """The rows that this rank asks for."""
+    received: Tensor
+    """int32 [W, E]: the rows of this rank that each rank asks for; -1 after the last of each."""
+    owned: SortedRows | None
+    """The same in order, for the update; None where nothing is updated."""
+    excess: Tensor
+    """int32 [1] on the host: what ranks agree on of this batch, see Overflows."""
+
+    @property
+    def entries(self) -> int:
+        """Entries of one owner's list: E."""
+        return self.received.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedRows:
+    """The ids of one batch in flight: what stage 1 leaves for lookup and update."""
+
+    keys: Tensor
+    """int32 [K], see owner_keys."""
+    sorted: SortedRows
+    """Keys in order."""
+    exchanged: ExchangedRows | None
+    """None of one rank."""
+
+
+class SequenceTables:
+    """The embedding stages of one rank. Its methods launch work and never wait for it, but for `eager_rows`.
+
+    Stages 2 and 4 run one after another, for whichever batch; stage 1 of the next batch may run beside them.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        capacity: IdCapacity,
+        ranks: Ranks,
+        optimizer: RowWiseAdagrad,
+        rate: Tensor,
+        seed: int,
+        exchange: torch.dtype = torch.float32,
+    ) -> None:
+        """rate: fp32 [1] on the device, which every update reads. exchange: in which format rows and sums of gradients
+        travel between ranks. ValueError where the tables have too many rows. Collective: makes process groups."""
+        assert tables.columns & (tables.columns - 1) == 0, "checked with the configuration"
+        self.tables, self._rate, self._eps, self._dtype = tables, rate, optimizer.eps, exchange
+        self._ranks, self._device = ranks.world_size, ranks.device
+        self._owned = OwnedRows(tables, ranks, seed)
+        self._ids_group = self._rows_group = None
+        self._overflows: Overflows | None = None
+        if self._ranks > 1:
+            self._ids_group, self._rows_group = ranks.new_group(), ranks.new_group()
+            self._overflows = Overflows(ranks)
+        self._set_capacity(capacity)
+
+    def sized(self, capacity: IdCapacity) -> "SequenceTables":
+        """Returns the same tables, in the same memory, for batches of another capacity."""
+        other = copy.copy(self)
+        other._set_capacity(capacity)
+        return other
+
+    def _set_capacity(self, capacity: IdCapacity) -> None:
+        assert len(capacity.places) == self.tables.count, "places of each table"
+        self.capacity = capacity
+        places = torch.tensor(capacity.places)
+        first_rows = torch.tensor(self._owned.first_rows, dtype=torch.int32).repeat_interleave(places)
+        self._first_rows = first_rows.to(self._device)
+        self._sort = self._sort_table(capacity.count, self._ranks * self._owned.count)
+        self._entries = capacity.list_entries(self._ranks) if self._ranks > 1 else 0
+        self._sort_owned: SortTable | None = None
+        """Of lists of `_entries`."""
+        self._lists: tuple[Tensor, Tensor] | None = None
+
+    def _sort_table(self, count: int, rows: int) -> SortTable:
+        places = torch.arange(count, dtype=torch.int32, device=self._device)
+        return SortTable(torch.zeros_like(places), places, rows)
+
+    def empty_ids(self, updates: bool = True) -> DistributedRows:
+        """Returns memory for one batch's ids, of which there are none.
+
+        updates: whether the ids are for an update, too; `backward` takes no others.
+        """
+        unused = torch.full((self.capacity.count,), -1, dtype=torch.int32, device=self._device)
+        ordered = SortedRows(unused.clone(), torch.zeros_like(unused))
+        exchanged = None
+        if self._overflows is not None:
+            self._lists = self._lists or self._empty_lists(self._entries)
+            if updates and self._sort_owned is None:
+                self._sort_owned = self._sort_table(self._ranks * self._entries, self._owned.count)
+            exchanged = self._empty_exchanged(self._entries, updates, self._overflows.empty())
+        return DistributedRows(unused, ordered, exchanged)
+
+    def _empty_exchanged(self, entries: int, updates: bool, excess: Tensor) -> ExchangedRows:
+        slots = torch.full((2, self.capacity.count), -1, dtype=torch.int32, device=self._device)
+        lists = torch.full((4, self._ranks, entries), -1, dtype=torch.int32, device=self._device)
+        distinct = DistinctRows(lists[0], *slots, torch.zeros(1, dtype=torch.int32, device=self._device))
+        owned = SortedRows(*lists[2:].flatten(1)) if updates else None
+        return ExchangedRows(distinct, lists[1], owned, excess)
+
+    def _empty_lists(self, entries: int) -> tuple[Tensor, Tensor]:
+        """Returns memory for what ranks exchange in stages 2 and 4: at the owner of rows, and where they are asked
+        for."""
+        lists = torch.zeros(2, self._ranks * entries, self.tables.columns, dtype=self._dtype, device=self._device)
+        return lists[0], lists[1]
+
+    # Stage 1
+
+    def expect(self, rows: DistributedRows) -> None:
+        """Says that an input dist into `rows` comes next, before it is launched or replayed: `eager_rows` waits for
+        it."""
+        if self._overflows is not None and rows.exchanged is not None:
+            self._overflows.reset(rows.exchanged.excess)
+
+    def input_dist(self, ids: Tensor, into: DistributedRows) -> None:
+        """Brings the batch's distinct rows to their owners. Collective.
+
+        ids: int32 [K], rows of their table, which is not checked; -1 in unused places. into: of `empty_ids`.
+        """
+        count = self._owned.count
+        owner_keys(ids, self._first_rows, self._ranks, count, into.keys)
+        sort_ids(into.keys, self._sort, into.sorted.rows, into.sorted.places)
+        if self._overflows is not None and into.exchanged is not None:
+            self._exchange_ids(into.sorted, into.exchanged)
+            self._overflows.exchange(into.exchanged.distinct.longest - into.exchanged.entries, into.exchanged.excess)
+
+    def _exchange_ids(self, ordered: SortedRows, out: ExchangedRows) -> None:
+        distinct_rows(ordered.rows, ordered.places, self._owned.count, out.distinct)
+        dist.all_to_all_single(out.received, out.distinct.rows, group=self._ids_group)
+        if out.owned is not None:
+            sort_ids(out.received.view(-1), self._sort_of(out), out.owned.rows, out.owned.places)
+
+    def _sort_of(self, exchanged: ExchangedRows) -> SortTable:
+        if self._sort_owned is None or exchanged.entries != self._entries:  # of one batch that overflowed
+            return self._sort_table(exchanged.received.numel(), self._owned.count)
+        return self._sort_owned
+
+    def eager_rows(self, rows: DistributedRows) -> DistributedRows | None:
+        """Returns, once the input dist of a batch has run, what all ranks look up and update it with, eagerly, in place
+        of `rows`; None, on all ranks, where no list overflows on any. Collective.
+
+        The lists of all ranks are then as long as the longest needs to be, so that the results are those of any
+        capacity. The host waits for the device. RuntimeError where the device has failed.
+        """
+        usual = rows.exchanged
+        if self._overflows is None or usual is None:
+            return None
+        excess = self._overflows.largest(usual.excess)
+        if excess <= 0:
+            return None
+        longer = self._empty_exchanged(usual.entries + excess, usual.owned is not None, usual.excess)
+        self._exchange_ids(rows.sorted, longer)
+        return replace(rows, exchanged=longer)
+
+    # Stage 2
+
+    def forward(self, rows: DistributedRows, out: Tensor) -> None:
+        """Writes each place's row to `out`, and zeros to unused places. Collective.
+
+        out: fp32, bf16 or fp16 [K, columns].
+        """
+        if rows.exchanged is None:
+            gather_rows(self._owned.weights, rows.keys, out)
+            return
+        owned, asked = self._lists_of(rows.exchanged)
+        gather_rows(self._owned.weights, rows.exchanged.received.view(-1), owned)
+        dist.all_to_all_single(asked, owned, group=self._rows_group)
+        gather_rows(asked, rows.exchanged.distinct.slot_of_place, out)
+
+    def _lists_of(self, exchanged: ExchangedRows) -> tuple[Tensor, Tensor]:
+        if self._lists is None or exchanged.entries != self._entries:
+            return self._empty_lists(exchanged.entries)
+        return self._lists
+
+    # Stage 4
+
+    def backward(self, rows: DistributedRows, gradients: Tensor, watch: Watch | None = None) -> None:
+        """Updates each row that any rank's batch names by the mean over ranks of its gradient, which on each rank is
+        the sum over its places. Collective.
+
+        gradients: fp32, bf16 or fp16 [K, columns], those of unused places being ignored. watch: a LossGuard's; where a
+        flag is raised, no weight or state changes.
+        """
+        places, update = gradients, rows.sorted
+        if rows.exchanged is not None:
+            assert rows.exchanged.owned is not None, "ids of an evaluation update nothing"
+            owned, asked = self._lists_of(rows.exchanged)
+            distinct_sums(gradients, rows.exchanged.distinct.slots, rows.sorted.places, asked)
+            dist.all_to_all_single(owned, asked, group=self._rows_group)
+            places, update = owned, rows.exchanged.owned
+        row_wise_adagrad(
+            self._owned.weights,
+            self._owned.state,
+            places,
+            update.rows,
+            update.places,
+            self._rate,
+            self._eps,
+            1 / self._ranks,
+            watch,
+        )
+
+    # State
+
+    def table_shards(self) -> Iterator[TableShard]:
+        """Yields this rank's part of each table, in their order, with weights and optimizer state, as views."""
+        return self._owned.shards()
