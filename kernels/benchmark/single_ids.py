@@ -1,5 +1,5 @@
-"""Cases of the kernel benchmark for embeddings of single ids, as DLRMv4's 1,024 samples a GPU name them: 461,264 places,
-of which a third name one of a hundred rows and the others any of 50,000, on one of two ranks."""
+"""Cases of the kernel benchmark for embeddings of single ids, as 1,024 samples of DLRMv4 name them on one of two ranks:
+461,264 places, of which a third name one of a hundred rows and the others any of 50,000."""
 
 from __future__ import annotations
 
