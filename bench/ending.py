@@ -26,6 +26,8 @@ from dlrm_bench.bench.records.record import (
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
 from dlrm_bench.bench.saved_state import history_arrays
+from dlrm_bench.dlrm.benchmark import SampleSizes
+from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ def write_results(
     Collective."""
     config, ranks = this.config, this.ranks
     iterations_ms = this.clock.gather_ms()
+    warmup = this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations)
     created: list[Any] = [datetime.now(UTC)]
     dist.broadcast_object_list(created, src=0)
     record = build_record(
@@ -148,7 +151,8 @@ def write_results(
         telemetry=telemetry,
         profile=profile,
         checkpoints=this.checkpoints.describe(),
-        warmup=this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations),
+        warmup=warmup,
+        sample_sizes=_sample_sizes(this, warmup) if ranks.rank == 0 else None,
     )
 
     def write(folder: Path) -> None:
@@ -157,6 +161,17 @@ def write_results(
     folder = _write_somewhere(this, write)
     restore_log(this)
     return folder, record
+
+
+def _sample_sizes(this: "Run", warmup: int) -> SampleSizes | None:
+    """Returns the sizes of the samples of this run's timed iterations, or of all if none were; None where work depends
+    on none."""
+    measure = named(this.config.benchmark).sample_sizes
+    if measure is None:
+        return None
+    trained = range(this.first, this.first + this.clock.iterations)
+    timed = trained[warmup:]
+    return measure(this.dataset, this.config, this.ranks.world_size, timed or trained) if trained else None
 
 
 def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:

@@ -6,6 +6,7 @@ no torch, so that records are read, compared and reported without; `parts` impor
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dlrm_bench.dlrm.config import TrainingConfig
@@ -34,22 +35,53 @@ class Piece(NamedTuple):
     add up."""
 
 
+SampleSizes = Mapping[str, float]
+"""Means over samples of what an iteration's work depends on and its configuration does not say, by names of the
+benchmark's own: lengths of histories, say. Empty where none were measured."""
+UNMEASURED: SampleSizes = MappingProxyType({})
+
+
+class TableWork(NamedTuple):
+    """What the tables' part of an iteration moves, a rank's share."""
+
+    ids: float
+    """Ids that the rank sends to tables' owners."""
+    vectors: float
+    """Numbers that come back, and whose gradients are sent."""
+    lookup: float
+    """Bytes of device memory read and written by the lookup."""
+    update: float
+    """And by the table update."""
+
+
 class Work(Protocol):
-    """What an iteration has to compute and move, from its configuration alone."""
+    """What an iteration has to compute and move, from its configuration and the sizes of its samples."""
 
     def dense_weights(self, config: TrainingConfig) -> int:
         """Returns the number of weights and biases of the dense network."""
         ...
 
-    def products(self, config: TrainingConfig, samples: int) -> dict[str, tuple[int, int, int]]:
+    def products(
+        self, config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASURED
+    ) -> dict[str, tuple[int, int, int]]:
         """Returns (M, N, K) of every matrix product of an iteration on `samples` samples, by name."""
         ...
 
-    def flop_per_sample(self, config: TrainingConfig) -> float:
+    def table_work(
+        self, config: TrainingConfig, samples: int, vector_bytes: int, sizes: SampleSizes = UNMEASURED
+    ) -> TableWork:
+        """Returns what the tables' part moves for `samples` samples; nothing of it is taken to lie in a cache.
+
+        vector_bytes: of a number of a looked-up vector, or of its gradient."""
+        ...
+
+    def flop_per_sample(self, config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> float:
         """Returns the floating-point operations that training on a sample needs, table lookups left out."""
         ...
 
-    def pieces(self, config: TrainingConfig, world_size: int, cache_bytes: float) -> list[Piece]:
+    def pieces(
+        self, config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED
+    ) -> list[Piece]:
         """Returns the pieces of an iteration on one rank that has its share of everything. cache_bytes: what the GPU's
         cache holds from one use to the next."""
         ...
@@ -217,6 +249,9 @@ class Benchmark:
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
     """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""
+    sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
+    """Measures the sizes of samples on which a world size trains in a range of iterations, counted from 0; None where
+    the configuration says all that `work` asks for."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""

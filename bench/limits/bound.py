@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dlrm_bench.bench.limits.efficiency import efficiency_in_words
+from dlrm_bench.bench.limits.efficiency import efficiency_in_words, sizes_of
 from dlrm_bench.bench.limits.floor import caveats_of_floor, work_of_kernel
 from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, LARGE_COPY, LARGE_PRODUCT, MEMORY_RATE, Limits, best_rate
@@ -105,7 +105,7 @@ def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
         return None
     if config["precision"] not in rates.flop:
         return None
-    pieces = benchmark.work.pieces(benchmark.restored(config), config["world_size"], rates.cache)
+    pieces = benchmark.work.pieces(benchmark.restored(config), config["world_size"], rates.cache, sizes_of(run))
     empty = Bound(pieces, rates, config["precision"], {}, {}, 0.0)
     chain = [piece for piece in pieces if piece.waits]
     return empty._replace(
@@ -225,7 +225,7 @@ def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], Rates] | None:
     training, batch = benchmark.restored(config), config["local_batch_size"]
     tables = training.model.tables
     size = 2 if config["precision"] == "bf16" else 4
-    shapes = benchmark.work.products(training, batch).values()
+    shapes = benchmark.work.products(training, batch, sizes_of(run)).values()
     operands = float(sum(size * (m * k + k * n + m * n) for m, n, k in shapes))
     amounts = {"GEMMs": (float(sum(2 * m * n * k for m, n, k in shapes)), operands)}
     numbers = float(batch * tables.ids_per_sample * tables.columns)

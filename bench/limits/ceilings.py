@@ -30,26 +30,26 @@ from dlrm_bench.bench.records.limits import (
     UPDATE,
     Ceiling,
 )
+from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes, TableWork
 from dlrm_bench.dlrm.benchmarks import named
-from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.tables import Tables
 
 _MEASUREMENTS = 7  # of which the median counts
 _LAUNCHES = 100
 
 
-def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
+def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) -> Iterator[Ceiling]:
     """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective.
 
-    ValueError where the benchmark does not say what an iteration has to do.
+    sizes: of the samples, as the benchmark's `work` takes them. ValueError where the benchmark does not say what an
+    iteration has to do.
     """
     benchmark = named(config.benchmark)
-    work, tables, batch, device = benchmark.work, config.model.tables, config.local_batch_size, ranks.device
+    work, batch, device = benchmark.work, config.local_batch_size, ranks.device
     if work is None:
         raise ValueError(f"--preset {config.preset}: nobody has counted what {benchmark.title} computes and moves")
     exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    size = exchanged.itemsize
+    of_tables = work.table_work(config, batch, exchanged.itemsize, sizes)
     timer = _Timer(ranks)
 
     batch_bytes = benchmark.parts().batch_bytes(config)
@@ -58,8 +58,8 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
     yield timer.time(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
     yield timer.time("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
 
-    yield from _collectives(timer, config, work.dense_weights(config), ranks, exchanged)
-    for name, shape in work.products(config, batch).items():
+    yield from _collectives(timer, of_tables, work.dense_weights(config), ranks, exchanged)
+    for name, shape in work.products(config, batch, sizes).items():
         flop = 2.0 * shape[0] * shape[1] * shape[2]
         yield timer.time(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
 
@@ -73,26 +73,21 @@ def measure(config: RunConfig, ranks: Ranks) -> Iterator[Ceiling]:
     yield from rates
     rate = max(rates, key=lambda one: one["amount"] / one["ms"])
     for name, stage, amount in (
-        (LOOKUP, "embedding_forward", lookup_bytes(tables, batch, size)),
-        (UPDATE, "embedding_backward", update_bytes(tables, config.optimizer.tables, batch, size)),
-        (
-            ADAGRAD,
-            "dense_update",
-            20.0 * work.dense_weights(config),
-        ),
+        (LOOKUP, "embedding_forward", of_tables.lookup),
+        (UPDATE, "embedding_backward", of_tables.update),
+        (ADAGRAD, "dense_update", 20.0 * work.dense_weights(config)),
     ):
         yield Ceiling(name=name, stage=stage, ms=amount / rate["amount"] * rate["ms"], amount=amount, unit="B")
     yield from _launches(timer, device)
 
 
 def _collectives(
-    timer: "_Timer", config: RunConfig, dense_weights: int, ranks: Ranks, exchanged: torch.dtype
+    timer: "_Timer", of_tables: TableWork, dense_weights: int, ranks: Ranks, exchanged: torch.dtype
 ) -> Iterator[Ceiling]:
-    """Yields the ceilings of an iteration's collectives; pooled vectors and gradients travel as `exchanged`."""
-    tables, batch, device = config.model.tables, config.local_batch_size, ranks.device
-    pooled = batch * tables.count * tables.columns
+    """Yields the ceilings of an iteration's collectives; looked-up vectors and gradients travel as `exchanged`."""
+    ids, pooled, device = round(of_tables.ids), round(of_tables.vectors), ranks.device
     for name, stage, count, dtype in (
-        (IDS, "input_dist", batch * tables.ids_per_sample, torch.int32),
+        (IDS, "input_dist", ids, torch.int32),
         (POOLED, "embedding_forward", pooled, exchanged),
         (GRADIENTS, "embedding_backward", pooled, exchanged),
     ):
@@ -103,26 +98,6 @@ def _collectives(
     if device.type == "cuda":  # gloo has no reduce-scatter
         yield timer.time(REDUCE_SCATTER, None, whole.nbytes, "B", lambda: dist.reduce_scatter_tensor(part, whole))
         yield timer.time(ALL_GATHER, None, whole.nbytes, "B", lambda: dist.all_gather_into_tensor(whole, part))
-
-
-def lookup_bytes(tables: Tables, batch: int, pooled_size: int) -> float:
-    """Memory traffic of a rank's share of the lookup: ids and fp32 rows read, pooled vectors written.
-
-    A share is 1 / world size of the global batch's work, so it is that of one local batch. Caches are taken to hold
-    nothing, which only the smallest tables violate.
-    """
-    ids = batch * tables.ids_per_sample
-    return ids * 4.0 + ids * tables.columns * 4.0 + batch * tables.count * tables.columns * pooled_size
-
-
-def update_bytes(tables: Tables, optimizer: TableOptimizer, batch: int, gradient_size: int) -> float:
-    """Memory traffic of a rank's share of the table update, in fp32.
-
-    Ids and gradients are read; rows and their optimizer state are read and written.
-    """
-    ids, dim = batch * tables.ids_per_sample, tables.columns
-    gradients = batch * tables.count * tables.columns * gradient_size
-    return ids * 4.0 + gradients + ids * 8.0 * (dim + optimizer.state_columns(dim))
 
 
 def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:

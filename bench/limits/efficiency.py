@@ -5,6 +5,7 @@ from statistics import median
 from typing import Literal
 
 from dlrm_bench.bench.records.schema import Efficiency, RunRecord
+from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 DATA_SHEET_FLOP: Mapping[str, Mapping[str, float]] = {
@@ -22,6 +23,11 @@ def precision_of_products(run: RunRecord) -> str:
     return "fp8" if config["pipeline"].get("fp8") else str(config.get("precision", ""))
 
 
+def sizes_of(run: RunRecord) -> SampleSizes:
+    """Returns the sizes of the samples that a record trained on, as its benchmark's `work` takes them."""
+    return run.get("sample_sizes") or UNMEASURED
+
+
 def efficiency_of(run: RunRecord) -> Efficiency | None:
     """The efficiency of a timed run on GPUs; None of any other, and of one that ended within its warm-up.
 
@@ -35,7 +41,7 @@ def efficiency_of(run: RunRecord) -> Efficiency | None:
     benchmark = benchmark_of(config)
     needed = None
     if most and benchmark is not None and benchmark.work is not None:
-        needed = benchmark.work.flop_per_sample(benchmark.restored(config))
+        needed = benchmark.work.flop_per_sample(benchmark.restored(config), sizes_of(run))
     joules = _joules_per_iteration(run)
     return Efficiency(
         samples_per_second_per_gpu=a_gpu,

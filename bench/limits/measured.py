@@ -23,7 +23,12 @@ from dlrm_bench.bench.records.limits import (
     floor,
 )
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id
+from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes
+from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+_ITERATIONS = 100
+"""Of a training, whose samples' sizes decide the work that is measured."""
 
 
 def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
@@ -33,7 +38,8 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
     ranks.init_process_group()
     BEGINNING.over()
     machine = describe_machine()
-    ceilings = list(measure(config, ranks))
+    of_samples = _sample_sizes(config, ranks)
+    ceilings = list(measure(config, ranks, of_samples))
     now = datetime.now(UTC)
     run_id = config.run_id or new_run_id(short_name(machine), f"{config.preset}-limits", now)
     sizes = {name: getattr(config, name) for name in ("preset", "local_batch_size", "precision")}
@@ -50,6 +56,7 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
             "world_size": ranks.world_size,
             "model": as_json(config)["model"],
             "table_optimizer": config.optimizer.tables.name,
+            **({"sample_sizes": dict(of_samples)} if of_samples else {}),
         },
         ceilings=ceilings,
         floor_ms=floor(ceilings),
@@ -58,3 +65,12 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
         folder = create_run_folder(config.results_dir, run_id)
         (folder / LIMITS_JSON).write_text(json.dumps(limits, indent=2) + "\n", encoding="utf-8")
     return limits
+
+
+def _sample_sizes(config: RunConfig, ranks: Ranks) -> SampleSizes:
+    """Returns the sizes of the data's first samples, equal on all ranks, where the benchmark's work depends on them."""
+    benchmark = named(config.benchmark)
+    if benchmark.sample_sizes is None:
+        return UNMEASURED
+    dataset = benchmark.parts().open_data(config)
+    return benchmark.sample_sizes(dataset, config, ranks.world_size, range(_ITERATIONS))

@@ -36,6 +36,7 @@ from dlrm_bench.bench.records.schema import (
 )
 from dlrm_bench.bench.records.upgrade import check_readable, upgraded
 from dlrm_bench.bench.stats.series import by_clock, drift_within, median_ci95, slowest_rank, summary_statistics
+from dlrm_bench.dlrm.benchmark import SampleSizes
 
 RUN_JSON = "run.json"
 ITERATIONS_NPZ = "iterations.npz"
@@ -154,6 +155,7 @@ def build_record(
     provenance: Provenance | None = None,
     checkpoints: Checkpointing | None = None,
     warmup: int | None = None,
+    sample_sizes: SampleSizes | None = None,
 ) -> RunRecord:
     """Assembles run.json from what a run knows.
 
@@ -181,6 +183,7 @@ def build_record(
         memory_gb=None if peak_memory_bytes is None else {"peak_allocated": [b / 1e9 for b in peak_memory_bytes]},
         **(profile or dict.fromkeys(Profile.__annotations__)),  # type: ignore[typeddict-item]
         conditions=telemetry,
+        sample_sizes=None if sample_sizes is None else dict(sample_sizes),
         checkpoints=checkpoints,
         training=_training(training, losses) if training else None,
     )

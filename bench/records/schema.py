@@ -41,6 +41,9 @@ class RunRecord(TypedDict):
     kernels: NotRequired["list[Kernel] | None"]
     gpu_of_ranks: NotRequired["list[dict[str, float]] | None"]
     conditions: NotRequired["Telemetry | None"]
+    sample_sizes: NotRequired[dict[str, float] | None]
+    """Means over samples of what their work depends on and the configuration does not say, by the benchmark's names
+    (benchmark.SampleSizes); None where nothing does."""
     checkpoints: NotRequired["Checkpointing | None"]
     """None where the run neither saved nor resumed."""
     training: "Training | None"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_bench.dlrm.benchmark import Piece
+from dlrm_bench.dlrm.benchmark import UNMEASURED, Piece, SampleSizes, TableWork
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.distributions import zipf_ids
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
@@ -39,7 +39,7 @@ def dense_weights(config: TrainingConfig) -> int:
     return mlps + model.cross_layers * (2 * width * model.cross_rank + width)
 
 
-def products(config: TrainingConfig, samples: int) -> dict[str, tuple[int, int, int]]:
+def products(config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASURED) -> dict[str, tuple[int, int, int]]:
     """Returns (M, N, K) of every matrix product of an iteration: forward, input gradient and weight gradient of each
     layer."""
     model = _model(config)
@@ -58,7 +58,22 @@ def products(config: TrainingConfig, samples: int) -> dict[str, tuple[int, int, 
     return shapes
 
 
-def flop_per_sample(config: TrainingConfig) -> float:
+def table_work(config: TrainingConfig, samples: int, vector_bytes: int, sizes: SampleSizes = UNMEASURED) -> TableWork:
+    """Returns what the tables' part moves, see benchmark.Work: a share is 1 / world size of the global batch's work, so
+    it is that of one local batch. Ids and fp32 rows are read, pooled vectors written; ids and gradients are read, rows
+    and their optimizer state read and written. Caches hold nothing, which only the smallest tables violate."""
+    tables = _model(config).tables
+    ids, vectors = samples * tables.ids_per_sample, samples * tables.count * tables.columns
+    state = config.optimizer.tables.state_columns(tables.columns)
+    return TableWork(
+        ids=ids,
+        vectors=vectors,
+        lookup=ids * 4.0 + ids * tables.columns * 4.0 + vectors * vector_bytes,
+        update=ids * 4.0 + vectors * vector_bytes + ids * 8.0 * (tables.columns + state),
+    )
+
+
+def flop_per_sample(config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> float:
     """Returns the floating-point operations of a sample's products in training, an addition and a multiplication
     counted as two."""
     return float(sum(2 * m * n * k for m, n, k in products(config, 1).values()))
@@ -70,7 +85,7 @@ def batch_bytes(config: TrainingConfig) -> int:
     return config.local_batch_size * 4 * (model.ids_per_sample + model.dense_in_features + 1)
 
 
-def pieces(config: TrainingConfig, world_size: int, cache_bytes: float) -> list[Piece]:
+def pieces(config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED) -> list[Piece]:
     """Returns the pieces of an iteration on one rank, see benchmark.Work."""
     model, data, batch = _model(config), config.data, config.local_batch_size
     assert isinstance(data, DataConfig)

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from dlrm_bench.dlrm.benchmark import Benchmark, DataCommand, Parts
-from dlrm_bench.dlrm.dlrmv4 import ruleset
+from dlrm_bench.dlrm.benchmark import Benchmark, DataCommand, Parts, SampleSizes
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dlrmv4 import ruleset, work
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
 from dlrm_bench.dlrm.dlrmv4.presets import PRESETS
+
+if TYPE_CHECKING:
+    from dlrm_bench.dlrm.data.dataset import Dataset
 
 
 def _parts() -> Parts:
@@ -19,6 +23,12 @@ def _data_command(what: str, preset: str | None, words: Sequence[str]) -> int:
     return cast(DataCommand, import_module("dlrm_bench.dlrm.dlrmv4.data.commands").main)(what, preset, words)
 
 
+def _sample_sizes(dataset: "Dataset", config: TrainingConfig, world_size: int, iterations: range) -> SampleSizes:
+    from dlrm_bench.dlrm.dlrmv4.data.sizes import sample_sizes  # records are read without torch
+
+    return sample_sizes(dataset, config, world_size, iterations)
+
+
 DLRMV4 = Benchmark(
     name="dlrmv4",
     title="DLRMv4",
@@ -26,8 +36,9 @@ DLRMV4 = Benchmark(
     ladders=LADDERS,
     pipelines=("torchrec", "five-stage"),
     ruleset=ruleset,
-    work=None,
+    work=work,
     parts=_parts,
     data_command=_data_command,
     cadence=cadence,
+    sample_sizes=_sample_sizes,
 )

@@ -13,9 +13,9 @@ from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan
 
 from dlrm_bench.dlrm.config import require
 from dlrm_bench.dlrm.dlrmv4.config import Dlrmv4Training, Exchange, tables
+from dlrm_bench.dlrm.dlrmv4.counts import memory_bytes
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables
 from dlrm_bench.dlrm.dlrmv4.optimizers import RampedOptimizer, fuse_table_optimizer
-from dlrm_bench.dlrm.dlrmv4.work import memory_bytes
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.table_memory import table_memory_bytes
 

@@ -1,160 +1,137 @@
-"""What an iteration of DLRMv4 has to compute and move, from the model's sizes and the lengths of its histories alone.
+"""What an iteration of DLRMv4 has to compute and move, from its configuration and its samples' sizes: see
+benchmark.Work.
 
-Floating-point operations count an addition and a multiplication as two. A product's backward pass has two products
-more, that of attention five to the forward pass's two. Causal attention counts the pairs of tokens that see each other,
-half of all. Norms, gates and dropout are not counted: memory bounds them, not arithmetic. These conventions are the
-reference's (modules/dlrm_hstu.py, _hstu_layer_flops), so that figures can be compared; it leaves out all but layers.
+Only what is needed counts, whatever --model.last-layer says: the last layer's queries, gates and output products of
+candidates alone, whose tokens are all that is read; the content of each distinct item once; each distinct row once.
+Actions, of which there are four, cost nothing. Where no sizes were measured, they are those of Yambda's first windows
+(shared/dlrmv4.md's section 5: 2,082 tokens), in proportion to the longest history.
 """
 
-from dataclasses import dataclass
+from dlrm_bench.dlrm.benchmark import UNMEASURED, Piece, SampleSizes, TableWork
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.dlrmv4 import counts
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TOKENS, EVENT_TABLES, ModelConfig
+from dlrm_bench.dlrm.dlrmv4.counts import EARLY, Lengths
+from dlrm_bench.kernels.stages import STAGES
 
-from dlrm_bench.dlrm.dlrmv4.config import (
-    ACTION_BITS,
-    CONTEXT_TOKENS,
-    EVENT_TABLES,
-    OWN_TOKENS,
-    ModelConfig,
-    tables,
-)
-
-_TRAINED = 3
-"""Products of a linear layer in training for one in its forward pass: also gradients of its input and its weights."""
-_ATTENTION_FORWARD = 2
-"""Products of attention's forward pass: of queries and keys, of weights and values."""
-_ATTENTION_TRAINED = 7
-"""And of both passes: backward computes the weights again, their gradient, and those of queries, keys and values."""
-_ADAGRAD_STATE = 4  # bytes of a row's state
-_FP32 = 4
+TOKENS, TOKENS_SQUARED, EVENTS, ITEMS, ROWS = "tokens", "tokens_squared", "events", "items", "rows"
+"""Sample sizes: mean tokens of a sequence, the mean of their squares; and of a rank's batch, over its samples, distinct
+events, distinct items, distinct rows of all tables."""
+_LONGEST = ModelConfig().max_length
+_ASSUMED = {EVENTS: 160.0, ITEMS: 17.0, ROWS: 49.0}
+"""Of 1,024 samples: 50,000 distinct rows, 17,000 distinct items, by AMD; 1.8 MB of packed events (packed.py)."""
+_SAMPLE_BYTES, _EVENT_BYTES = 72, 9
+"""Of a packed batch (data/packed.py)."""
+_OF_TWO = "dense forward/backward or dense update"
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Lengths:
-    """Tokens of a sequence, context and candidate included: their mean, and the mean of their squares."""
-
-    mean: float
-    mean_square: float
-
-    @staticmethod
-    def of(histories: list[int]) -> "Lengths":
-        """Returns those of sequences with histories of so many events."""
-        tokens = [events + OWN_TOKENS for events in histories]
-        return Lengths(mean=sum(tokens) / len(tokens), mean_square=sum(n * n for n in tokens) / len(tokens))
+def lengths_of(model: ModelConfig, sizes: SampleSizes) -> Lengths:
+    """Returns the lengths of sequences that were measured, or are assumed."""
+    if TOKENS in sizes:
+        return Lengths(mean=sizes[TOKENS], mean_square=sizes[TOKENS_SQUARED])
+    share = model.max_length / _LONGEST
+    return Lengths(mean=EARLY.mean * share, mean_square=EARLY.mean_square * share**2)
 
 
-EARLY = Lengths(mean=2082, mean_square=2302**2)
-"""Yambda's first windows: events of the reference's logs, from the share of its padding."""
-LATER = Lengths(mean=2663, mean_square=2944**2)
-"""Those in which runs come to the target."""
-LONGEST = Lengths(mean=4096, mean_square=4096**2)
-"""What the reference's README reckons with."""
+def dense_weights(config: TrainingConfig) -> int:
+    """Returns the number of weights and biases of the dense network."""
+    return counts.dense_weights(_model(config))
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Flop:
-    """Operations of one sample, by part."""
-
-    preprocessor: float
-    """MLPs of item, artist and album, action; weights of the context."""
-    linear: float
-    """Products of the layers with their weights."""
-    attention: float
-    head: float
-    """Postprocessor, the candidate's MLP and the head."""
-
-    @property
-    def total(self) -> float:
-        return self.preprocessor + self.linear + self.attention + self.head
+def flop_per_sample(config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> float:
+    """Returns the operations of a sample in training: 90.4e9 in the benchmark's first windows."""
+    return _flop(config, sizes).total
 
 
-def flop_per_sample(
-    model: ModelConfig,
-    lengths: Lengths,
-    *,
-    trained: bool = True,
-    last_layer_candidates: bool = False,
-    content_rows: float | None = None,
-) -> Flop:
-    """Returns the operations of one sample.
+def products(config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASURED) -> dict[str, tuple[int, int, int]]:
+    """Returns (M, N, K) of the dense network's products with weights; attention's are none of them."""
+    model = _model(config)
+    width, inner, columns, hidden = model.width, model.inner, model.embedding_dim, model.preprocessor_hidden
+    tokens = round(samples * lengths_of(model, sizes).mean)
+    items = round(samples * _size(sizes, ITEMS))
+    layers = [
+        ("content item 0", items, columns, hidden),
+        ("content item 1", items, hidden, width),
+        ("content artist album 0", items, 2 * columns, hidden),
+        ("content artist album 1", items, hidden, width),
+        *((f"context {i}", samples, columns, width) for i in range(CONTEXT_TOKENS)),
+    ]
+    for layer in range(model.layers - 1):
+        layers += [(f"layer{layer} uvqk", tokens, width, 4 * inner), (f"layer{layer} output", tokens, 3 * inner, width)]
+    last = f"layer{model.layers - 1}"
+    layers += [(f"{last} keys values", tokens, width, 2 * inner), (f"{last} queries", samples, width, 2 * inner)]
+    layers += [
+        (f"{last} output", samples, 3 * inner, width),
+        ("head users", samples, width + 4, width),
+        ("head items 0", samples, len(EVENT_TABLES) * columns, model.head_hidden),
+        ("head items 1", samples, model.head_hidden, width),
+        ("head 0", samples, width, model.head_hidden),
+        ("head 1", samples, model.head_hidden, 1),
+    ]
+    shapes = {}
+    for name, rows, inputs, outputs in layers:
+        shapes[f"GEMM: {name} forward"] = (rows, outputs, inputs)
+        shapes[f"GEMM: {name} input gradient"] = (rows, inputs, outputs)
+        shapes[f"GEMM: {name} weight gradient"] = (outputs, inputs, rows)
+    return shapes
 
-    trained: forward and backward pass; else forward alone. last_layer_candidates: the last layer computes keys and
-    values of all tokens, and all else for the candidates alone, whose tokens are all that is read. content_rows: rows a
-    sample of the preprocessor's MLPs, where each distinct one is computed once; the events of a history and its
-    candidate unless told.
+
+def table_work(config: TrainingConfig, samples: int, vector_bytes: int, sizes: SampleSizes = UNMEASURED) -> TableWork:
+    """Returns a rank's share of what the tables' part moves, each distinct row of its batch once; fp32 rows, one number
+    of state a row."""
+    model = _model(config)
+    rows = samples * _size(sizes, ROWS)
+    vectors = rows * model.embedding_dim
+    update = counts.table_bytes(model, rows).update - 4.0 * vectors + vectors * vector_bytes
+    return TableWork(ids=rows, vectors=vectors, lookup=vectors * (4.0 + vector_bytes), update=update)
+
+
+def pieces(config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED) -> list[Piece]:
+    """Returns the pieces of an iteration on one rank, see benchmark.Work.
+
+    An owner reads and updates a row once, however many ranks name it: ranks are dealt neighbouring samples, and name
+    the same rows. Of activations the inputs of all layers but the first count, whose input follows from distinct rows:
+    written and read once more, as far as the cache cannot hold them.
     """
-    width, inner, columns = model.width, model.inner, model.embedding_dim
-    hidden = model.preprocessor_hidden
-    times = _TRAINED if trained else 1
-    attention_times = _ATTENTION_TRAINED if trained else _ATTENTION_FORWARD
-    rows = lengths.mean - CONTEXT_TOKENS if content_rows is None else content_rows
-    inputs = columns + len(EVENT_TABLES[1:]) * columns + len(ACTION_BITS) * model.action_dim
-    content = rows * (inputs * hidden + 3 * hidden * width)  # three MLPs
-    uvqk, output = width * 4 * inner, 3 * inner * width
-    pairs = lengths.mean_square / 2
-    linear, seen = model.layers * lengths.mean * (uvqk + output), model.layers * pairs
-    if last_layer_candidates:
-        linear -= lengths.mean * (uvqk + output) - (lengths.mean * width * 2 * inner + width * 2 * inner + output)
-        seen -= pairs - lengths.mean
-    item = len(EVENT_TABLES) * columns * model.head_hidden + model.head_hidden * width
-    head = (width + 4) * width + item + width * model.head_hidden + model.head_hidden
-    return Flop(
-        preprocessor=2.0 * times * (content + CONTEXT_TOKENS * columns * width),
-        linear=2.0 * times * linear,
-        attention=2.0 * attention_times * inner * seen,
-        head=2.0 * times * head,
+    model, batch = _model(config), config.local_batch_size
+    size = 2 if config.precision == "bf16" else 4
+    input_dist, lookup, dense, backward, update = STAGES
+    away = (world_size - 1) / world_size
+    rows, row, state = batch * _size(sizes, ROWS), 4.0 * model.embedding_dim, 4.0
+    own, exchanged = rows / world_size, rows * away * model.embedding_dim * size
+    weights = dense_weights(config)
+    flop = _flop(config, sizes)
+    with_weights = batch * (flop.total - flop.attention)
+    saved = batch * lengths_of(model, sizes).mean * model.width * size * (model.layers - 1)
+    written = max(0.0, own * row - cache_bytes) + own * (row + 2 * state)
+    packed = batch * (_SAMPLE_BYTES + _EVENT_BYTES * _size(sizes, EVENTS))
+    return [
+        Piece("copy of the batch", input_dist, pcie=packed),
+        Piece("exchange of ids", input_dist, links=rows * 4.0 * away),
+        Piece("lookup", lookup, memory=own * row, waits=True),
+        Piece("exchange of rows", lookup, links=exchanged, waits=True),
+        Piece("products", dense, flop=with_weights * 2 / 3, waits=True),
+        Piece("attention", dense, flop=batch * flop.attention, waits=True),
+        Piece("weight gradients", dense, flop=with_weights / 3),
+        Piece("activations kept for the backward", dense, memory=2.0 * max(0.0, saved - cache_bytes)),
+        Piece("exchange of gradients", backward, links=exchanged, waits=True),
+        Piece("table update", backward, memory=written, waits=True),
+        Piece("exchange of dense gradients and weights", _OF_TWO, links=2.0 * away * weights * size),
+        Piece("dense update", update, memory=2.0 * max(0.0, 12.0 * weights / world_size - cache_bytes)),
+    ]
+
+
+def _flop(config: TrainingConfig, sizes: SampleSizes) -> counts.Flop:
+    model = _model(config)
+    return counts.flop_per_sample(
+        model, lengths_of(model, sizes), last_layer_candidates=True, content_rows=_size(sizes, ITEMS)
     )
 
 
-def dense_weights(model: ModelConfig) -> int:
-    """Returns the number of weights of the dense network (15.2 million in the benchmark)."""
-
-    def mlp(inputs: int, hidden: int, outputs: int) -> int:
-        return inputs * hidden + 3 * hidden + hidden * outputs + 3 * outputs
-
-    width, inner, columns = model.width, model.inner, model.embedding_dim
-    hidden, actions = model.preprocessor_hidden, len(ACTION_BITS) * model.action_dim
-    preprocessor = mlp(columns, hidden, width) + mlp(2 * columns, hidden, width) + mlp(actions, hidden, width)
-    preprocessor += 2 * actions + CONTEXT_TOKENS * (columns + 1) * width
-    buckets = (model.position_buckets + model.time_buckets + 1) * width
-    layer = 2 * width + (width + 1) * 4 * inner + 2 * inner + 3 * inner * width
-    postprocessor = (width + 4) * width + 3 * width
-    item = mlp(len(EVENT_TABLES) * columns, model.head_hidden, width)
-    head = mlp(width, model.head_hidden, 1) - 2  # no norm at its end
-    return preprocessor + buckets + model.layers * layer + postprocessor + item + head
+def _size(sizes: SampleSizes, name: str) -> float:
+    return sizes.get(name, _ASSUMED[name])
 
 
-def lookups_per_sample(model: ModelConfig, lengths: Lengths) -> float:
-    """Returns the rows of tables that a sample names, repeated ones counted."""
-    return len(EVENT_TABLES) * (lengths.mean - CONTEXT_TOKENS) + CONTEXT_TOKENS
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TableBytes:
-    """Bytes that the tables' part of an iteration moves, on one GPU and over its links."""
-
-    lookup: float
-    """Device memory: rows read and written as embeddings."""
-    update: float
-    """Device memory: gradients read; rows and their states read and written."""
-    exchange: float
-    """Links: rows to where they are used and gradients back, if none of them is used where it lies."""
-
-
-def table_bytes(model: ModelConfig, rows: float) -> TableBytes:
-    """Returns the bytes of `rows` rows in fp32, be it each lookup's (lookups_per_sample) or each distinct row once."""
-    row = _FP32 * model.embedding_dim
-    return TableBytes(
-        lookup=2 * rows * row,
-        update=rows * (row + 2 * (row + _ADAGRAD_STATE)),
-        exchange=2 * rows * row,
-    )
-
-
-def memory_bytes(model: ModelConfig) -> dict[str, int]:
-    """Returns the bytes of weights and optimizer states over all ranks' tables, and of one rank's dense network: fp32
-    weights and gradients, two states of Adam."""
-    rows = sum(table.rows for table in tables(model))
-    return {
-        "tables": model.table_bytes,
-        "table_states": rows * _ADAGRAD_STATE,
-        "dense": 4 * _FP32 * dense_weights(model),
-    }
+def _model(config: TrainingConfig) -> ModelConfig:
+    assert isinstance(config.model, ModelConfig)
+    return config.model

@@ -1,12 +1,17 @@
 """The sizes of the work that is measured. That it can be measured, test_cli.py shows."""
 
-from dlrm_bench.bench.limits.ceilings import lookup_bytes, update_bytes
-from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.optimizers import SGD, Adagrad
+from dataclasses import replace
+
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.dcnv2.work import table_work
 
 
 def test_sizes_of_the_mlperf_model() -> None:
-    tables, adagrad = MLPERF_MODEL.tables, Adagrad(1e-8)
-    assert lookup_bytes(tables, 1, pooled_size=2) == 214 * (4 + 512) + 26 * 128 * 2
-    assert update_bytes(tables, adagrad, 1, gradient_size=4) == 214 * (4 + 2048) + 26 * 128 * 4
-    assert update_bytes(tables, SGD(), 1, gradient_size=4) == 214 * (4 + 1024) + 26 * 128 * 4
+    config = preset("mlperf-dcnv2")
+    assert config.optimizer.tables.name == "adagrad"
+    in_bf16, in_fp32 = (table_work(config, 1, size) for size in (2, 4))
+    assert (in_bf16.ids, in_bf16.vectors) == (214, 26 * 128)
+    assert in_bf16.lookup == 214 * (4 + 512) + 26 * 128 * 2
+    assert in_fp32.update == 214 * (4 + 2048) + 26 * 128 * 4
+    sgd = replace(config, optimizer=replace(config.optimizer, embedding="sgd"))
+    assert table_work(sgd, 1, 4).update == 214 * (4 + 1024) + 26 * 128 * 4

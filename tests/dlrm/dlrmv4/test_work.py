@@ -1,92 +1,84 @@
-"""Operations, weights and bytes of DLRMv4, against counts made otherwise."""
+"""DLRMv4's work as limits and MFU take it: the benchmark's figures, by measured sizes, and sums that must agree."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from dlrm_bench.dlrm.dlrmv4.batch import batch_of
-from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
+from dlrm_bench.dlrm.dlrmv4 import counts, work
+from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
+from dlrm_bench.dlrm.dlrmv4.data.packed import PackedLayout, expand
+from dlrm_bench.dlrm.dlrmv4.data.sizes import sample_sizes
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork
+from dlrm_bench.dlrm.dlrmv4.parts import open_data
 from dlrm_bench.dlrm.dlrmv4.presets import training
-from dlrm_bench.dlrm.dlrmv4.work import (
-    EARLY,
-    LATER,
-    LONGEST,
-    Lengths,
-    dense_weights,
-    flop_per_sample,
-    lookups_per_sample,
-    memory_bytes,
-    table_bytes,
-)
-from tests.dlrm.dlrmv4.cases import LENGTHS, STILL, make_samples, small_model
 
-BENCHMARK = training("mlperf-dlrmv4").model
+MLPERF, SMOKE = training("mlperf-dlrmv4"), training("smoke-dlrmv4")
+LATER = {work.TOKENS: 2663.0, work.TOKENS_SQUARED: 2944.0**2, work.EVENTS: 300.0, work.ITEMS: 17.0, work.ROWS: 49.0}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "whole", "candidates", "distinct"),
-    [(EARLY, 135.7, 100.3, 90.4), (LATER, 193.8, 141.8, 129.2), (LONGEST, 335.2, 242.8, 223.3)],
-)
-def test_operations_of_a_sample(lengths: Lengths, whole: float, candidates: float, distinct: float) -> None:
-    """Figures in 10^9, computed by hand before from the same widths."""
-    assert flop_per_sample(BENCHMARK, lengths).total / 1e9 == pytest.approx(whole, rel=2e-3)
-    last = flop_per_sample(BENCHMARK, lengths, last_layer_candidates=True)
-    assert last.total / 1e9 == pytest.approx(candidates, rel=2e-3)
-    once = flop_per_sample(BENCHMARK, lengths, last_layer_candidates=True, content_rows=17)
-    assert once.total / 1e9 == pytest.approx(distinct, rel=2e-3)
-    assert once.linear == last.linear
-    assert once.attention == last.attention
+def test_operations_of_a_sample() -> None:
+    """The figures of test_counts.py: 90.4 and 129.2 (10^9), whatever the last layer computes beside."""
+    assert work.flop_per_sample(MLPERF) / 1e9 == pytest.approx(90.4, rel=2e-3)
+    assert work.flop_per_sample(MLPERF, LATER) / 1e9 == pytest.approx(129.2, rel=2e-3)
+    candidates = replace(MLPERF, model=replace(MLPERF.model, last_layer="candidates"))
+    assert work.flop_per_sample(candidates) == work.flop_per_sample(MLPERF)
 
 
-def test_operations_are_the_references_formula() -> None:
-    """_hstu_layer_flops at 4,096 tokens: its README's 315.7 (10^9) for three layers."""
-    flop = flop_per_sample(BENCHMARK, LONGEST)
-    assert (flop.linear + flop.attention) / 1e9 == pytest.approx(315.7, abs=0.1)
+@pytest.mark.parametrize("sizes", [{}, LATER])
+def test_products_and_attention_are_the_operations(sizes: dict[str, float]) -> None:
+    """But for actions, a thousandth of all."""
+    shapes = work.products(MLPERF, 1024, sizes)
+    of_products = sum(2.0 * m * n * k for m, n, k in shapes.values())
+    attention = counts.flop_per_sample(
+        MLPERF.model, work.lengths_of(MLPERF.model, sizes), last_layer_candidates=True
+    ).attention
+    assert of_products / 1024 + attention == pytest.approx(work.flop_per_sample(MLPERF, sizes), rel=1.5e-3)
+    pieces = work.pieces(MLPERF, 8, 60e6, sizes)
+    assert sum(piece.flop for piece in pieces) == pytest.approx(1024 * work.flop_per_sample(MLPERF, sizes))
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_operations_are_those_that_torch_counts(trained: bool) -> None:
-    """All but attention, which torch sees padded to squares, in forward and backward pass."""
-    model = small_model(STILL)
-    batch = batch_of(make_samples(STILL, LENGTHS, seed=1), STILL)
-    with FlopCounterMode(display=False) as counter:
-        loss, _ = model(batch)
-        if trained:
-            loss.backward()
-    counted = counter.get_flop_counts()["Global"]
-    square = (max(LENGTHS) + 9) ** 2 * len(LENGTHS)
-    products = 8 if trained else 2  # the plain backward pass pays for the queries' and keys' product again
-    flop = flop_per_sample(STILL, Lengths.of(list(LENGTHS)), trained=trained)
-    expected = (flop.total - flop.attention) * len(LENGTHS)
-    attention = counted_attention(counted, expected)
-    assert attention % (2 * square * STILL.inner * STILL.layers) == 0
-    assert attention // (2 * square * STILL.inner * STILL.layers) <= products
-
-
-def counted_attention(counted: dict[object, int], expected: float) -> float:
-    """What torch counts beyond `expected`."""
-    return sum(counted.values()) - expected
-
-
-@pytest.mark.parametrize("model", [BENCHMARK, STILL, replace(STILL, embedding_dim=8, layers=1)])
-def test_dense_weights_are_those_of_the_network(model: ModelConfig) -> None:
+def test_dense_weights_are_those_of_the_network() -> None:
     with torch.device("meta"):
-        dense = DenseNetwork(model)
-    assert dense_weights(model) == sum(weight.numel() for weight in dense.parameters())
+        dense = DenseNetwork(SMOKE.model)
+    assert work.dense_weights(SMOKE) == sum(weight.numel() for weight in dense.parameters())
 
 
-def test_memory_of_the_benchmark() -> None:
-    memory = memory_bytes(BENCHMARK)
-    assert memory["tables"] == 600_169_906_176
-    assert memory["table_states"] == 4 * 293_051_712
-    assert memory["dense"] == 16 * dense_weights(BENCHMARK)
+def test_pieces_of_the_benchmark() -> None:
+    """50,000 distinct rows of 2 KB over eight ranks; what leaves a rank in bf16."""
+    pieces = {piece.name: piece for piece in work.pieces(MLPERF, 8, 0.0)}
+    rows = 1024 * 49.0
+    assert pieces["lookup"].memory == rows / 8 * 2048
+    assert pieces["exchange of rows"].links == pytest.approx(rows * 7 / 8 * 1024)
+    assert pieces["table update"].memory == pytest.approx(rows / 8 * (2 * 2048 + 8))
+    assert pieces["dense update"].memory == pytest.approx(2 * 12 * work.dense_weights(MLPERF) / 8)
+    alone = {piece.name: piece for piece in work.pieces(MLPERF, 1, 0.0)}
+    assert alone["exchange of rows"].links == alone["exchange of ids"].links == 0
+    of_tables = work.table_work(MLPERF, 1024, 4)
+    assert (of_tables.ids, of_tables.vectors) == (rows, rows * 512)
+    assert of_tables.lookup == 2 * rows * 2048
+    assert of_tables.update == rows * (2048 + 2 * 2052)
 
 
-def test_lookups_of_a_gpus_batch() -> None:
-    """6.4 million for 1,024 samples, as counted on the reference's runs."""
-    assert 1024 * lookups_per_sample(BENCHMARK, EARLY) == pytest.approx(6.4e6, rel=0.01)
-    assert table_bytes(BENCHMARK, 50_000).lookup == 2 * 50_000 * 2048
-    assert table_bytes(BENCHMARK, 50_000).update == 50_000 * (2048 + 2 * 2052)
+def test_bytes_of_a_packed_batch() -> None:
+    (copy, *_) = work.pieces(replace(MLPERF, local_batch_size=1024), 1, 0.0, {work.EVENTS: 256.0})
+    assert copy.pcie == PackedLayout(1024, 1024 * 256).end
+
+
+def test_sizes_are_those_of_the_samples(tmp_path: Path) -> None:
+    generate(replace(smoke_config(tmp_path), users=600))
+    config = replace(SMOKE, data=replace(SMOKE.data, path=tmp_path), local_batch_size=32)
+    dataset = open_data(config)
+    found = sample_sizes(dataset, config, 2, range(5, 7))
+    maps = [torch.from_numpy(of) for of in (dataset.maps.artist, dataset.maps.album)]
+    samples = [expand(dataset.train_batches(0, 2, 32)[number].packed, *maps) for number in (5, 6)]
+    tokens = np.concatenate([of.lengths.numpy() + 9.0 for of in samples])
+    assert found[work.TOKENS] == pytest.approx(tokens.mean())
+    assert found[work.TOKENS_SQUARED] == pytest.approx((tokens**2).mean())
+    items = [set(of.item.tolist()) | set(of.candidate_item.tolist()) for of in samples]
+    assert found[work.ITEMS] == pytest.approx(np.mean([len(of) for of in items]) / 32)
+    assert found[work.ITEMS] < found[work.ROWS] < 3 * found[work.ITEMS] + 8
+    beyond = sample_sizes(dataset, config, 2, range(10**6, 10**6 + 5))
+    assert beyond[work.TOKENS] > 9

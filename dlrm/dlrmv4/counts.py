@@ -1,0 +1,160 @@
+"""What an iteration of DLRMv4 has to compute and move, from the model's sizes and the lengths of its histories alone.
+
+Floating-point operations count an addition and a multiplication as two. A product's backward pass has two products
+more, that of attention five to the forward pass's two. Causal attention counts the pairs of tokens that see each other,
+half of all. Norms, gates and dropout are not counted: memory bounds them, not arithmetic. These conventions are the
+reference's (modules/dlrm_hstu.py, _hstu_layer_flops), so that figures can be compared; it leaves out all but layers.
+"""
+
+from dataclasses import dataclass
+
+from dlrm_bench.dlrm.dlrmv4.config import (
+    ACTION_BITS,
+    CONTEXT_TOKENS,
+    EVENT_TABLES,
+    OWN_TOKENS,
+    ModelConfig,
+    tables,
+)
+
+_TRAINED = 3
+"""Products of a linear layer in training for one in its forward pass: also gradients of its input and its weights."""
+_ATTENTION_FORWARD = 2
+"""Products of attention's forward pass: of queries and keys, of weights and values."""
+_ATTENTION_TRAINED = 7
+"""And of both passes: backward computes the weights again, their gradient, and those of queries, keys and values."""
+_ADAGRAD_STATE = 4  # bytes of a row's state
+_FP32 = 4
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Lengths:
+    """Tokens of a sequence, context and candidate included: their mean, and the mean of their squares."""
+
+    mean: float
+    mean_square: float
+
+    @staticmethod
+    def of(histories: list[int]) -> "Lengths":
+        """Returns those of sequences with histories of so many events."""
+        tokens = [events + OWN_TOKENS for events in histories]
+        return Lengths(mean=sum(tokens) / len(tokens), mean_square=sum(n * n for n in tokens) / len(tokens))
+
+
+EARLY = Lengths(mean=2082, mean_square=2302**2)
+"""Yambda's first windows: events of the reference's logs, from the share of its padding."""
+LATER = Lengths(mean=2663, mean_square=2944**2)
+"""Those in which runs come to the target."""
+LONGEST = Lengths(mean=4096, mean_square=4096**2)
+"""What the reference's README reckons with."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Flop:
+    """Operations of one sample, by part."""
+
+    preprocessor: float
+    """MLPs of item, artist and album, action; weights of the context."""
+    linear: float
+    """Products of the layers with their weights."""
+    attention: float
+    head: float
+    """Postprocessor, the candidate's MLP and the head."""
+
+    @property
+    def total(self) -> float:
+        return self.preprocessor + self.linear + self.attention + self.head
+
+
+def flop_per_sample(
+    model: ModelConfig,
+    lengths: Lengths,
+    *,
+    trained: bool = True,
+    last_layer_candidates: bool = False,
+    content_rows: float | None = None,
+) -> Flop:
+    """Returns the operations of one sample.
+
+    trained: forward and backward pass; else forward alone. last_layer_candidates: the last layer computes keys and
+    values of all tokens, and all else for the candidates alone, whose tokens are all that is read. content_rows: rows a
+    sample of the preprocessor's MLPs, where each distinct one is computed once; the events of a history and its
+    candidate unless told.
+    """
+    width, inner, columns = model.width, model.inner, model.embedding_dim
+    hidden = model.preprocessor_hidden
+    times = _TRAINED if trained else 1
+    attention_times = _ATTENTION_TRAINED if trained else _ATTENTION_FORWARD
+    rows = lengths.mean - CONTEXT_TOKENS if content_rows is None else content_rows
+    inputs = columns + len(EVENT_TABLES[1:]) * columns + len(ACTION_BITS) * model.action_dim
+    content = rows * (inputs * hidden + 3 * hidden * width)  # three MLPs
+    uvqk, output = width * 4 * inner, 3 * inner * width
+    pairs = lengths.mean_square / 2
+    linear, seen = model.layers * lengths.mean * (uvqk + output), model.layers * pairs
+    if last_layer_candidates:
+        linear -= lengths.mean * (uvqk + output) - (lengths.mean * width * 2 * inner + width * 2 * inner + output)
+        seen -= pairs - lengths.mean
+    item = len(EVENT_TABLES) * columns * model.head_hidden + model.head_hidden * width
+    head = (width + 4) * width + item + width * model.head_hidden + model.head_hidden
+    return Flop(
+        preprocessor=2.0 * times * (content + CONTEXT_TOKENS * columns * width),
+        linear=2.0 * times * linear,
+        attention=2.0 * attention_times * inner * seen,
+        head=2.0 * times * head,
+    )
+
+
+def dense_weights(model: ModelConfig) -> int:
+    """Returns the number of weights of the dense network (15.2 million in the benchmark)."""
+
+    def mlp(inputs: int, hidden: int, outputs: int) -> int:
+        return inputs * hidden + 3 * hidden + hidden * outputs + 3 * outputs
+
+    width, inner, columns = model.width, model.inner, model.embedding_dim
+    hidden, actions = model.preprocessor_hidden, len(ACTION_BITS) * model.action_dim
+    preprocessor = mlp(columns, hidden, width) + mlp(2 * columns, hidden, width) + mlp(actions, hidden, width)
+    preprocessor += 2 * actions + CONTEXT_TOKENS * (columns + 1) * width
+    buckets = (model.position_buckets + model.time_buckets + 1) * width
+    layer = 2 * width + (width + 1) * 4 * inner + 2 * inner + 3 * inner * width
+    postprocessor = (width + 4) * width + 3 * width
+    item = mlp(len(EVENT_TABLES) * columns, model.head_hidden, width)
+    head = mlp(width, model.head_hidden, 1) - 2  # no norm at its end
+    return preprocessor + buckets + model.layers * layer + postprocessor + item + head
+
+
+def lookups_per_sample(model: ModelConfig, lengths: Lengths) -> float:
+    """Returns the rows of tables that a sample names, repeated ones counted."""
+    return len(EVENT_TABLES) * (lengths.mean - CONTEXT_TOKENS) + CONTEXT_TOKENS
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TableBytes:
+    """Bytes that the tables' part of an iteration moves, on one GPU and over its links."""
+
+    lookup: float
+    """Device memory: rows read and written as embeddings."""
+    update: float
+    """Device memory: gradients read; rows and their states read and written."""
+    exchange: float
+    """Links: rows to where they are used and gradients back, if none of them is used where it lies."""
+
+
+def table_bytes(model: ModelConfig, rows: float) -> TableBytes:
+    """Returns the bytes of `rows` rows in fp32, be it each lookup's (lookups_per_sample) or each distinct row once."""
+    row = _FP32 * model.embedding_dim
+    return TableBytes(
+        lookup=2 * rows * row,
+        update=rows * (row + 2 * (row + _ADAGRAD_STATE)),
+        exchange=2 * rows * row,
+    )
+
+
+def memory_bytes(model: ModelConfig) -> dict[str, int]:
+    """Returns the bytes of weights and optimizer states over all ranks' tables, and of one rank's dense network: fp32
+    weights and gradients, two states of Adam."""
+    rows = sum(table.rows for table in tables(model))
+    return {
+        "tables": model.table_bytes,
+        "table_states": rows * _ADAGRAD_STATE,
+        "dense": 4 * _FP32 * dense_weights(model),
+    }
