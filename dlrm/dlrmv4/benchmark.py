@@ -9,6 +9,7 @@ from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
 from dlrm_bench.dlrm.dlrmv4.presets import PRESETS
+from dlrm_bench.dlrm.dlrmv4.static_check import check_static
 
 
 def _parts() -> Parts:
@@ -24,10 +25,11 @@ DLRMV4 = Benchmark(
     title="DLRMv4",
     presets=PRESETS,
     ladders=LADDERS,
-    pipelines=("torchrec", "five-stage"),
+    pipelines=("torchrec", "five-stage", "static"),
     ruleset=ruleset,
     work=None,
     parts=_parts,
     data_command=_data_command,
     cadence=cadence,
+    check_static=check_static,
 )
