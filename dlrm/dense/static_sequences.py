@@ -20,6 +20,8 @@ class Needs(NamedTuple):
 
     events: int
     """Distinct events, whose rows are looked up."""
+    rows: int
+    """Distinct rows of all tables, or a bound of their number."""
     tokens: int
     """Tokens of all sequences together."""
 

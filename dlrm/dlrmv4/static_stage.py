@@ -15,9 +15,9 @@ from dlrm_bench.dlrm.dense.adam_bucket import AdamBucket
 from dlrm_bench.dlrm.dense.static_dense import DenseContext
 from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared, SequenceBackward
 from dlrm_bench.dlrm.dense.tallies import Tallies
-from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS, Dlrmv4Training, tables
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, Dlrmv4Training, tables
 from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
-from dlrm_bench.dlrm.dlrmv4.data.packed import LABEL, Packed, PackedLayout
+from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, PackedLayout
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
 from dlrm_bench.dlrm.dlrmv4.static_batch import IdShape, dense_batch, on_device, padded, rows_of, write_ids
@@ -64,7 +64,7 @@ class Dlrmv4Stage:
         """See StaticSequences."""
         packed = batch.packed
         assert packed.layout.samples == self._samples, "batches of the local batch size"
-        needs = Needs(packed.layout.events, packed.tokens + OWN_TOKENS * packed.layout.samples)
+        needs = Needs(packed.layout.events, _distinct_rows(packed), packed.tokens + OWN_TOKENS * self._samples)
         room = max(events, -(-needs.events // ALIGNMENT) * ALIGNMENT)
         return Prepared(padded(packed, room, self._pin), room, needs)
 
@@ -160,3 +160,8 @@ class Dlrmv4Stage:
             for kind, value in of_weight.items()
         }
 
+
+def _distinct_rows(packed: Packed) -> int:
+    """Returns how many rows of all tables a packed batch names at most: an item has one artist and one album."""
+    items = torch.cat([packed.item, packed.samples[CANDIDATE]]).unique()
+    return len(EVENT_TABLES) * len(items) + len(CONTEXT_TABLES) * packed.layout.samples

@@ -2,17 +2,19 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared, StaticSequences
+from dlrm_bench.dlrm.tables.sequence.sequence_tables import DistributedRows
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.streams import IterationStreams
-from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
-from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, room_for_events, room_for_tokens
+from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Space
+from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, IdRoom, room_for_tokens
 
 EAGER = 3
 """Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
@@ -22,15 +24,16 @@ class Lane:
     """Runs one batch after another, each beside the input dist of the next one, while the ranks agree on the one after
     that. All ranks have as many batches, and all run them in the same room.
 
-    A batch of more events than there is room for makes the next one's input dist wait until a larger space is there,
-    which is captured anew. Each room for tokens is captured when a batch first needs it.
+    A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
+    is there, which is captured anew. Each room for tokens is captured when a batch first needs it. A batch with more
+    rows of one rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
     """
 
     def __init__(
         self,
         work: Callable[[Space, int, int], None],
-        new_space: Callable[[int], Space],
-        events: int,
+        new_space: Callable[[IdRoom], Space],
+        room: IdRoom,
         iteration: Iteration,
         dense: StaticSequences,
         fetcher: BatchFetcher,
@@ -38,11 +41,11 @@ class Lane:
         streams: IterationStreams,
         graphs: Graphs | None,
     ) -> None:
-        """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. events: the room for
-        them to begin with."""
+        """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. room: to begin
+        with."""
         self._work, self._new_space, self._iteration, self._dense = work, new_space, iteration, dense
         self._fetcher, self._agreement, self._streams, self.graphs = fetcher, agreement, streams, graphs
-        self.space = new_space(events)
+        self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
         self._executed = 0
@@ -55,7 +58,7 @@ class Lane:
         self._now: tuple[Prepared, Needs] | None = None
         self.parity = 0
         """The slot of the batch that runs next."""
-        self.grown = 0
+        self.grown = self.overflows = 0
         self.rooms: Counter[int] = Counter()
         """Batches run in each room for tokens."""
         self.tokens = 0
@@ -75,11 +78,17 @@ class Lane:
         self._read(batches)
         prepared, needs = self._now
         coming, of_coming = self._next()
-        fits = of_coming is None or of_coming.events <= self.space.events
+        fits = of_coming is None or self.space.room.takes(of_coming)
         self._streams.limit_run_ahead()
         self._name(coming if fits else None)
         done, room = self.parity, room_for_tokens(needs.tokens)
-        self._execute(done, room)
+        eager = self.space.tables.eager_rows(self.space.slots[done].rows)
+        self.space.tables.expect(self.space.slots[1 - done].rows)
+        if eager is None:
+            self._execute(done, room)
+        else:
+            self.overflows += 1
+            self._work(self._with_rows(done, eager), done, room)
         self._streams.end_iteration()
         self.rooms[room] += 1
         self.tokens += prepared.needs.tokens
@@ -92,13 +101,15 @@ class Lane:
 
     def describe(self) -> dict[str, Any]:
         """Returns what a record says of rooms: batches by room for tokens, the share of it that is padding on this
-        rank, the room for events, and how often it grew."""
+        rank, the room for ids, how often it grew, and how many batches had more rows of one rank than it takes."""
         total = sum(room * count for room, count in self.rooms.items())
         return {
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
             "padding_of_tokens": round(1 - self.tokens / total, 4) if total else 0.0,
-            "room_for_events": self.space.events,
-            "larger_rooms_for_events": self.grown,
+            "room_for_events": self.space.room.events,
+            "room_for_rows": self.space.room.rows,
+            "larger_rooms": self.grown,
+            "batches_over_capacity": self.overflows,
         }
 
     def _begin(self, batches: Iterator[Prepared]) -> None:
@@ -124,29 +135,32 @@ class Lane:
 
     def _name(self, batch: Prepared | None) -> None:
         """Names the batch of the next input dist; None leaves what is there, which is distributed again."""
-        if batch is not None and batch.events != self.space.events:
-            batch = self._dense.padded(batch, self.space.events)
+        if batch is not None and batch.events != self.space.room.events:
+            batch = self._dense.padded(batch, self.space.room.events)
         self._fetcher.name(None if batch is None else batch.batch)
 
     def _bring(self, batch: Prepared, needs: Needs) -> None:
         """Brings a batch to the slot of the next iteration, in a larger space where it needs one."""
-        if needs.events > self.space.events:
-            self._grow(room_for_events(needs.events))
+        if not self.space.room.takes(needs):
+            self._grow(self.space.room.grown(needs))
         self._name(batch)
-        self._iteration.input_dist(self.space, self._slot)
+        slot = self.space.slots[self.parity]
+        self.space.tables.expect(slot.rows)
+        self._iteration.input_dist(self.space, slot)
 
-    @property
-    def _slot(self) -> Slot:
-        return self.space.slots[self.parity]
+    def _with_rows(self, slot: int, rows: DistributedRows) -> Space:
+        slots = list(self.space.slots)
+        slots[slot] = replace(slots[slot], rows=rows)
+        return replace(self.space, slots=(slots[0], slots[1]))
 
-    def _grow(self, events: int) -> None:
+    def _grow(self, room: IdRoom) -> None:
         if self.graphs is not None:
             self.graphs.clear()
         self._numbers.clear()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         del self.space  # before the larger one
-        self.space = self._new_space(events)
+        self.space = self._new_space(room)
         self.grown += 1
 
     def _execute(self, slot: int, room: int) -> None:

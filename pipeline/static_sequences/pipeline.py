@@ -14,10 +14,11 @@ from dlrm_bench.dlrm.benchmark import Parts
 from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.dense.static_dense import DenseContext
-from dlrm_bench.dlrm.dense.static_sequences import Prepared
+from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
@@ -28,7 +29,7 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
 from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
-from dlrm_bench.pipeline.static_sequences.room import Agreement, room_for_events
+from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
 from dlrm_bench.pipeline.static_sequences.warm_up import ROWS, unchanged
 
 
@@ -44,8 +45,8 @@ class StaticSequencesPipeline:
         """The learning rate of all weights on the device, fp32 [1]."""
         self._learning_rate = config.optimizer.learning_rate
         self.dense = parts.static_sequences(config, ranks)
-        events = room_for_events(config.local_batch_size)
-        self.tables = self._new_tables(events)
+        room = IdRoom(0, 0).grown(Needs(*(config.local_batch_size,) * 3))
+        self.tables = self._new_tables(room)
         self._streams = IterationStreams(ranks.device, options.overlap)
         self._guard = LossGuard(ranks, None, self.dense.tallies)
         self._fetcher, self._agreement = BatchFetcher(ranks.device, MAX_IN_FLIGHT), Agreement(ranks)
@@ -53,39 +54,36 @@ class StaticSequencesPipeline:
         self._iteration = Iteration(self._fetcher, self.dense, self._streams, context)
         self._evaluated = [torch.zeros(2, config.local_batch_size, device=ranks.device) for _ in range(2)]
         """Logits and labels of the batch in each slot."""
-        self._train = self._new_lane("iteration", self._iteration.train, events, trains=True)
-        self._eval = self._new_lane("evaluation", self._evaluate, events, trains=False)
+        self._train = self._new_lane("iteration", self._iteration.train, room, trains=True)
+        self._eval = self._new_lane("evaluation", self._evaluate, room, trains=False)
         self._runs = self._train
         """The lane that batches are prepared for."""
         self._launched = 0
 
-    def _new_tables(self, events: int) -> SequenceTables:
+    def _new_tables(self, room: IdRoom) -> SequenceTables:
         config = self._config
         optimizer = config.optimizer.tables
         assert isinstance(optimizer, RowWiseAdagrad), "checked with the configuration"
-        counts = self.dense.id_counts(events)
-        return SequenceTables(config.model.tables, counts, self._ranks, optimizer, self._rate, config.seed)
+        capacity = self._capacity(room)
+        return SequenceTables(config.model.tables, capacity, self._ranks, optimizer, self._rate, config.seed)
 
-    def _new_lane(self, name: str, work: Any, events: int, trains: bool) -> Lane:
+    def _capacity(self, room: IdRoom) -> IdCapacity:
+        return IdCapacity(self.dense.id_counts(room.events), room.rows)
+
+    def _new_lane(self, name: str, work: Any, room: IdRoom, trains: bool) -> Lane:
         graphs = None
         if self._options.cuda_graph != "none":
             graphs = Graphs(name, [], self._ranks, self._streams.main, self._options.cuda_graph == "try")
         stages = (self._iteration, self.dense, self._fetcher, self._agreement, self._streams)
-        return Lane(work, partial(self._new_space, trains=trains), events, *stages, graphs)
+        return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs)
 
-    def _new_space(self, events: int, trains: bool) -> Space:
-        tables, device = self.tables.sized(self.dense.id_counts(events)), self._ranks.device
-        count, columns = sum(self.dense.id_counts(events)), self._config.model.tables.columns
-        slots = [
-            Slot(
-                self.dense.on_device(events),
-                torch.full((count,), -1, dtype=torch.int32, device=device),
-                tables.empty_ids(),
-            )
-            for _ in range(2)
-        ]
-        rows = torch.zeros(count, columns, device=device)
-        return Space(events, tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
+    def _new_space(self, room: IdRoom, trains: bool) -> Space:
+        capacity, device = self._capacity(room), self._ranks.device
+        tables = self.tables.sized(capacity)
+        unused = torch.full((capacity.count,), -1, dtype=torch.int32, device=device)
+        slots = [Slot(self.dense.on_device(room.events), unused.clone(), tables.empty_ids(trains)) for _ in range(2)]
+        rows = torch.zeros(capacity.count, self._config.model.tables.columns, device=device)
+        return Space(room, tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
 
     def warm_up(self, evaluates: bool) -> None:
         """Trains on batches of its own until an iteration is captured, and evaluates some where the run will; weights,
@@ -107,7 +105,7 @@ class StaticSequencesPipeline:
 
     def prepare(self, batch: Any) -> Prepared:
         """Returns the batch padded in pinned memory: one buffer is all that travels."""
-        return self.dense.prepare(batch, self._runs.space.events)
+        return self.dense.prepare(batch, self._runs.space.room.events)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
         """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the

@@ -1,6 +1,7 @@
 """How much room batches get: from few sizes, so that few graphs serve them, and the same on all ranks."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,10 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 _TOKENS_STEP = 1.05
 """From one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
 _TOKENS_MULTIPLE = 64
-_EVENTS_SLACK = 1.25
-"""Room for events over the need of the batch that made it too small. Padding of events costs the embedding stages
-alone, and another size captures every graph anew."""
-_EVENTS_MULTIPLE = 1024
+_IDS_SLACK = 1.25
+"""Room for events and rows over the need of the batch that made it too small. Padding of events costs the embedding
+stages alone, and another size captures every graph anew."""
+_IDS_MULTIPLE = 1024
 
 
 def room_for_tokens(tokens: int) -> int:
@@ -25,9 +26,26 @@ def room_for_tokens(tokens: int) -> int:
     return room
 
 
-def room_for_events(events: int) -> int:
-    """Returns the room for events that a batch of so many makes, where there was less."""
-    return _multiple(events * _EVENTS_SLACK, _EVENTS_MULTIPLE)
+@dataclass(frozen=True, slots=True)
+class IdRoom:
+    """Room for what a batch's ids are."""
+
+    events: int
+    """Distinct events."""
+    rows: int
+    """Distinct rows, which ranks exchange."""
+
+    def takes(self, needs: Needs) -> bool:
+        """Whether a batch fits."""
+        return needs.events <= self.events and needs.rows <= self.rows
+
+    def grown(self, needs: Needs) -> "IdRoom":
+        """Returns the room that a batch makes which does not fit."""
+        return IdRoom(_larger(self.events, needs.events), _larger(self.rows, needs.rows))
+
+
+def _larger(room: int, need: int) -> int:
+    return room if need <= room else _multiple(need * _IDS_SLACK, _IDS_MULTIPLE)
 
 
 def _multiple(number: float, of: int) -> int:
@@ -48,8 +66,7 @@ class Asked:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        events, tokens = self._most.tolist()
-        return Needs(events, tokens)
+        return Needs(*self._most.tolist())
 
 
 class Agreement:
