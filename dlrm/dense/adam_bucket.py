@@ -43,9 +43,7 @@ class AdamBucket:
         torch._foreach_copy_(self._gradients, gradients)
         if self._group is not None:
             dist.all_reduce(self._gradient, group=self._group)
-        flat_adam(
-            self.weights, self.state, self._gradient, self._world_size, learning_rate, self._options, watch
-        )
+        flat_adam(self.weights, self.state, self._gradient, self._world_size, learning_rate, self._options, watch)
 
     def tensors(self) -> list[Tensor]:
         """All memory of weights, their gradient and state."""

@@ -94,7 +94,9 @@ def write_ids(packed: Packed, artist: Tensor, album: Tensor, ids: Tensor) -> Non
 
 def rows_of(rows: Tensor, shape: IdShape, config: ModelConfig) -> dict[str, Tensor]:
     """Returns the rows of each feature, views of those of all ids, [K, columns]."""
-    parts = iter(rows.split([size for _ in EVENT_TABLES for size in (shape.events, shape.samples)] + _of_context(shape)))
+    parts = iter(
+        rows.split([size for _ in EVENT_TABLES for size in (shape.events, shape.samples)] + _of_context(shape))
+    )
     return {feature: next(parts) for table in tables(config) for feature in table.features}
 
 

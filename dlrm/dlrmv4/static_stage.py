@@ -73,7 +73,9 @@ class Dlrmv4Stage:
         packed = cast(Packed, prepared.batch)
         own = prepared.needs.events
         layout = PackedLayout(self._samples, own)
-        cut = Packed.empty(layout, tokens=packed.tokens, candidates=packed.candidates, longest=packed.longest, pin=False)
+        cut = Packed.empty(
+            layout, tokens=packed.tokens, candidates=packed.candidates, longest=packed.longest, pin=False
+        )
         cut.samples.copy_(packed.samples)
         for part, whole in ((cut.item, packed.item), (cut.timestamp, packed.timestamp), (cut.action, packed.action)):
             part.copy_(whole[:own])
@@ -104,8 +106,8 @@ class Dlrmv4Stage:
         with torch.enable_grad():
             # Leaves of their own: the gradient of a slice would be a tensor of all rows, for each feature.
             leaves = {name: of.detach().requires_grad_() for name, of in self._rows(batch, rows).items()}
-            dense, sequences = dense_batch(batch, tokens, self._model)
-            loss = loss_of(self.network.scores(leaves, dense, sequences), dense.labels, self._model)
+            dense = dense_batch(batch, tokens, self._model)
+            loss = loss_of(self.network.scores(leaves, dense), dense.labels, self._model)
         losses = loss.detach().view(1)
         self._losses.index_copy_(0, self._launched % LOSSES_KEPT, losses)
         self._launched += 1
@@ -125,8 +127,7 @@ class Dlrmv4Stage:
         """See StaticSequences."""
         self.network.eval()
         try:
-            dense, sequences = dense_batch(batch, tokens, self._model)
-            return self.network.scores(self._rows(batch, rows), dense, sequences)
+            return self.network.scores(self._rows(batch, rows), dense_batch(batch, tokens, self._model))
         finally:
             self.network.train()
 

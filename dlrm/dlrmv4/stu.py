@@ -85,9 +85,7 @@ class StuLayer(nn.Module):
         attended = attention(projected, offsets, self._heads, length)
         return self.output(tokens, functional.silu(projected[:, : self._inner]), attended)
 
-    def _of_candidates(
-        self, tokens: Tensor, uvqk: tuple[Tensor, Tensor], offsets: Tensor, length: int
-    ) -> Tensor:
+    def _of_candidates(self, tokens: Tensor, uvqk: tuple[Tensor, Tensor], offsets: Tensor, length: int) -> Tensor:
         u, v, q, k = (slice(part * self._inner, (part + 1) * self._inner) for part in range(4))
         normed, ends = self.normed(tokens), offsets[1:] - 1
         gate, query = _project(normed[ends], uvqk, u), _project(normed[ends], uvqk, q)

@@ -71,9 +71,7 @@ class Lane:
             self._begin(batches)
         if self._now is None:
             if next(batches, None) is not None:
-                raise ValueError(
-                    "the batches of this static pipeline have ended: give one iterator over all of them"
-                )
+                raise ValueError("the batches of this static pipeline have ended: give one iterator over all of them")
             return None
         self._read(batches)
         prepared, needs = self._now

@@ -63,7 +63,9 @@ def test_ids_and_events_are_those_of_the_batch(packed: list[Packed], spare: int)
         assert len(dense.event) == of.tokens + spare
 
 
-def gradients(model: Dlrmv4Train, config: ModelConfig, rows: Tensor, shape: IdShape, fixed: Packed, room: int) -> Tensor:
+def gradients(
+    model: Dlrmv4Train, config: ModelConfig, rows: Tensor, shape: IdShape, fixed: Packed, room: int
+) -> Tensor:
     """Returns loss, logits and gradients of a batch in a fixed shape, flat; those by rows of tables last."""
     dense = dense_batch(fixed, room, config)
     logits = model.model.dense.scores(rows_of(rows, shape, config), dense)

@@ -120,6 +120,4 @@ def test_trains_what_stock_trains(run_ranks: Callable[..., list[Any]], folder: P
         for ours, theirs in zip(static.logits, stock.logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         for name, whole in (("from stock", stock), ("from static", static)):
-            torch.testing.assert_close(
-                torch.tensor(rank[name].losses), torch.tensor(whole.later), rtol=0, atol=1e-5
-            )
+            torch.testing.assert_close(torch.tensor(rank[name].losses), torch.tensor(whole.later), rtol=0, atol=1e-5)
