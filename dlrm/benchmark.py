@@ -14,6 +14,7 @@ from dlrm_bench.dlrm.config import TrainingConfig
 if TYPE_CHECKING:
     from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
     from dlrm_bench.dlrm.dense.static_dense import StaticDense
+    from dlrm_bench.dlrm.dense.static_sequences import StaticSequences
     from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
     from dlrm_bench.dlrm.runtime.ranks import Ranks
     from dlrm_bench.dlrm.torchrec_model import TorchRecModel
@@ -191,6 +192,12 @@ class Parts(Protocol):
     ) -> "StaticDense":
         """Returns stage 3 of the static pipeline, where it trains this benchmark. memory: where options say so.
         Collective."""
+        ...
+
+    def static_sequences(self, config: TrainingConfig, ranks: "Ranks") -> "StaticSequences":
+        """Returns stage 3 of the static pipeline, where it trains this benchmark, whose tables are not pooled.
+        Collective."""
+        ...
 
     def torchrec_model(self, config: TrainingConfig, ranks: "Ranks") -> "TorchRecModel":
         """Returns the model for the pipelines over TorchRec's modules, not sharded yet; imports torchrec."""

@@ -8,6 +8,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import Options, Pipeline
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+from dlrm_bench.pipeline.static_sequences.pipeline import StaticSequencesPipeline
 from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline
 from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecOptions
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
@@ -27,7 +28,8 @@ def build_pipeline(config: OfBenchmark, options: Options, ranks: Ranks) -> Pipel
     all ranks."""
     training = cast(TrainingConfig, config)
     if isinstance(options, StaticOptions):
-        return StaticPipeline(training, options, ranks, named(config.benchmark).parts())
+        static = StaticPipeline if training.model.tables.pooled else StaticSequencesPipeline
+        return static(training, options, ranks, named(config.benchmark).parts())
     of_benchmark = named(config.benchmark).parts().torchrec_model(training, ranks)
     if isinstance(options, FiveStageSwitches):
         return TorchRecFiveStagePipeline(training, of_benchmark, options, ranks)

@@ -16,12 +16,9 @@ from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 
 @dataclass(kw_only=True)
-class Batch(Pipelineable):
-    """B samples whose histories have T events. TorchRec runs its input dist ahead where the tables' input is a field of
-    the batch and nothing else, so the ids are joined before."""
+class DenseBatch:
+    """What the dense network reads of B samples beside embeddings; their histories have T events."""
 
-    features: KeyedJaggedTensor
-    """int32 ids of the features of `tables`, in their order."""
     lengths: Tensor
     """Events of each history, int32 [B]."""
     timestamp: Tensor
@@ -35,8 +32,19 @@ class Batch(Pipelineable):
     longest: int
     """Tokens of the longest sequence, counted on the host: nothing waits for the device to know it."""
     event: Tensor | None = None
-    """Which of E distinct events each event of the histories is, int32 [T]: of these alone `features` and `action` then
-    say item, artist, album and action, and the features' lengths mean nothing. None where they name all T."""
+    """Which of E distinct events each event of the histories is, int32 [T]: of these alone embeddings and `action` then
+    say item, artist, album and action. None where they name all T."""
+    attention_factor: Tensor | None = None
+    """fp32 [], what attention is multiplied by, where `longest` is more than the longest sequence has."""
+
+
+@dataclass(kw_only=True)
+class Batch(DenseBatch, Pipelineable):
+    """TorchRec runs its input dist ahead where the tables' input is a field of the batch and nothing else, so the ids
+    are joined before."""
+
+    features: KeyedJaggedTensor
+    """int32 ids of the features of `tables`, in their order; of distinct events their lengths mean nothing."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Returns the batch on `device`."""

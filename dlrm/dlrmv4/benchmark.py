@@ -10,6 +10,7 @@ from dlrm_bench.dlrm.dlrmv4 import ruleset, work
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
 from dlrm_bench.dlrm.dlrmv4.presets import PRESETS
+from dlrm_bench.dlrm.dlrmv4.static_check import check_static
 
 if TYPE_CHECKING:
     from dlrm_bench.dlrm.data.dataset import Dataset
@@ -34,11 +35,12 @@ DLRMV4 = Benchmark(
     title="DLRMv4",
     presets=PRESETS,
     ladders=LADDERS,
-    pipelines=("torchrec", "five-stage"),
+    pipelines=("torchrec", "five-stage", "static"),
     ruleset=ruleset,
     work=work,
     parts=_parts,
     data_command=_data_command,
     cadence=cadence,
     sample_sizes=_sample_sizes,
+    check_static=check_static,
 )

@@ -229,6 +229,7 @@ class ModelConfig:
             rows=self.rows,
             columns=self.embedding_dim,
             hot=(self.max_history // 2 + 1,) * events + (1,) * context,
+            pooled=False,
         )
 
     @property

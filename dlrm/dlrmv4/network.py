@@ -11,7 +11,7 @@ from torch.nn import functional
 from torchrec import JaggedTensor
 
 from dlrm_bench.dlrm.config import Precision
-from dlrm_bench.dlrm.dlrmv4.batch import Batch
+from dlrm_bench.dlrm.dlrmv4.batch import DenseBatch
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, CONTEXT_TOKENS, EVENT_TABLES, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.fused_input import fused_input
 from dlrm_bench.dlrm.dlrmv4.layers import MLP_EPS, Mlp, layer_norm, linear, normal_, uniform_
@@ -96,9 +96,13 @@ class DenseNetwork(nn.Module):
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
 
-    def forward(self, embedded: dict[str, JaggedTensor], batch: Batch) -> Tensor:
+    def forward(self, embedded: dict[str, JaggedTensor], batch: DenseBatch) -> Tensor:
         """Returns the logit of each sample, fp32 [B], of the embeddings of each feature of `tables`."""
         rows = {feature: embedded[feature].values() for table in tables(self._config) for feature in table.features}
+        return self.scores(rows, batch)
+
+    def scores(self, rows: dict[str, Tensor], batch: DenseBatch) -> Tensor:
+        """Returns the logit of each sample, fp32 [B]. rows: as `tokens` takes them."""
         offsets, config = offsets_of(batch.lengths), self._config
         seed = draw_seed(offsets.device) if self._fused and self.training else None
         tokens = self.tokens(rows, batch, offsets, _dropout(config.input_dropout, seed, 0))
@@ -106,12 +110,15 @@ class DenseNetwork(nn.Module):
         candidates = config.last_layer == "candidates"
         for number, layer in enumerate(self.layers, 1):
             alone = candidates and number == config.layers
-            tokens = layer(tokens, offsets, length, alone, _dropout(config.layer_dropout, seed, number))
+            dropout = _dropout(config.layer_dropout, seed, number)
+            tokens = layer(tokens, offsets, length, alone, dropout, batch.attention_factor)
         ends = tokens if candidates else tokens[offsets[1:] - 1]
         users = self.postprocessor(ends, batch.query_timestamp)
         return self.logits(users.float(), self.items(rows))
 
-    def tokens(self, rows: dict[str, Tensor], batch: Batch, offsets: Tensor, dropout: Dropout | None = None) -> Tensor:
+    def tokens(
+        self, rows: dict[str, Tensor], batch: DenseBatch, offsets: Tensor, dropout: Dropout | None = None
+    ) -> Tensor:
         """Returns the first layer's input, [N, width]: content, action, position and time of each token, dropped out.
 
         rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones), [B, columns] of
@@ -137,7 +144,7 @@ class DenseNetwork(nn.Module):
         tokens = tokens + self.places(batch, sequences).to(self._dtype)
         return functional.dropout(tokens, config.input_dropout, self.training)
 
-    def _places(self, batch: Batch, offsets: Tensor) -> TokenPlaces:
+    def _places(self, batch: DenseBatch, offsets: Tensor) -> TokenPlaces:
         """Returns what `fused_input` takes."""
         event = batch.event
         if event is None:
@@ -145,7 +152,7 @@ class DenseNetwork(nn.Module):
         longest = self._config.max_length
         return TokenPlaces(offsets, event, batch.timestamp, batch.query_timestamp, CONTEXT_TOKENS, longest)
 
-    def places(self, batch: Batch, sequences: Sequences) -> Tensor:
+    def places(self, batch: DenseBatch, sequences: Sequences) -> Tensor:
         """Returns the sum of the embeddings of each token's time and position, fp32 [N, width]."""
         times = token_times(batch.timestamp, batch.query_timestamp, sequences)
         time = time_buckets(times, batch.query_timestamp, sequences, self._config)

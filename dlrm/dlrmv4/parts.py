@@ -1,11 +1,11 @@
 """What trains DLRMv4; see benchmark.Parts."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.checksums import sample_checksum
 from dlrm_bench.dlrm.data.dataset import FileContent
-from dlrm_bench.dlrm.dlrmv4.config import DataConfig, ModelConfig
+from dlrm_bench.dlrm.dlrmv4.config import DataConfig, Dlrmv4Training, ModelConfig
 from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.dataset import EventDataset, WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import map_path
@@ -13,6 +13,7 @@ from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, PackedLayout
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
+    from dlrm_bench.dlrm.dlrmv4.static_stage import Dlrmv4Stage
     from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 
 
@@ -41,6 +42,13 @@ def empty_batch(config: TrainingConfig, pin: bool) -> WindowBatch:
     size, longest = config.local_batch_size, _model(config).max_history
     layout = PackedLayout(size, _EVENTS_A_SAMPLE * size + longest)
     return WindowBatch(Packed.empty(layout, tokens=0, candidates=0, longest=longest, pin=pin), size)
+
+
+def static_sequences(config: TrainingConfig, ranks: Ranks) -> "Dlrmv4Stage":
+    """Returns stage 3 of the static pipeline. Collective."""
+    from dlrm_bench.dlrm.dlrmv4.static_stage import Dlrmv4Stage  # samples are read without torchrec
+
+    return Dlrmv4Stage(cast(Dlrmv4Training, config), ranks)
 
 
 def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":

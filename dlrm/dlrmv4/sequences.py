@@ -17,7 +17,11 @@ _SECONDS_PER_STEP = 60.0  # a time bucket is the root of minutes (ops/position.p
 
 @dataclass(kw_only=True, slots=True)
 class Sequences:
-    """Places of tokens; all int64."""
+    """Places of tokens; all int64.
+
+    There may be more tokens than the sequences have, so that shapes can be fixed: those from offsets[B] on belong to
+    none. What they hold is finite, nothing reads it, and gradients by it are zeros.
+    """
 
     offsets: Tensor
     """Sequence b is tokens offsets[b] to offsets[b + 1] - 1, [B + 1]."""

@@ -42,42 +42,54 @@ class StuLayer(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(
-        self, tokens: Tensor, offsets: Tensor, length: int, candidates: bool = False, dropout: Dropout | None = None
+        self,
+        tokens: Tensor,
+        offsets: Tensor,
+        length: int,
+        candidates: bool = False,
+        dropout: Dropout | None = None,
+        factor: Tensor | None = None,
     ) -> Tensor:
         """Returns tokens [N, width], or of the candidates alone, [B, width].
 
         offsets: sequence b is tokens offsets[b] to offsets[b + 1] - 1, int64 [B + 1]. length: what attention is divided
-        by; no sequence is longer. dropout: what fused kernels drop; plain ones draw from torch's generator.
+        by; no sequence is longer. dropout: what fused kernels drop; plain ones draw from torch's generator. factor: fp32
+        [], of attention, where the host does not know what it is divided by; 1 unless told.
         """
+        uvqk = self.uvqk_weight, self.uvqk_bias
+        if factor is not None:  # attention is linear in its values, and there are fewer weights than values
+            inner = self._inner
+            of_columns = torch.cat([factor.new_ones(inner), factor.expand(inner), factor.new_ones(2 * inner)])
+            uvqk = self.uvqk_weight * of_columns, self.uvqk_bias * of_columns
         if self._fused:
             options = LayerOptions(self._heads, length, self._recompute, candidates, dropout)
-            return fused_layer(tokens, self._weights(), offsets, options)
+            return fused_layer(tokens, self._weights(*uvqk), offsets, options)
         layer = self._of_candidates if candidates else self._of_all
         if self._recompute and torch.is_grad_enabled():
-            return checkpoint(layer, tokens, offsets, length, use_reentrant=False)
-        return layer(tokens, offsets, length)
+            return checkpoint(layer, tokens, uvqk, offsets, length, use_reentrant=False)
+        return layer(tokens, uvqk, offsets, length)
 
-    def _weights(self) -> LayerWeights:
+    def _weights(self, weight: Tensor, bias: Tensor) -> LayerWeights:
         return LayerWeights(
             self.norm_weight,
             self.norm_bias,
-            self.uvqk_weight,
-            self.uvqk_bias,
+            weight,
+            bias,
             self.output_norm_weight,
             self.output_norm_bias,
             self.output_weight,
         )
 
-    def _of_all(self, tokens: Tensor, offsets: Tensor, length: int) -> Tensor:
-        projected = self.project(self.normed(tokens), slice(None))
+    def _of_all(self, tokens: Tensor, uvqk: tuple[Tensor, Tensor], offsets: Tensor, length: int) -> Tensor:
+        projected = _project(self.normed(tokens), uvqk, slice(None))
         attended = attention(projected, offsets, self._heads, length)
         return self.output(tokens, functional.silu(projected[:, : self._inner]), attended)
 
-    def _of_candidates(self, tokens: Tensor, offsets: Tensor, length: int) -> Tensor:
+    def _of_candidates(self, tokens: Tensor, uvqk: tuple[Tensor, Tensor], offsets: Tensor, length: int) -> Tensor:
         u, v, q, k = (slice(part * self._inner, (part + 1) * self._inner) for part in range(4))
         normed, ends = self.normed(tokens), offsets[1:] - 1
-        gate, query = self.project(normed[ends], u), self.project(normed[ends], q)
-        key, value = self.project(normed, k), self.project(normed, v)
+        gate, query = _project(normed[ends], uvqk, u), _project(normed[ends], uvqk, q)
+        key, value = _project(normed, uvqk, k), _project(normed, uvqk, v)
         attended = last_attention(query, key, value, offsets, self._heads, length)
         return self.output(tokens[ends], functional.silu(gate), attended)
 
@@ -85,17 +97,18 @@ class StuLayer(nn.Module):
         """Returns the norm of tokens [N, width], in their format."""
         return _norm(tokens, self.norm_weight, self.norm_bias).to(tokens.dtype)
 
-    def project(self, normed: Tensor, columns: slice) -> Tensor:
-        """Returns `columns` of u, v, q and k of all heads side by side, [N, 4 * inner], of normed tokens [N, width]."""
-        weight, bias = self.uvqk_weight[:, columns], self.uvqk_bias[columns]
-        return torch.addmm(bias.to(normed.dtype), normed, weight.to(normed.dtype))
-
     def output(self, tokens: Tensor, gate: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's tokens of those it was given [N, width], the gate silu(u) and attention [N, inner]."""
         gate, wide = gate.float(), attended.float()
         gated = gate * _norm(attended, self.output_norm_weight, self.output_norm_bias)
         joined = functional.dropout(torch.cat([gate, wide, gated], dim=1), self._dropout, self.training)
         return torch.addmm(tokens, joined.to(tokens.dtype), self.output_weight.to(tokens.dtype))
+
+
+def _project(normed: Tensor, uvqk: tuple[Tensor, Tensor], columns: slice) -> Tensor:
+    """Returns `columns` of u, v, q and k of all heads side by side, [N, 4 * inner], of normed tokens [N, width]."""
+    weight, bias = uvqk[0][:, columns], uvqk[1][columns]
+    return torch.addmm(bias.to(normed.dtype), normed, weight.to(normed.dtype))
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -37,15 +37,14 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
         "--inplace-copy: batches of DLRMv4 travel packed, and their form on the device is made there: leave it out",
     )
     of_v4 = cast(Dlrmv4Training, config)
-    maps = ItemMaps.open(data.path, Rows(*model.rows))
-    artist, album = (torch.from_numpy(of).to(ranks.device) for of in (maps.artist, maps.album))
+    artist, album = item_maps(data, model, ranks.device)
 
     def batch(host: WindowBatch) -> PackedBatch:
         return PackedBatch(packed=host.packed, artist=artist, album=album, model=model)
 
     parts: ModelParts
     if model.network == "own":
-        zeros = partial(_empty_histories, config.local_batch_size, ranks.device.type == "cuda")
+        zeros = partial(empty_histories, config.local_batch_size, ranks.device.type == "cuda")
         parts = ModelParts(build_model(of_v4, ranks.device), batch, zeros)
     else:
         from dlrm_bench.dlrm.dlrmv4.reference import reference_parts
@@ -106,7 +105,14 @@ def _clipped_adam(
     return ClippedAdam(parameters, skip(), config)
 
 
-def _empty_histories(samples: int, pin: bool) -> WindowBatch:
+def item_maps(data: DataConfig, model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the artist and the album of each item, int32, on `device`."""
+    maps = ItemMaps.open(data.path, Rows(*model.rows))
+    artist, album = (torch.from_numpy(of).to(device) for of in (maps.artist, maps.album))
+    return artist, album
+
+
+def empty_histories(samples: int, pin: bool) -> WindowBatch:
     """Returns samples of user and item 0, whose histories have one event, of item 0 too."""
     packed = Packed.empty(PackedLayout(samples, 1), tokens=samples, candidates=samples, longest=1, pin=pin)
     packed.storage.zero_()

@@ -17,6 +17,8 @@ class Tables:
     """Number of ids that a sample names in each table (multi-hot size)."""
     scale: float = 1.0
     """Factor by which --model.table-scale has shrunk the rows, for errors that advise another one."""
+    pooled: bool = True
+    """Whether the rows that a sample names in a table are summed before the dense network has them."""
 
     @property
     def count(self) -> int:

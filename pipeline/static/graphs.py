@@ -13,7 +13,8 @@ from dlrm_bench.pipeline.five_stage.cuda_graph import destroy, record
 
 
 class Graphs:
-    """Functions that run as one CUDA graph each; all are captured when the first of them is to run.
+    """Functions that run as one CUDA graph each; all that there are are captured when the first of them is to run, and
+    one that is added later when it is to run.
 
     Graphs of one object share a memory pool, so nothing that one leaves in tensors of its own may be needed after
     another has run: what outlives a replay goes to memory from outside. Each object has a pool of its own.
@@ -29,13 +30,19 @@ class Graphs:
     ) -> None:
         """name: of the whole, for messages. stream: the one that captures. fallback: after a failed capture the
         functions run eagerly; without it a failure is an error."""
-        self._name, self._works, self._ranks, self._stream = name, works, ranks, stream
+        self._name, self._works, self._ranks, self._stream = name, list(works), ranks, stream
         self._fallback = fallback
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool: Any = None
         self.captures = 0
         """How often the functions were captured."""
         self.fell_back: str | None = None
         """Why the functions run eagerly; None while they do not."""
+
+    def add(self, work: Callable[[], None]) -> int:
+        """Adds a function; returns its number."""
+        self._works.append(work)
+        return len(self._works) - 1
 
     def run(self, i: int) -> None:
         """Runs function i, by replay; captures before, where that has not been done."""
@@ -50,7 +57,7 @@ class Graphs:
 
         RuntimeError, on every rank, where that fails on any and fallback is off.
         """
-        if not self._graphs and self.fell_back is None:
+        if len(self._graphs) < len(self._works) and self.fell_back is None:
             self._capture()
 
     def forget(self, why: str) -> None:
@@ -61,10 +68,16 @@ class Graphs:
         if self._ranks.rank == 0:
             print(f"{why}: the {self._name} is captured anew", file=sys.stderr, flush=True)
 
+    def clear(self) -> None:
+        """Destroys the graphs and forgets the functions."""
+        self.close()
+        self._works.clear()
+
     def close(self) -> None:
         """Destroys the graphs."""
         destroy(self._graphs)
         self._graphs.clear()
+        self._pool = None
 
     def describe(self) -> dict[str, Any]:
         """Returns what a record says about the graphs."""
@@ -72,11 +85,12 @@ class Graphs:
 
     def _capture(self) -> None:
         graphs, own, error = [], None, None
-        pool = torch.cuda.graph_pool_handle() if self._ranks.device.type == "cuda" else None
-        for work in self._works:
+        if self._pool is None and self._ranks.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        for work in self._works[len(self._graphs) :]:
             watch = _Watch(self._name)
             try:
-                graphs.append(record(work, watch, pool, self._stream))
+                graphs.append(record(work, watch, self._pool, self._stream))
             except Exception as caught:
                 own, error = watch.says(caught), caught
                 break
@@ -84,7 +98,7 @@ class Graphs:
         dist.all_gather_object(failures, own)
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
-            self._graphs = graphs
+            self._graphs += graphs
             self.captures += 1
             return
         # The lowest rank's, so that all ranks say the same.
@@ -94,6 +108,7 @@ class Graphs:
                 f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph try to continue eagerly"
             ) from error
         self.fell_back = reason
+        self.close()  # all run eagerly from now on
         del error, watch  # their tracebacks hold the tensors of the failed capture
         if self._ranks.rank == 0:
             print(f"--cuda-graph try: {reason}; it runs eagerly", file=sys.stderr, flush=True)

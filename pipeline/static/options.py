@@ -76,8 +76,9 @@ class StaticOptions:
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
         )
+        fbgemm = config.model.tables.pooled and not self.presort_ids
         require(
-            self.presort_ids or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
+            not fbgemm or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
             f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, which here changes with "
             "the iterations: add --presort-ids, or choose --cuda-graph none",
         )

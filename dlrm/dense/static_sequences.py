@@ -1,0 +1,139 @@
+"""What the static pipeline asks of a benchmark whose tables' rows reach the dense network one by one, not pooled.
+
+A batch names as many rows and has as many tokens as it does; shapes are fixed all the same, by a room for events and
+one for tokens, so that an iteration can be captured in a CUDA graph. What is less is padding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from dlrm_bench.dlrm.dense.static_dense import DenseContext
+from dlrm_bench.dlrm.dense.tallies import Tallies
+from dlrm_bench.dlrm.runtime.streams import Branch
+
+
+class Needs(NamedTuple):
+    """What a batch needs room for, on one rank or the most on any."""
+
+    events: int
+    """Distinct events, whose rows are looked up."""
+    rows: int
+    """Distinct rows of all tables, or a bound of their number."""
+    tokens: int
+    """Tokens of all sequences together."""
+
+
+class FixedBatch(Protocol):
+    """A batch in a fixed shape, on the host or on the device."""
+
+    storage: Tensor
+    """uint8, the one buffer that holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch in host memory, as it travels."""
+
+    batch: FixedBatch
+    events: int
+    """The room for events that it is padded to."""
+    needs: Needs
+    """This rank's."""
+
+
+@dataclass(slots=True)
+class SequenceBackward:
+    """What stage 3 leaves."""
+
+    gradients: Sequence[Tensor]
+    """Of the dense weights, of this rank."""
+    guarded: Branch
+    """The guard's look at the loss."""
+    loss: Tensor
+    """Kept until the guard has looked."""
+
+
+class StaticSequences(Protocol):
+    """A dense network of sequences, as each rank has it, and its batches."""
+
+    def id_counts(self, events: int) -> tuple[int, ...]:
+        """Returns the room for ids of each table in a batch with room for `events`."""
+        ...
+
+    @property
+    def tallies(self) -> Tallies:
+        """Counts of this rank's numbers that went wrong."""
+        ...
+
+    # Batches
+
+    def prepare(self, batch: Any, events: int) -> Prepared:
+        """Returns one of the data set's batches padded to room for `events`, or for more where it has more; reader
+        threads call it."""
+        ...
+
+    def padded(self, prepared: Prepared, events: int) -> Prepared:
+        """Returns a prepared batch with room for just `events`."""
+        ...
+
+    def warm_up_batch(self) -> Any:
+        """Returns a batch as the data set would, whose rows are the first of each table."""
+        ...
+
+    def on_device(self, events: int) -> Any:
+        """Returns device memory for a batch with room for `events`, a FixedBatch."""
+        ...
+
+    def write_ids(self, batch: Any, ids: Tensor) -> None:
+        """Writes the row of its table that each place of a batch names to `ids`, int32 [K], table after table as
+        `id_counts` says; -1 in places of padding."""
+        ...
+
+    def labels(self, batch: Any) -> Tensor:
+        """Returns the labels of a batch on the device, fp32 [B]."""
+        ...
+
+    # Stages 3 and 5
+
+    def forward_backward(
+        self, context: DenseContext, batch: Any, tokens: int, rows: Tensor, gradients: Tensor
+    ) -> SequenceBackward:
+        """Launches forward, loss and backward on the current stream, and the guard's look beside them. Collective.
+
+        tokens: the room for them. rows: fp32 [K, columns], zeros in places of padding; gradients: like rows, written.
+        """
+        ...
+
+    def update(self, context: DenseContext, backward: SequenceBackward) -> None:
+        """Averages the gradients over ranks and updates the dense weights, on the current stream. Collective."""
+        ...
+
+    def logits(self, batch: Any, tokens: int, rows: Tensor) -> Tensor:
+        """Returns the logits of a batch, fp32 [B], as evaluations take them."""
+        ...
+
+    def loss(self, step: int) -> Tensor:
+        """Returns the loss of iteration `step`, counted from 0 over all that were launched."""
+        ...
+
+    # State
+
+    @property
+    def table_keys(self) -> Sequence[str]:
+        """The key of each table in checkpoints, in table order."""
+        ...
+
+    def memory(self) -> list[Tensor]:
+        """Returns all weights and state, and what counts iterations: what a warm-up must leave as it was."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Returns the dense weights, the memory that is trained, by their keys in checkpoints."""
+        ...
+
+    def optimizer_state(self) -> Mapping[str, Tensor]:
+        """Returns the dense optimizer's state, the memory that is trained, by its keys in checkpoints."""
+        ...

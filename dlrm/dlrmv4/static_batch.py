@@ -1,0 +1,128 @@
+"""Packed batches in fixed shapes, for iterations that a CUDA graph holds: what a batch has less than its capacity is
+padding, and how much that is, the device alone knows.
+
+Ids of B samples with room for E distinct events, table by table: of each event's item, artist and album E rows of
+events and B of candidates, of each context table B rows. Padding names row -1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.dlrmv4.batch import DenseBatch
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.data.limits import POOLS
+from dlrm_bench.dlrm.dlrmv4.data.packed import (
+    CANDIDATE,
+    CONTEXT_ROWS,
+    END,
+    LABEL,
+    LENGTH,
+    QUERY,
+    Packed,
+    PackedLayout,
+)
+from dlrm_bench.kernels.input_dist.history_events import history_events
+
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class IdShape:
+    """Room for the ids of a batch."""
+
+    samples: int
+    """B."""
+    events: int
+    """E."""
+
+    @property
+    def of_tables(self) -> tuple[int, ...]:
+        """Ids of each table."""
+        return (self.events + self.samples,) * len(EVENT_TABLES) + (self.samples,) * len(CONTEXT_TABLES)
+
+    @property
+    def size(self) -> int:
+        """Ids of all tables, K."""
+        return sum(self.of_tables)
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Of the packed batch."""
+        return PackedLayout(self.samples, self.events)
+
+
+def padded(packed: Packed, events: int, pin: bool) -> Packed:
+    """Returns a copy of a packed batch, on the host, with room for `events`, no fewer than it has; the rest of them has
+    no item."""
+    assert packed.layout.events <= events, "room for all events"
+    out = Packed.empty(
+        PackedLayout(packed.layout.samples, events),
+        tokens=packed.tokens,
+        candidates=packed.candidates,
+        longest=packed.longest,
+        pin=pin,
+    )
+    out.samples.copy_(packed.samples)
+    for whole, part, rest in (
+        (out.item, packed.item, NO_ROW),
+        (out.timestamp, packed.timestamp, 0),
+        (out.action, packed.action, 0),
+    ):
+        whole[: len(part)].copy_(part)
+        whole[len(part) :].fill_(rest)
+    return out
+
+
+def on_device(shape: IdShape, device: torch.device) -> Packed:
+    """Returns device memory for one batch after another; nothing of it says their sizes. All zero."""
+    storage = torch.zeros(shape.layout.end, dtype=torch.uint8, device=device)
+    return Packed(storage, shape.layout, tokens=0, candidates=0, longest=0)
+
+
+def write_ids(packed: Packed, artist: Tensor, album: Tensor, ids: Tensor) -> None:
+    """Writes the rows that a padded batch names to `ids`, int32 [K], as IdShape lays them out. artist, album: int32 by
+    item, on the device (ItemMaps)."""
+    table, item = packed.samples, packed.item
+    known, at = item >= 0, item.clamp(min=0).long()
+    parts = [item, table[CANDIDATE]]
+    for of_item, candidate in ((artist, table[CANDIDATE + 1]), (album, table[CANDIDATE + 2])):
+        parts += [torch.where(known, of_item[at], NO_ROW), candidate]
+    torch.cat([*parts, table[CONTEXT_ROWS:LABEL].flatten()], out=ids)
+
+
+def rows_of(rows: Tensor, shape: IdShape, config: ModelConfig) -> dict[str, Tensor]:
+    """Returns the rows of each feature, views of those of all ids, [K, columns]."""
+    parts = iter(
+        rows.split([size for _ in EVENT_TABLES for size in (shape.events, shape.samples)] + _of_context(shape))
+    )
+    return {feature: next(parts) for table in tables(config) for feature in table.features}
+
+
+def _of_context(shape: IdShape) -> list[int]:
+    return [shape.samples] * len(CONTEXT_TABLES)
+
+
+def dense_batch(packed: Packed, tokens: int, config: ModelConfig) -> DenseBatch:
+    """Returns what the dense network reads of a padded batch, with room for `tokens`, those of context and candidates
+    included. Launches work and waits for none of it."""
+    table, size = packed.samples, packed.layout.samples
+    lengths, device = table[LENGTH], table.device
+    before = torch.zeros(size + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lengths, 0, out=before[1:])
+    event = torch.empty(tokens - OWN_TOKENS * size, dtype=torch.int32, device=device)
+    history_events(table[:POOLS], table[END], before, packed.action >> 1, event)  # bits 1, 2, 4
+    factor = None
+    if config.attention_scale == "longest":  # attention is divided by the most that it can be
+        factor = config.max_length / (lengths.max() + OWN_TOKENS).float()
+    return DenseBatch(
+        lengths=lengths,
+        timestamp=packed.timestamp[event.long()],
+        action=packed.action,
+        query_timestamp=table[QUERY],
+        labels=table[LABEL].float(),
+        longest=config.max_length,
+        event=event,
+        attention_factor=factor,
+    )

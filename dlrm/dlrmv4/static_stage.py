@@ -1,0 +1,168 @@
+"""DLRMv4 as stages 3 and 5 of the static pipeline: the network of dlrm/dlrmv4/network.py over padded tokens, autograd's
+backward, and Adam over one flat buffer; all of it launched and none of it waited for, so that a CUDA graph can hold it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from dlrm_bench.dlrm.data.batch import ALIGNMENT
+from dlrm_bench.dlrm.dense.adam_bucket import AdamBucket
+from dlrm_bench.dlrm.dense.static_dense import DenseContext
+from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared, SequenceBackward
+from dlrm_bench.dlrm.dense.tallies import Tallies
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, Dlrmv4Training, tables
+from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
+from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, PackedLayout
+from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
+from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
+from dlrm_bench.dlrm.dlrmv4.static_batch import IdShape, dense_batch, on_device, padded, rows_of, write_ids
+from dlrm_bench.dlrm.dlrmv4.torchrec import empty_histories, item_maps
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.streams import Stream
+from dlrm_bench.kernels.dense.flat_adam import AdamOptions
+
+GUARD = Stream(name="guard", carries="the guard's look at the loss, before any update")
+LOSSES_KEPT = 1_000_000
+"""Iterations after which the place of a loss is used again; 4 MB."""
+
+
+class Dlrmv4Stage:
+    """See dlrm_bench.dlrm.dense.static_sequences.StaticSequences."""
+
+    def __init__(self, config: Dlrmv4Training, ranks: Ranks) -> None:
+        """Collective. Draws the initial weights of config.seed and seeds dropout."""
+        self._model, self._ranks = config.model, ranks
+        self._samples = config.local_batch_size
+        self._pin = ranks.device.type == "cuda"
+        network = DenseNetwork(config.model, config.precision)
+        network.init_weights(config.seed)
+        self.network = network.to(ranks.device)
+        optimizer = config.optimizer
+        options = AdamOptions(optimizer.adam_betas, optimizer.adam_eps, optimizer.clip_norm)
+        self.bucket = AdamBucket(self.network, options, ranks)
+        seed_dropout(config, ranks.rank)
+        self._artist, self._album = item_maps(config.data, config.model, ranks.device)
+        self.tallies = Tallies((), ranks.device)
+        self._losses = torch.zeros(LOSSES_KEPT, device=ranks.device)
+        self._launched = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+
+    def id_counts(self, events: int) -> tuple[int, ...]:
+        """See StaticSequences."""
+        return self._shape(events).of_tables
+
+    def _shape(self, events: int) -> IdShape:
+        return IdShape(self._samples, events)
+
+    # Batches
+
+    def prepare(self, batch: WindowBatch, events: int) -> Prepared:
+        """See StaticSequences."""
+        packed = batch.packed
+        assert packed.layout.samples == self._samples, "batches of the local batch size"
+        needs = Needs(packed.layout.events, _distinct_rows(packed), packed.tokens + OWN_TOKENS * self._samples)
+        room = max(events, -(-needs.events // ALIGNMENT) * ALIGNMENT)
+        return Prepared(padded(packed, room, self._pin), room, needs)
+
+    def padded(self, prepared: Prepared, events: int) -> Prepared:
+        """See StaticSequences."""
+        packed = cast(Packed, prepared.batch)
+        own = prepared.needs.events
+        layout = PackedLayout(self._samples, own)
+        cut = Packed.empty(
+            layout, tokens=packed.tokens, candidates=packed.candidates, longest=packed.longest, pin=False
+        )
+        cut.samples.copy_(packed.samples)
+        for part, whole in ((cut.item, packed.item), (cut.timestamp, packed.timestamp), (cut.action, packed.action)):
+            part.copy_(whole[:own])
+        return replace(prepared, batch=padded(cut, events, self._pin), events=events)
+
+    def warm_up_batch(self) -> WindowBatch:
+        """See StaticSequences."""
+        return empty_histories(self._samples, pin=False)
+
+    def on_device(self, events: int) -> Packed:
+        """See StaticSequences."""
+        return on_device(self._shape(events), self._ranks.device)
+
+    def write_ids(self, batch: Packed, ids: Tensor) -> None:
+        """See StaticSequences."""
+        write_ids(batch, self._artist, self._album, ids)
+
+    def labels(self, batch: Packed) -> Tensor:
+        """See StaticSequences."""
+        return batch.samples[LABEL].float()
+
+    # Stages 3 and 5
+
+    def forward_backward(
+        self, context: DenseContext, batch: Packed, tokens: int, rows: Tensor, gradients: Tensor
+    ) -> SequenceBackward:
+        """See StaticSequences."""
+        with torch.enable_grad():
+            # Leaves of their own: the gradient of a slice would be a tensor of all rows, for each feature.
+            leaves = {name: of.detach().requires_grad_() for name, of in self._rows(batch, rows).items()}
+            dense = dense_batch(batch, tokens, self._model)
+            loss = loss_of(self.network.scores(leaves, dense), dense.labels, self._model)
+        losses = loss.detach().view(1)
+        self._losses.index_copy_(0, self._launched % LOSSES_KEPT, losses)
+        self._launched += 1
+        with context.streams.beside(GUARD) as guarded:
+            context.guard.look(losses)
+        weights = list(self.bucket.parameters.values())
+        of_all = torch.autograd.grad(loss, [*weights, *leaves.values()])
+        torch.cat(of_all[len(weights) :], out=gradients)
+        return SequenceBackward(of_all[: len(weights)], guarded, losses)
+
+    def update(self, context: DenseContext, backward: SequenceBackward) -> None:
+        """See StaticSequences."""
+        with record_function("dense_update"):
+            self.bucket.update(backward.gradients, context.learning_rate, context.guard.watch)
+
+    def logits(self, batch: Packed, tokens: int, rows: Tensor) -> Tensor:
+        """See StaticSequences."""
+        self.network.eval()
+        try:
+            return self.network.scores(self._rows(batch, rows), dense_batch(batch, tokens, self._model))
+        finally:
+            self.network.train()
+
+    def _rows(self, batch: Packed, rows: Tensor) -> dict[str, Tensor]:
+        return rows_of(rows, self._shape(batch.layout.events), self._model)
+
+    def loss(self, step: int) -> Tensor:
+        """See StaticSequences."""
+        return self._losses[step % LOSSES_KEPT]
+
+    # State
+
+    @property
+    def table_keys(self) -> Sequence[str]:
+        """See StaticSequences: the keys of TorchRec's EmbeddingCollection."""
+        return [f"embeddings.embeddings.{table.name}.weight" for table in tables(self._model)]
+
+    def memory(self) -> list[Tensor]:
+        """See StaticSequences."""
+        return [self.bucket.weights, *self.bucket.state, self._launched, self.tallies.counts]
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """See StaticSequences."""
+        return {f"dense.{name}": parameter.detach() for name, parameter in self.bucket.parameters.items()}
+
+    def optimizer_state(self) -> Mapping[str, Tensor]:
+        """See StaticSequences: the names of torch.optim.Adam's state after the weight's key."""
+        return {
+            f"dense.{name}.{kind}": value
+            for name, of_weight in self.bucket.state_views().items()
+            for kind, value in of_weight.items()
+        }
+
+
+def _distinct_rows(packed: Packed) -> int:
+    """Returns how many rows of all tables a packed batch names at most: an item has one artist and one album."""
+    items = torch.cat([packed.item, packed.samples[CANDIDATE]]).unique()
+    return len(EVENT_TABLES) * len(items) + len(CONTEXT_TABLES) * packed.layout.samples

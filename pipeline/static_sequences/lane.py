@@ -1,0 +1,171 @@
+"""Batches on their way through iterations of one kind: read, agreed on, brought to the device, run."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared, StaticSequences
+from dlrm_bench.dlrm.tables.sequence.sequence_tables import DistributedRows
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
+from dlrm_bench.pipeline.static.graphs import Graphs
+from dlrm_bench.pipeline.static.streams import IterationStreams
+from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Space
+from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, IdRoom, room_for_tokens
+
+EAGER = 3
+"""Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
+
+
+class Lane:
+    """Runs one batch after another, each beside the input dist of the next one, while the ranks agree on the one after
+    that. All ranks have as many batches, and all run them in the same room.
+
+    A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
+    is there, which is captured anew. Each room for tokens is captured when a batch first needs it. A batch with more
+    rows of one rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Space, int, int], None],
+        new_space: Callable[[IdRoom], Space],
+        room: IdRoom,
+        iteration: Iteration,
+        dense: StaticSequences,
+        fetcher: BatchFetcher,
+        agreement: Agreement,
+        streams: IterationStreams,
+        graphs: Graphs | None,
+    ) -> None:
+        """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. room: to begin
+        with."""
+        self._work, self._new_space, self._iteration, self._dense = work, new_space, iteration, dense
+        self._fetcher, self._agreement, self._streams, self.graphs = fetcher, agreement, streams, graphs
+        self.space = new_space(room)
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._coming: deque[tuple[Prepared, Asked]] = deque()
+        self._executed = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew with the next batches, once those before have ended, and with what `describe` counts."""
+        self._coming.clear()
+        self._begun = self._ended = False
+        self._now: tuple[Prepared, Needs] | None = None
+        self.parity = 0
+        """The slot of the batch that runs next."""
+        self.grown = self.overflows = 0
+        self.rooms: Counter[int] = Counter()
+        """Batches run in each room for tokens."""
+        self.tokens = 0
+        """Tokens of this rank's batches, without padding."""
+
+    def run(self, batches: Iterator[Prepared]) -> int | None:
+        """Runs the next batch, and reads two ahead of it; returns the slot that it was in, None where all have run.
+        Collective. ValueError for batches after the end."""
+        if not self._begun:
+            self._begin(batches)
+        if self._now is None:
+            if next(batches, None) is not None:
+                raise ValueError("the batches of this static pipeline have ended: give one iterator over all of them")
+            return None
+        self._read(batches)
+        prepared, needs = self._now
+        coming, of_coming = self._next()
+        fits = of_coming is None or self.space.room.takes(of_coming)
+        self._streams.limit_run_ahead()
+        self._name(coming if fits else None)
+        done, room = self.parity, room_for_tokens(needs.tokens)
+        eager = self.space.tables.eager_rows(self.space.slots[done].rows)
+        self.space.tables.expect(self.space.slots[1 - done].rows)
+        if eager is None:
+            self._execute(done, room)
+        else:
+            self.overflows += 1
+            self._work(self._with_rows(done, eager), done, room)
+        self._streams.end_iteration()
+        self.rooms[room] += 1
+        self.tokens += prepared.needs.tokens
+        self.parity, self._now = 1 - done, None
+        if coming is not None and of_coming is not None:
+            self._now = coming, of_coming
+            if not fits:
+                self._bring(coming, of_coming)
+        return done
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what a record says of rooms: batches by room for tokens, the share of it that is padding on this
+        rank, the room for ids, how often it grew, and how many batches had more rows of one rank than it takes."""
+        total = sum(room * count for room, count in self.rooms.items())
+        return {
+            "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
+            "padding_of_tokens": round(1 - self.tokens / total, 4) if total else 0.0,
+            "room_for_events": self.space.room.events,
+            "room_for_rows": self.space.room.rows,
+            "larger_rooms": self.grown,
+            "batches_over_capacity": self.overflows,
+        }
+
+    def _begin(self, batches: Iterator[Prepared]) -> None:
+        self._begun = True
+        self._read(batches)
+        self._read(batches)
+        first, needs = self._next()
+        if first is not None and needs is not None:
+            self._now = first, needs
+            self._bring(first, needs)
+
+    def _read(self, batches: Iterator[Prepared]) -> None:
+        batch = None if self._ended else next(batches, None)
+        self._ended = batch is None
+        if batch is not None:
+            self._coming.append((batch, self._agreement.ask(batch.needs)))
+
+    def _next(self) -> tuple[Prepared, Needs] | tuple[None, None]:
+        if not self._coming:
+            return None, None
+        prepared, asked = self._coming.popleft()
+        return prepared, asked.needs()
+
+    def _name(self, batch: Prepared | None) -> None:
+        """Names the batch of the next input dist; None leaves what is there, which is distributed again."""
+        if batch is not None and batch.events != self.space.room.events:
+            batch = self._dense.padded(batch, self.space.room.events)
+        self._fetcher.name(None if batch is None else batch.batch)
+
+    def _bring(self, batch: Prepared, needs: Needs) -> None:
+        """Brings a batch to the slot of the next iteration, in a larger space where it needs one."""
+        if not self.space.room.takes(needs):
+            self._grow(self.space.room.grown(needs))
+        self._name(batch)
+        slot = self.space.slots[self.parity]
+        self.space.tables.expect(slot.rows)
+        self._iteration.input_dist(self.space, slot)
+
+    def _with_rows(self, slot: int, rows: DistributedRows) -> Space:
+        slots = list(self.space.slots)
+        slots[slot] = replace(slots[slot], rows=rows)
+        return replace(self.space, slots=(slots[0], slots[1]))
+
+    def _grow(self, room: IdRoom) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+        self._numbers.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        del self.space  # before the larger one
+        self.space = self._new_space(room)
+        self.grown += 1
+
+    def _execute(self, slot: int, room: int) -> None:
+        self._executed += 1
+        if self.graphs is None or self._executed <= EAGER:
+            self._work(self.space, slot, room)
+            return
+        if (slot, room) not in self._numbers:
+            self._numbers[slot, room] = self.graphs.add(partial(self._work, self.space, slot, room))
+        self.graphs.run(self._numbers[slot, room])

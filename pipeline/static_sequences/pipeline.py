@@ -1,0 +1,198 @@
+"""The static pipeline over rows that are looked up one by one: iterations of fixed shapes, eager or as CUDA graphs, one
+for each room for tokens that batches ask for and each of two slots."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_bench.dlrm.benchmark import Parts
+from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate
+from dlrm_bench.dlrm.dense.loss_guard import LossGuard
+from dlrm_bench.dlrm.dense.static_dense import DenseContext
+from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared
+from dlrm_bench.dlrm.dense.tallies import Tallies
+from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity
+from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
+from dlrm_bench.pipeline.interface import check_device
+from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
+from dlrm_bench.pipeline.static.graphs import Graphs
+from dlrm_bench.pipeline.static.memory import memory_gb
+from dlrm_bench.pipeline.static.options import StaticOptions
+from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
+from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
+from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
+from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
+from dlrm_bench.pipeline.static_sequences.warm_up import ROWS, unchanged
+
+
+class StaticSequencesPipeline:
+    """See dlrm_bench.pipeline.interface.Pipeline."""
+
+    def __init__(self, config: TrainingConfig, options: StaticOptions, ranks: Ranks, parts: Parts) -> None:
+        """Collective over all ranks. parts: the benchmark's, whose dense network is stage 3. ValueError where the
+        options need a GPU and there is none."""
+        check_device(options, ranks.device)
+        self._config, self._options, self._ranks = config, options, ranks
+        self._rate = torch.tensor([config.optimizer.learning_rate], device=ranks.device)
+        """The learning rate of all weights on the device, fp32 [1]."""
+        self._learning_rate = config.optimizer.learning_rate
+        self.dense = parts.static_sequences(config, ranks)
+        room = IdRoom(0, 0).grown(Needs(*(config.local_batch_size,) * 3))
+        self.tables = self._new_tables(room)
+        self._streams = IterationStreams(ranks.device, options.overlap)
+        self._guard = LossGuard(ranks, None, self.dense.tallies)
+        self._fetcher, self._agreement = BatchFetcher(ranks.device, MAX_IN_FLIGHT), Agreement(ranks)
+        context = DenseContext(self._streams, self._rate, self._guard)
+        self._iteration = Iteration(self._fetcher, self.dense, self._streams, context)
+        self._evaluated = [torch.zeros(2, config.local_batch_size, device=ranks.device) for _ in range(2)]
+        """Logits and labels of the batch in each slot."""
+        self._train = self._new_lane("iteration", self._iteration.train, room, trains=True)
+        self._eval = self._new_lane("evaluation", self._evaluate, room, trains=False)
+        self._runs = self._train
+        """The lane that batches are prepared for."""
+        self._launched = 0
+
+    def _new_tables(self, room: IdRoom) -> SequenceTables:
+        config = self._config
+        optimizer = config.optimizer.tables
+        assert isinstance(optimizer, RowWiseAdagrad), "checked with the configuration"
+        capacity = self._capacity(room)
+        return SequenceTables(config.model.tables, capacity, self._ranks, optimizer, self._rate, config.seed)
+
+    def _capacity(self, room: IdRoom) -> IdCapacity:
+        return IdCapacity(self.dense.id_counts(room.events), room.rows)
+
+    def _new_lane(self, name: str, work: Any, room: IdRoom, trains: bool) -> Lane:
+        graphs = None
+        if self._options.cuda_graph != "none":
+            graphs = Graphs(name, [], self._ranks, self._streams.main, self._options.cuda_graph == "try")
+        stages = (self._iteration, self.dense, self._fetcher, self._agreement, self._streams)
+        return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs)
+
+    def _new_space(self, room: IdRoom, trains: bool) -> Space:
+        capacity, device = self._capacity(room), self._ranks.device
+        tables = self.tables.sized(capacity)
+        unused = torch.full((capacity.count,), -1, dtype=torch.int32, device=device)
+        slots = [Slot(self.dense.on_device(room.events), unused.clone(), tables.empty_ids(trains)) for _ in range(2)]
+        rows = torch.zeros(capacity.count, self._config.model.tables.columns, device=device)
+        return Space(room, tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
+
+    def warm_up(self, evaluates: bool) -> None:
+        """Trains on batches of its own until an iteration is captured, and evaluates some where the run will; weights,
+        optimizer state and generators are as before afterwards. See pipeline/interface.py."""
+        assert self._launched == 0, "a warm-up comes before the first batch"
+        batch = self.prepare(self.dense.warm_up_batch())
+        kept = [tensor[:ROWS] for table in self.tables.table_shards() for tensor in (table.weights, table.state)]
+        kept += [*self.dense.memory(), self._guard.watch.stopped]
+        count = EAGER + 2  # which capture the graph of each slot
+        with unchanged(kept, self._ranks):
+            batches = repeat(batch, count)
+            for _ in range(count):
+                self.train_step(batches)
+            self._train.reset()
+            if evaluates:
+                for _ in self.evaluate(repeat(batch, count)):
+                    pass
+        self._launched = 0
+
+    def prepare(self, batch: Any) -> Prepared:
+        """Returns the batch padded in pinned memory: one buffer is all that travels."""
+        return self.dense.prepare(batch, self._runs.space.room.events)
+
+    def train_step(self, batches: Iterator[Prepared]) -> Tensor:
+        """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the
+        end."""
+        if self._train.run(batches) is None:
+            raise StopIteration
+        self._launched += 1
+        return self.dense.loss(self._launched - 1)
+
+    def evaluate(self, batches: Iterator[Prepared]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs forward passes only; the batches of the training in flight keep their slots."""
+        self._eval.reset()
+        self._runs = self._eval
+        try:
+            while (slot := self._eval.run(batches)) is not None:
+                logits, labels = self._evaluated[slot].clone().unbind()
+                yield logits, labels
+        finally:
+            self._runs = self._train
+
+    def _evaluate(self, space: Space, slot: int, tokens: int) -> None:
+        self._iteration.evaluate(space, slot, tokens, *self._evaluated[slot].unbind())
+
+    def tallies(self) -> Tallies:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        return self.dense.tallies
+
+    def set_learning_rate(self, value: float) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline: every update reads it from the device."""
+        if value != 0:  # with which a ramp begins, and which changes no weight
+            check_learning_rate(value)
+        if value != self._learning_rate:
+            self._learning_rate = value
+            self._rate.fill_(value)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns how tables are split, the rooms that batches had on rank 0, graphs, and GB of memory. Collective."""
+        lanes = {"iteration": self._train, "evaluation": self._eval}
+        memory = memory_gb(
+            self._ranks,
+            {
+                "tables": [table.weights for table in self.tables.table_shards()],
+                "optimizer_state": [table.state for table in self.tables.table_shards()],
+                "rows": [[lane.space.rows, lane.space.gradients] for lane in lanes.values()],
+                "dense_weights": self.dense.memory(),
+            },
+        )
+        rooms: list[Any] = [{name: lane.describe() for name, lane in lanes.items()}]
+        dist.broadcast_object_list(rooms)
+        return {
+            "row_parts": self._ranks.world_size,
+            "rooms": rooms[0],
+            "cuda_graphs": {name: lane.graphs.describe() for name, lane in lanes.items() if lane.graphs is not None},
+            "memory_gb": memory,
+        }
+
+    def close(self) -> None:
+        """Destroys the graphs."""
+        for lane in (self._train, self._eval):
+            if lane.graphs is not None:
+                lane.graphs.close()
+
+    # State
+
+    def state_blocks(self) -> StateBlocks:
+        """See dlrm_bench.pipeline.interface.Pipeline: the memory that is trained."""
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        weights: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.weights().items()}
+        state: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.optimizer_state().items()}
+        tables, ranks = self._config.model.tables, range(self._ranks.world_size)
+        for number, (key, table) in enumerate(zip(self.dense.table_keys, self.tables.table_shards(), strict=True)):
+            for of_kind, local, columns in ((weights, table.weights, tables.columns), (state, table.state, 1)):
+                of_kind[key] = [
+                    TensorBlock(
+                        rank,
+                        (rank, 0),
+                        (len(range(rank, tables.rows[number], len(ranks))), columns),
+                        local if rank == self._ranks.rank else None,
+                        len(ranks),
+                    )
+                    for rank in ranks
+                    if rank < tables.rows[number]
+                ]
+        return StateBlocks(weights, state)
+
+    def take_blocks(self, blocks: StateBlocks) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained."""
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,81 @@
+"""How much room batches get: from few sizes, so that few graphs serve them, and the same on all ranks."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dlrm_bench.dlrm.dense.static_sequences import Needs
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+_TOKENS_STEP = 1.05
+"""From one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
+_TOKENS_MULTIPLE = 64
+_IDS_SLACK = 1.25
+"""Room for events and rows over the need of the batch that made it too small. Padding of events costs the embedding
+stages alone, and another size captures every graph anew."""
+_IDS_MULTIPLE = 1024
+
+
+def room_for_tokens(tokens: int) -> int:
+    """Returns the least of the rooms that takes `tokens`: powers of 1.05, rounded up to a multiple of 64."""
+    power = math.floor(math.log(max(tokens, 1), _TOKENS_STEP)) - 1
+    while (room := _multiple(_TOKENS_STEP**power, _TOKENS_MULTIPLE)) < tokens:
+        power += 1
+    return room
+
+
+@dataclass(frozen=True, slots=True)
+class IdRoom:
+    """Room for what a batch's ids are."""
+
+    events: int
+    """Distinct events."""
+    rows: int
+    """Distinct rows, which ranks exchange."""
+
+    def takes(self, needs: Needs) -> bool:
+        """Whether a batch fits."""
+        return needs.events <= self.events and needs.rows <= self.rows
+
+    def grown(self, needs: Needs) -> "IdRoom":
+        """Returns the room that a batch makes which does not fit."""
+        return IdRoom(_larger(self.events, needs.events), _larger(self.rows, needs.rows))
+
+
+def _larger(room: int, need: int) -> int:
+    return room if need <= room else _multiple(need * _IDS_SLACK, _IDS_MULTIPLE)
+
+
+def _multiple(number: float, of: int) -> int:
+    return math.ceil(number / of) * of
+
+
+class Asked:
+    """The most that any rank needs for one batch, on its way."""
+
+    def __init__(self, needs: Needs, group: dist.ProcessGroup | None) -> None:
+        self._most = torch.tensor(needs, dtype=torch.int64)
+        self._work = None
+        if group is not None:
+            self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def needs(self) -> Needs:
+        """Returns it; waits for the other ranks' hosts where they have not asked yet."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return Needs(*self._most.tolist())
+
+
+class Agreement:
+    """What the hosts of all ranks agree on, between themselves: no device is read."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Collective: makes a process group of gloo."""
+        self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+
+    def ask(self, needs: Needs) -> Asked:
+        """Asks all ranks what they need for their part of the same batch. Collective."""
+        return Asked(needs, self._group)

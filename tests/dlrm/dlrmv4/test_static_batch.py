@@ -1,0 +1,112 @@
+"""Batches in fixed shapes: what the network makes of them is what it makes of the same batches as they are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.dlrmv4.batch import batch_of_packed
+from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
+from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
+from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, events_of
+from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
+from dlrm_bench.dlrm.dlrmv4.network import loss_of
+from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, padded, rows_of, write_ids
+from tests.dlrm.dlrmv4.cases import STILL, small_model
+from tests.dlrm.dlrmv4.data.made import ITEMS, random_cache, random_maps
+
+LIMITS = Limits(history=12, min_history=0, scan=400)
+MODEL = replace(STILL, event_rows=(ITEMS, 90, 90), context_rows=(300, 13, 12, 19, 23, 7, 5, 16), max_history=12)
+MAPS = tuple(torch.from_numpy(of) for of in (random_maps().artist, random_maps().album))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> list[Packed]:
+    """Batches of neighbouring anchors; of users with no history, with one event, and of a single sample."""
+    cache = random_cache(tmp_path_factory.mktemp("days"), LIMITS, users=30, events=250)
+    builder = BatchBuilder(cache, random_maps(), Rows(*MODEL.rows))
+    count = len(cache.positions)
+    batches = [np.arange(first, min(first + 9, count)) for first in range(0, count, max(1, count // 10))]
+    batches.append(np.unique(cache.uid[cache.positions], return_index=True)[1])  # the first anchor of each user
+    return [builder.build(numbers) for numbers in (*batches, np.array([0]))]
+
+
+def test_there_are_odd_lengths(packed: list[Packed]) -> None:
+    lengths = torch.cat([of.samples[4] for of in packed])
+    assert {0, 1, 12} <= set(lengths.tolist())
+
+
+@pytest.mark.parametrize("spare", [0, 3, 50])
+def test_ids_and_events_are_those_of_the_batch(packed: list[Packed], spare: int) -> None:
+    for of in packed:
+        size, events = of.layout.samples, of.layout.events
+        shape = IdShape(size, events + spare)
+        fixed = padded(of, shape.events, pin=False)
+        ids = torch.empty(shape.size, dtype=torch.int32)
+        write_ids(fixed, *MAPS, ids)
+        batch = batch_of_packed(of, *MAPS, MODEL)
+        values = batch.features.values()
+        of_tables = ids.split(shape.of_tables)
+        start = 0
+        for number, (table, named) in enumerate(zip(tables(MODEL), of_tables, strict=True)):
+            own = torch.cat([named[:events], named[shape.events :]]) if number < 3 else named
+            assert torch.equal(own, values[start : start + len(own)]), table.name
+            assert set(named.tolist()) - set(own.tolist()) <= {NO_ROW}
+            start += len(own)
+        dense = dense_batch(fixed, of.tokens + spare + OWN_TOKENS * size, MODEL)
+        assert dense.event is not None
+        assert dense.event[: of.tokens].tolist() == events_of(of).tolist()
+        assert len(dense.event) == of.tokens + spare
+
+
+def gradients(
+    model: Dlrmv4Train, config: ModelConfig, rows: Tensor, shape: IdShape, fixed: Packed, room: int
+) -> Tensor:
+    """Returns loss, logits and gradients of a batch in a fixed shape, flat; those by rows of tables last."""
+    dense = dense_batch(fixed, room, config)
+    logits = model.model.dense.scores(rows_of(rows, shape, config), dense)
+    loss = loss_of(logits, dense.labels, config)
+    weights = list(model.model.dense.parameters())
+    of_weights = torch.autograd.grad(loss, [*weights, rows])
+    return torch.cat([loss.view(1), logits, *(g.flatten() for g in of_weights)]).detach()
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+@pytest.mark.parametrize("last_layer", ["all", "candidates"])
+@pytest.mark.parametrize("scale", ["longest", "maximum"])
+@pytest.mark.parametrize("spare", [0, 37])
+def test_padding_changes_nothing(packed: list[Packed], spare: int, scale: str, last_layer: str, kernels: str) -> None:
+    """Of all weights and of every row, fp32; tokens of padding hold whatever the memory did."""
+    config = replace(MODEL, attention_scale=scale, last_layer=last_layer)  # type: ignore[arg-type]
+    model, ours = small_model(config), replace(config, kernels=kernels)  # type: ignore[arg-type]
+    static = small_model(ours)
+    for of in packed:
+        shape = IdShape(of.layout.samples, of.layout.events + spare)
+        fixed = padded(of, shape.events, pin=False)
+        ids = torch.empty(shape.size, dtype=torch.int32)
+        write_ids(fixed, *MAPS, ids)
+        embeddings = model.model.embeddings.embeddings
+        of_tables = []
+        for table, own in zip(tables(config), ids.split(shape.of_tables), strict=True):
+            looked_up = embeddings[table.name].weight[own.clamp(min=0).long()]
+            of_tables.append(looked_up * (own >= 0)[:, None])
+        rows = torch.cat(of_tables).detach().requires_grad_()
+        found = gradients(static, ours, rows, shape, fixed, of.tokens + spare + OWN_TOKENS * shape.samples)
+        model.zero_grad()
+        loss, (_, logits, _) = model(batch_of_packed(of, *MAPS, config))
+        loss.backward()
+        of_weights = [weight.grad.flatten() for weight in model.model.dense.parameters() if weight.grad is not None]
+        expected = torch.cat([loss.view(1), logits, *of_weights]).detach()
+        torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-5, atol=1e-6)
+        of_rows = found[len(expected) :].view_as(rows)
+        assert not of_rows[ids < 0].any()
+        for table, own, of_own in zip(
+            tables(config), ids.split(shape.of_tables), of_rows.split(shape.of_tables), strict=True
+        ):
+            grad = embeddings[table.name].weight.grad
+            assert grad is not None
+            summed = torch.zeros_like(grad).index_add_(0, own.clamp(min=0).long(), of_own)
+            torch.testing.assert_close(summed, grad, rtol=1e-5, atol=1e-6)
