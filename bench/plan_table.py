@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts, costs_of
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Shard
@@ -22,7 +22,7 @@ from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 
-def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT) -> None:
+def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_COSTS) -> None:
     """Prints the plan of these ranks on GPUs of these costs as a table; ValueError where there is none."""
     world_size = topology.world_size
     tables, global_batch_size = config.model.tables, config.local_batch_size * world_size
@@ -88,7 +88,7 @@ def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float 
 
 def costs_at(limits: Path | None) -> GpuCosts:
     """Returns the costs of the GPU that a limits.json was measured on, or default ones; ValueError names a bad file."""
-    return DEFAULT if limits is None else measured_costs(read_limits(limits))
+    return DEFAULT_COSTS if limits is None else measured_costs(read_limits(limits))
 
 
 def measured_costs(limits: Limits) -> GpuCosts:

@@ -220,6 +220,9 @@ class Benchmark:
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""
+    static_parts: Callable[[int, StaticDenseOptions], int] | None = None
+    """The number of parts in which the static pipeline takes a local batch of this size from lookup to gradients; None
+    where it does not train the benchmark."""
 
     @property
     def option_types(self) -> dict[str, type]:

@@ -10,7 +10,6 @@ a benchmark's `work` counts what is needed, and nothing that a better program co
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from rich import box
@@ -24,42 +23,13 @@ from dlrm_bench.bench.records.limits import ALL_TO_ALLS, LARGE_COPY, LARGE_PRODU
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.benchmark import Piece
 from dlrm_bench.dlrm.benchmarks import benchmark_of
+from dlrm_bench.dlrm.runtime.gpu_types import GpuRates, gpu_type
 
 RESOURCES = ("tensor cores", "memory", "links", "PCIe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """The most that a GPU does in a second."""
-
-    flop: Mapping[str, float]
-    """FLOP, by precision of the run."""
-    memory: float
-    """Bytes."""
-    links: float
-    """Bytes that leave a GPU for others of its node."""
-    pcie: float
-    """Bytes from the host."""
-    cache: float
-    """Bytes that the L2 cache holds."""
-    source: str
-    """Where the rates are from, in a sentence."""
-
-
-# tensor cores, bf16: 798e12, the most that an 8192-cubed product of random numbers reached; tf32 and fp32: data sheet
-# (H200 SXM, dense). memory: 4.3e12, a copy, read plus written; an addition in place over 1 GiB reached 4.23e12. links:
-# 18 NVLinks of 26.6 GB/s. PCIe: generation 5, 16 lanes, before its encoding.
-_H200 = Rates(
-    flop={"bf16": 798e12, "tf32": 494.7e12, "fp32": 67e12},
-    memory=4.3e12,
-    links=478.8e9,
-    pcie=64e9,
-    cache=60e6,
-    source="rates known of NVIDIA H200 (bench/limits/bound.py)",
-)
-_KNOWN = {"NVIDIA H200": _H200}
 NO_BOUND = (
-    "no bound, which needs a GPU whose rates are known (bench/limits/bound.py) or measured in this precision "
+    "no bound, which needs a GPU whose rates are known (dlrm/runtime/gpu_types.py) or measured in this precision "
     "(--rates LIMITS), and products of 16 bits or more"
 )
 
@@ -68,7 +38,7 @@ class Bound(NamedTuple):
     """Least milliseconds, by stage and for the whole."""
 
     pieces: list[Piece]
-    rates: Rates
+    rates: GpuRates
     precision: str
     stages: dict[str, float]
     resources: dict[str, float]
@@ -99,8 +69,9 @@ def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
     if limits is not None and limits["machine"]["gpu"] != gpu:
         ran, measured = gpu or "CPUs", limits["machine"]["gpu"] or "CPUs"
         raise ValueError(f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}")
-    known = _KNOWN.get(gpu or "")
-    rates = known if limits is None else measured_rates(limits, known)
+    known = gpu_type(gpu)
+    known_rates = known.rates if known else None
+    rates = known_rates if limits is None else measured_rates(limits, known_rates)
     if rates is None or benchmark is None or benchmark.work is None or config["pipeline"].get("fp8"):
         return None
     if config["precision"] not in rates.flop:
@@ -125,8 +96,8 @@ def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
     return cast(RunRecord, changed)
 
 
-def measured_rates(limits: Limits, known: Rates | None) -> Rates | None:
-    """Rates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
+def measured_rates(limits: Limits, known: GpuRates | None) -> GpuRates | None:
+    """GpuRates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
 
     Those that it lacks are the known ones; and so are links, where they are known: an exchange by NCCL is slower than
     kernels that write into other GPUs' memory. None if a rate is neither measured nor known.
@@ -145,7 +116,7 @@ def measured_rates(limits: Limits, known: Rates | None) -> Rates | None:
         return None
     measured = ", ".join(name for name, rate in found.items() if rate is not None)
     others = ", ".join(name for name, rate in found.items() if rate is None)
-    return Rates(
+    return GpuRates(
         flop={**(known.flop if known else {}), **({precision: product} if product else {})},
         memory=memory,
         links=links,
@@ -209,7 +180,7 @@ class RooflinePoint(NamedTuple):
     us: float
 
 
-def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], Rates] | None:
+def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | None:
     """Work of a profiled run whose FLOP or bytes are known, and the GPU's rates; None where there is neither.
 
     Bytes are those that GEMMs' operands and results have if each is moved once, and the bound's otherwise; a lookup

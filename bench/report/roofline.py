@@ -11,10 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dlrm_bench.bench.limits.bound import NO_BOUND, Rates, RooflinePoint, bound_table, roofline_points
+from dlrm_bench.bench.limits.bound import NO_BOUND, RooflinePoint, bound_table, roofline_points
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.report.plots import WIDTH
+from dlrm_bench.dlrm.runtime.gpu_types import GpuRates
 
 _FONT = 8
 _DPI = 160
@@ -48,7 +49,7 @@ def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
     raise ValueError("--roofline needs a profiled run of a GPU whose rates are known in --above: see dlrm-bench host")
 
 
-def roofline(name: str, points: Sequence[RooflinePoint], rates: Rates, precision: str) -> Figure:
+def roofline(name: str, points: Sequence[RooflinePoint], rates: GpuRates, precision: str) -> Figure:
     """The roofs of a GPU, and each piece of work as a point."""
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()

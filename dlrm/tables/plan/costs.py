@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlrm_bench.dlrm.optimizers import TableOptimizer
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
@@ -39,7 +39,7 @@ def table_times(
     shards: Sequence[Shard],
     tables: Tables,
     global_batch_size: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
     sharers: int = 1,
 ) -> TableTimes:
@@ -88,7 +88,7 @@ def tables_us(
     shards: Sequence[Shard],
     tables: Tables,
     global_batch_size: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
     sharers: int = 1,
 ) -> float:
@@ -124,7 +124,7 @@ def shard_us(shard: Shard, tables: Tables, global_batch_size: int, costs: GpuCos
 
 
 def all_to_alls_us(
-    columns: float, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT
+    columns: float, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT_COSTS
 ) -> float:
     """Returns the predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
 
@@ -161,7 +161,7 @@ def rank_loads(
     optimizer: TableOptimizer,
     global_batch_size: int,
     pooled_bytes: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     topology: Topology | None = None,
     ids: IdStatistics = UNIFORM,
 ) -> list[RankLoad]:
@@ -197,7 +197,7 @@ def iteration_us(
     topology: Topology,
     global_batch_size: int,
     pooled_bytes: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
 ) -> float:
     """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest

@@ -18,7 +18,7 @@ from itertools import product
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.optimizers import Adagrad, RowWiseAdagrad, TableOptimizer
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.costs import (
@@ -56,7 +56,7 @@ def plan_for(
     memory_bytes: int,
     replicate: bool = True,
     split_rows: bool = False,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
 ) -> Plan:
     """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
     `make_plan`."""
@@ -199,7 +199,7 @@ def make_plan(
     memory_bytes: int | None = None,
     replicate: bool = True,
     split_rows: bool = False,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
 ) -> Plan:
     """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.

@@ -1,6 +1,25 @@
-"""Costs of work on a type of GPU: the measured constants from which plans are made, one value for each type."""
+"""Types of GPU: what is measured, and what the maker states, of each. Another GPU is a `GpuType` in `_KNOWN`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRates:
+    """The most that a GPU does in a second."""
+
+    flop: Mapping[str, float]
+    """FLOP, by precision of the run."""
+    memory: float
+    """Bytes, read plus written."""
+    links: float
+    """Bytes that leave a GPU for others of its node."""
+    pcie: float
+    """Bytes from the host."""
+    cache: float
+    """Bytes that the L2 cache holds."""
+    source: str
+    """Where the rates are from, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +75,21 @@ class GpuCosts:
         )
 
 
-H200 = GpuCosts(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuType:
+    """One type of GPU."""
+
+    name: str
+    """The name that CUDA gives it."""
+    data_sheet_flop: Mapping[str, float]
+    """FLOP a second that the maker states, dense, by precision of the products: what an MFU is a share of."""
+    rates: GpuRates
+    """What bounds an iteration from below (`dlrm-bench limits --above`)."""
+    costs: GpuCosts
+    """What tables are placed by."""
+
+
+_H200_COSTS = GpuCosts(
     measured_on="NVIDIA H200",
     memory_bytes=141_000_000_000,
     # An addition in place over 1 GiB, as `dlrm-bench limits` times it.
@@ -82,20 +115,51 @@ H200 = GpuCosts(
     peer_bytes_per_us=353e3,
 )
 
-_KNOWN = {H200.measured_on: H200}
-DEFAULT = H200
+H200 = GpuType(
+    name="NVIDIA H200",
+    data_sheet_flop={"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12, "fp8": 1978.9e12},  # SXM
+    rates=GpuRates(
+        # bf16: the most that an 8192-cubed product of random numbers reached; tf32 and fp32: the data sheet.
+        flop={"bf16": 798e12, "tf32": 494.7e12, "fp32": 67e12},
+        memory=4.3e12,  # a copy; an addition in place over 1 GiB reaches 4.23e12
+        links=478.8e9,  # 18 NVLinks of 26.6 GB/s
+        pcie=64e9,  # generation 5, 16 lanes, before its encoding
+        cache=60e6,
+        source="rates known of NVIDIA H200 (dlrm/runtime/gpu_types.py)",
+    ),
+    costs=_H200_COSTS,
+)
+
+# Stated, for comparisons with published results: by the data sheets an H100 has another memory rate than an H200, 3.35
+# of 4.8 TB/s, and another size of memory; multiprocessors and NVLink are the same.
+H100_STATED = replace(
+    H200.costs.at_memory_rate(
+        H200.costs.memory_bytes_per_us * 3.35 / 4.8,
+        "NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
+    ),
+    memory_bytes=80_000_000_000,
+)
+
+_KNOWN = {gpu.name: gpu for gpu in (H200,)}
+DEFAULT_COSTS = H200.costs
+
+
+def gpu_type(gpu_name: str | None) -> GpuType | None:
+    """Returns what is known of the GPU that CUDA calls `gpu_name`; None of an unknown one, and of none."""
+    return _KNOWN.get(gpu_name or "")
 
 
 def costs_of(gpu_name: str | None) -> GpuCosts:
-    """Returns the costs of the GPU that CUDA calls `gpu_name`; of an unknown one, or of none, DEFAULT.
+    """Returns the costs of the GPU that CUDA calls `gpu_name`; DEFAULT_COSTS for an unknown one, and for none.
 
-    A plan of wrong costs is as correct as another, but may be less balanced; `note` says so.
+    A plan made by another GPU's costs is correct, but may be less balanced; `note` says whose costs they are.
     """
-    return _KNOWN.get(gpu_name or "", DEFAULT)
+    known = gpu_type(gpu_name)
+    return known.costs if known else DEFAULT_COSTS
 
 
 def note(costs: GpuCosts, gpu_name: str | None) -> str:
-    """Says for a reader where predicted times come from, and that they are another GPU's where they are."""
+    """Returns where predicted times come from, for a reader; where it is another GPU, also how to measure this one."""
     if gpu_name is None or gpu_name in costs.measured_on:
         return costs.measured_on
     return f"{costs.measured_on}, as there are no costs of {gpu_name}: run `dlrm-bench limits` on it"
