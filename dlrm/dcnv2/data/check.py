@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from dlrm_bench.dlrm.data.check import CheckConfig, run_check
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.data.paths import why_not
@@ -27,7 +25,6 @@ from dlrm_bench.dlrm.dcnv2.data.file_batches import FileBatches
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest
 from dlrm_bench.dlrm.dcnv2.data.mlperf_checksums import MLPERF_MD5
 from dlrm_bench.dlrm.dcnv2.presets import training
-from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
 
 READ_SAMPLES = 1 << 15
 DAY_FILE = re.compile(r"day_(\d+)_(dense\.npy|labels\.npy|sparse\.npy|sparse_multi_hot\.npz)")
@@ -43,40 +40,33 @@ MLPERF_DAY_SAMPLES = (
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class CheckConfig:
-    """A directory of day files, checked."""
+class DayFilesCheck(CheckConfig):
+    """A directory of day files, checked. With --mlperf they are MLPerf's own set, or made from Criteo's raw days."""
 
-    directory: Annotated[Path, tyro.conf.Positional]
-    """Directory of the day files."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and features the files should fit, where there is no manifest."""
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
-    fast: bool = False
-    """Look at sizes, types and a sample of each known file only: seconds instead of hours."""
-    mlperf: bool = False
-    """The files are MLPerf's own set, or were made from Criteo's raw days: compare each with MLPerf's MD5 sum, and the
-    days with their numbers of samples, whether or not one of them agrees."""
-
-    def __post_init__(self) -> None:
-        if self.mlperf and self.fast:
-            raise ValueError("--mlperf reads every byte, and --fast does not: choose one of them")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What a check found."""
+class CheckedDays:
+    """The result of a check."""
 
     findings: list[str]
-    """One line each; empty if all is well."""
     days: int
-    """Days that have any file."""
+    """Number of days that have any file."""
     samples: int
-    """Samples of all days that could be opened."""
+    """Number of samples of all days that could be opened."""
+
+    @property
+    def counts(self) -> str:
+        """Days and samples, in words."""
+        return f"{self.days} days, {self.samples} samples"
 
 
-def check(config: CheckConfig) -> Checked:
-    """Check a directory; ValueError if it is none, or the preset is unknown."""
+def check(config: DayFilesCheck) -> CheckedDays:
+    """Checks a directory; ValueError if it is none, or the preset is unknown."""
     directory = config.directory
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
@@ -124,7 +114,7 @@ def check(config: CheckConfig) -> Checked:
     findings += _check_samples(directory, samples, None if config.mlperf else manifest, config.mlperf)
     if not names:
         findings.append(f"{directory} holds no day files: name the directory of day_0_dense.npy and the others")
-    return Checked(findings, len(samples), sum(samples))
+    return CheckedDays(findings, len(samples), sum(samples))
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -219,24 +209,7 @@ def _check_samples(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status, 2 if there are findings."""
-    return exit_status(lambda: _run(args))
-
-
-def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(
-        CheckConfig,
-        args=args,
-        prog="dlrm-bench data check",
-        description=__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    checked = check(config)
-    for finding in checked.findings:
-        print(finding)
-    if checked.findings:
-        return EXIT_BAD_INPUT
-    print(f"{config.directory}: {checked.days} days, {checked.samples} samples, all well")
-    return 0
+    return run_check(DayFilesCheck, check, args, __doc__)
 
 
 if __name__ == "__main__":
