@@ -1,12 +1,11 @@
-"""The least time of an iteration, from what it computes and moves and from what depends on what, beside a record.
+"""The least time of an iteration, by its computation, bytes and dependencies, beside a record.
 
-A piece of work takes at least as long as the slowest of the tensor cores, memory, links and PCIe needs for its share.
-Pieces may overlap: a stage takes at least what the busiest of these needs for all of its pieces, and an iteration at
-least the larger of two: what the busiest needs for all pieces, and the chain of pieces that wait for one another from
-one lookup to the next. The chain holds for batches that are not cut into parts. What a program does beyond this
-(element-wise kernels that are not fused, sorts, copies, waits) is no part of it, so nothing can be faster:
-
-a benchmark's `work` counts what is needed, and nothing that a better program could leave out.
+A piece of work takes at least the longest of its times on the tensor cores, memory, links and PCIe. Pieces may overlap:
+a stage takes at least the time of the busiest of these resources for all of its pieces, and an iteration at least the
+larger of two: the time of the busiest resource for all pieces, and the chain of pieces that wait for one another from
+one lookup to the next. The chain holds for batches that are not cut into parts. A benchmark's `work` counts what is
+needed, and nothing that a better program could leave out. Other work of a program (element-wise kernels that are not
+fused, sorts, copies, waits) is not counted, so nothing can be faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +34,14 @@ NO_BOUND = (
 
 
 class Bound(NamedTuple):
-    """Least milliseconds, by stage and for the whole."""
+    """Least times in milliseconds, by stage and of the whole iteration."""
 
     pieces: list[Piece]
     rates: GpuRates
     precision: str
     stages: dict[str, float]
     resources: dict[str, float]
-    """What each needs for all pieces."""
+    """Time of each resource for all pieces."""
     chain: float
 
     @property
@@ -51,7 +50,7 @@ class Bound(NamedTuple):
         return max(self.chain, *self.resources.values())
 
     def needs(self, pieces: Sequence[Piece]) -> dict[str, float]:
-        """Milliseconds that each of RESOURCES needs for the pieces."""
+        """Milliseconds of each of RESOURCES for the pieces."""
         per_second = (self.rates.flop[self.precision], self.rates.memory, self.rates.links, self.rates.pcie)
         amounts = [(piece.flop, piece.memory, piece.links, piece.pcie) for piece in pieces]
         totals = [sum(amount[i] for amount in amounts) for i in range(len(RESOURCES))]
@@ -59,10 +58,10 @@ class Bound(NamedTuple):
 
 
 def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
-    """The bound of a record's configuration on its machine; None where a rate of it is not known (those of eight bits
-    are not), and of a benchmark whose work nobody has counted.
+    """Returns the bound of a record's configuration on its machine; None where a rate is unknown (those of eight bits
+    are), and for a benchmark whose work is not counted.
 
-    limits: whose measured rates count; ValueError if they are of another GPU.
+    limits: the source of measured rates; ValueError if they are of another GPU.
     """
     gpu, config = run["machine"]["gpu"], run["config"]
     benchmark = benchmark_of(config)
@@ -87,7 +86,7 @@ def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
 
 
 def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
-    """The record as it would be of another batch size, without anything measured. ValueError if that is none."""
+    """Returns the record as for another batch size, without measurements. ValueError for a batch size below 1."""
     if local_batch_size < 1:
         raise ValueError(f"--batch {local_batch_size}: at least one sample is needed")
     sizes = {"local_batch_size": local_batch_size, "global_batch_size": local_batch_size * run["config"]["world_size"]}
@@ -97,9 +96,9 @@ def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
 
 
 def measured_rates(limits: Limits, known: GpuRates | None) -> GpuRates | None:
-    """GpuRates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
+    """Returns the rates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
 
-    Those that it lacks are the known ones; and so are links, where they are known: an exchange by NCCL is slower than
+    Rates that the record lacks are the known ones. So are links, where known: an exchange by NCCL is slower than
     kernels that write into other GPUs' memory. None if a rate is neither measured nor known.
     """
     precision = str(limits["config"].get("precision"))
@@ -128,9 +127,9 @@ def measured_rates(limits: Limits, known: GpuRates | None) -> GpuRates | None:
 
 
 def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
-    """Pieces, stages and the whole iteration beside what the record took; None where there is no bound.
+    """Returns a table of pieces, stages and the whole iteration beside the record's times; None without a bound.
 
-    limits: as of bound_of.
+    limits: as for bound_of.
     """
     bound = bound_of(run, limits)
     if bound is None:
@@ -171,7 +170,7 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
 
 
 class RooflinePoint(NamedTuple):
-    """Kernels that do one piece of work: what they compute for a byte of memory, and what a second of them computes."""
+    """Kernels that do one piece of work: their FLOP a byte of memory, and a second."""
 
     name: str
     intensity: float
@@ -181,10 +180,11 @@ class RooflinePoint(NamedTuple):
 
 
 def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | None:
-    """Work of a profiled run whose FLOP or bytes are known, and the GPU's rates; None where there is neither.
+    """Returns a profiled run's work whose FLOP or bytes are known, and the GPU's rates; None without a bound or
+    kernels.
 
-    Bytes are those that GEMMs' operands and results have if each is moved once, and the bound's otherwise; a lookup
-    counts an operation for each number that it adds up, an update five.
+    Bytes are those of GEMMs' operands and results, each moved once, and otherwise the bound's; a lookup counts an
+    operation for each number that it adds, an update five.
     """
     bound = bound_of(run)
     if bound is None or not run.get("kernels"):

@@ -1,4 +1,4 @@
-"""What GPUs make of their time and power: samples a second, share of the tensor cores' peak (MFU), energy a sample."""
+"""Efficiency of a run in time and power: samples a second, share of the tensor cores' peak (MFU), energy a sample."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -19,7 +19,7 @@ def precision_of_products(run: RunRecord) -> str:
 
 
 def efficiency_of(run: RunRecord) -> Efficiency | None:
-    """The efficiency of a timed run on GPUs; None of any other, and of one that ended within its warm-up.
+    """Returns the efficiency of a timed run on GPUs; None for any other run, and for one that ended within its warm-up.
 
     MFU counts the operations that the model needs (benchmark.Work.flop_per_sample), and none of its table lookups.
     """
@@ -85,7 +85,7 @@ def _median_of_samples(run: RunRecord, what: Literal["power_w", "sm_clock_mhz"])
 
 
 def efficiency_of_runs(runs: Sequence[RunRecord]) -> Efficiency | None:
-    """Medians over runs of one configuration; None where none of them has an efficiency."""
+    """Returns medians over runs of one configuration; None where none of them has an efficiency."""
     known = [found for run in runs if (found := efficiency_of(run)) is not None]
     if not known:
         return None
@@ -99,7 +99,7 @@ def efficiency_of_runs(runs: Sequence[RunRecord]) -> Efficiency | None:
 
 
 def efficiency_in_words(run: RunRecord) -> str | None:
-    """Says what is known of a run's efficiency; None where nothing is."""
+    """Returns the efficiency of a run in words; None where there is none."""
     found = efficiency_of(run)
     if found is None:
         return None
