@@ -87,8 +87,8 @@ def _distributions(family: Family, place: str) -> Iterator[Picture]:
 
 
 def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
-    """Yields a picture of the last profiled run whose ceilings are known, or the last one: a ceiling is worth more than another
-    kernel."""
+    """Yields a picture of the last profiled run whose ceilings are known, or the last one: a ceiling is worth more than
+    another kernel."""
     shown = [label for label, (beside, _) in works.items() if beside is not None] or list(works)
     if shown:
         label = shown[-1]
