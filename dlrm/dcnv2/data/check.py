@@ -1,9 +1,9 @@
 """Checks a directory of day files: dlrm-bench data check DIR
 
-Each line on stdout is one finding, which names a file and what to do; the exit status is 2 if there is any. Files that
-the manifest knows are compared with their checksums; of all others, such as MLPerf's own, every value is read: types,
-shapes, sizes, ids within their tables, labels 0 or 1, finite dense features. Where days have MLPerf's numbers of
-samples, all of them must. --mlperf asks for MLPerf's own set: its numbers of samples and the MD5 sum of every file.
+Each line on stdout is one finding, which names a file and the fix; the exit status is 2 if there is any. Files of the
+manifest are compared with their checksums; of all others, such as MLPerf's own, every value is read: types, shapes,
+sizes, ids within their tables, labels 0 or 1, finite dense features. Where any day has MLPerf's number of samples, all
+of them must. --mlperf asks for MLPerf's own set: its numbers of samples and the MD5 sum of every file.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class CheckedDays:
 
 
 def check(config: DayFilesCheck) -> CheckedDays:
-    """Checks a directory; ValueError if it is none, or the preset is unknown."""
+    """Checks a directory; ValueError if it does not exist, or the preset is unknown."""
     directory = config.directory
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
@@ -129,7 +129,7 @@ def _days(names: set[str]) -> int:
 def _check_day(
     directory: Path, day: int, model: ModelConfig, found: set[str], values: bool, advance: Advance
 ) -> tuple[int, list[str]]:
-    """Samples (0 if unknown) and findings of a day in both formats, or in the one it has."""
+    """Returns the number of samples (0 if unknown) and the findings of a day, in each format that it has."""
     formats: list[type[criteo.Day]] = []
     if criteo.multi_hot_file(directory, day).name in found:
         formats.append(criteo.MultiHotDay)
@@ -157,7 +157,7 @@ def _check_day(
 
 
 def _check_values(day: criteo.Day, model: ModelConfig) -> Iterator[str]:
-    """The first value that cannot be, if there is one."""
+    """Yields the first invalid value, if there is one."""
     batches = range(-(-day.num_samples // READ_SAMPLES))
     try:
         for _ in FileBatches([(day, day.num_samples)], model, batches, 0, 1, READ_SAMPLES, pin=False):
