@@ -31,12 +31,12 @@ class Checked(Protocol):
 
     @property
     def findings(self) -> list[str]:
-        """One line for each defect, which names a file and what to do; empty if all is well."""
+        """A line for each defect, which names a file and the fix; empty if all is well."""
         ...
 
     @property
     def counts(self) -> str:
-        """The numbers of what was checked, in words."""
+        """The numbers of files, samples or events checked, in words."""
         ...
 
 

@@ -27,7 +27,8 @@ ACTIVATIONS = 1.0
 WEIGHTS = 64.0
 """Scale of weights: of numbers up to 7."""
 GRADIENTS = 4096.0
-"""Scale of gradients, over the samples of the global batch, whose mean loss they are of: of numbers up to 14 a sample."""
+"""Scale of gradients, over the samples of the global batch, whose mean loss they are of: of numbers up to 14 a
+sample."""
 
 _OF_LAYER = ("x", "u", "y", "dy", "du", "v", "w")
 """Tensors of a cross layer in eight bits."""

@@ -1,4 +1,4 @@
-"""Types of GPU: what is measured, and what the maker states, of each. Another GPU is a `GpuType` in `_KNOWN`."""
+"""Types of GPU: the measured figures of each, and those of its data sheet. Another GPU is a `GpuType` in `_KNOWN`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,31 +31,31 @@ class GpuCosts:
     memory_bytes: int
     """The memory of one GPU."""
     memory_bytes_per_us: float
-    """How fast a kernel moves memory, read plus write."""
+    """Rate at which a kernel moves memory, read plus write."""
     cache_bytes_per_us: float
-    """How fast a kernel reads rows that the cache has, as those of an id that the batch has named before."""
+    """Rate at which a kernel reads rows from the cache, such as those of an id that the batch has named before."""
     lookup_us: float
-    """The fixed part of a rank's lookup, whatever its ids."""
+    """The fixed part of a rank's lookup."""
     sort_us: float
     """The fixed part of a rank's sort of ids, beside which other streams' work runs: few multiprocessors are busy."""
     sort_us_per_million_ids: float
-    """What each million of ids adds to the sort, whatever they are."""
+    """Time that each million of ids adds to the sort."""
     update_us: float
     """The fixed part of a rank's table update, as that of the sort."""
     update_us_per_million_ids: float
-    """What each million of ids adds to the update beside the bytes that it moves."""
+    """Time that each million of ids adds to the update, in addition to the bytes that it moves."""
     picking_us: float
     """The fixed part of finding the ids whose rows this rank has, where a table is split by rows."""
     picking_us_per_million_ids: float
     """Finding those of a million ids."""
     all_to_all_us: float
-    """The fixed part of an all-to-all, whatever its bytes."""
+    """The fixed part of an all-to-all."""
     all_to_all_bytes_per_us: float
-    """How fast bytes leave a rank in an all-to-all."""
+    """Rate at which bytes leave a rank in an all-to-all."""
     peer_exchange_us: float
     """The fixed part of an exchange through peer memory: a kernel that writes to the other ranks, and a barrier."""
     peer_bytes_per_us: float
-    """How fast bytes leave a rank through peer memory."""
+    """Rate at which bytes leave a rank through peer memory."""
 
     @property
     def tables_us(self) -> float:
@@ -82,11 +82,11 @@ class GpuType:
     name: str
     """The name that CUDA gives it."""
     data_sheet_flop: Mapping[str, float]
-    """FLOP a second that the maker states, dense, by precision of the products: what an MFU is a share of."""
+    """FLOP a second of the data sheet, dense, by precision of the products: an MFU is a share of it."""
     rates: GpuRates
-    """What bounds an iteration from below (`dlrm-bench limits --above`)."""
+    """Rates for the lower bound of an iteration (`dlrm-bench limits --above`)."""
     costs: GpuCosts
-    """What tables are placed by."""
+    """Costs for the placement of tables."""
 
 
 _H200_COSTS = GpuCosts(
@@ -106,11 +106,11 @@ _H200_COSTS = GpuCosts(
     # 6.55, and of six tables 25 for 1.30 and 81 for 10.4.
     picking_us=17.0,
     picking_us_per_million_ids=6.0,
-    # NCCL's all-to-all of pooled vectors on 8 x H200, by what leaves a rank: 34 us for 3.0 MB, 157 us for 40 MB.
+    # NCCL's all-to-all of pooled vectors on 8 x H200, by bytes that leave a rank: 34 us for 3.0 MB, 157 us for 40 MB.
     all_to_all_us=24.0,
     all_to_all_bytes_per_us=303e3,
-    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by what leaves a rank: 9.1 us
-    # for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
+    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by bytes that leave a rank:
+    # 9.1 us for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
     peer_exchange_us=4.4,
     peer_bytes_per_us=353e3,
 )
@@ -145,7 +145,7 @@ DEFAULT_COSTS = H200.costs
 
 
 def gpu_type(gpu_name: str | None) -> GpuType | None:
-    """Returns what is known of the GPU that CUDA calls `gpu_name`; None of an unknown one, and of none."""
+    """Returns the type of the GPU that CUDA calls `gpu_name`; None of an unknown one, and of none."""
     return _KNOWN.get(gpu_name or "")
 
 
@@ -159,7 +159,7 @@ def costs_of(gpu_name: str | None) -> GpuCosts:
 
 
 def note(costs: GpuCosts, gpu_name: str | None) -> str:
-    """Returns where predicted times come from, for a reader; where it is another GPU, also how to measure this one."""
+    """Returns the source of predicted times, for a reader; for another GPU's, also how to measure this one."""
     if gpu_name is None or gpu_name in costs.measured_on:
         return costs.measured_on
     return f"{costs.measured_on}, as there are no costs of {gpu_name}: run `dlrm-bench limits` on it"
