@@ -1,6 +1,6 @@
-"""One run of the benchmark, and everything that is made of runs: records, comparisons, ladders, reports."""
+"""One run of the benchmark, and the tools that read its record: comparisons, ladders, reports."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The checkout, or the folder that pip installed."""
+"""Path of the checkout, or of the folder that pip installed."""

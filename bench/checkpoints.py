@@ -1,9 +1,9 @@
-"""When a run saves its state, and where.
+"""Saves a run's state to checkpoints, and resumes from them.
 
-A checkpoint is a folder `samples-0000000512000`, after the number of samples trained, in the folder that
---checkpoint.path names: the files of pipeline/checkpoint.py, and state.json with all else that a run needs
-(saved_state.py). It is written under another name, which ends in `.partial`, and renamed once everything is on disk: a
-folder without that ending is complete, whenever a process was killed. The one before is deleted after that.
+A checkpoint is a folder `samples-0000000512000`, named by the number of samples trained, in the folder of
+--checkpoint.path: the files of pipeline/checkpoint.py, and state.json with the rest of a run's state (saved_state.py).
+It is written under a name that ends in `.partial`, and renamed once everything is on disk: a folder without that ending
+is complete, whenever a process was killed. The previous checkpoint is deleted afterwards.
 """
 
 import fcntl
@@ -48,19 +48,20 @@ _SPARE_BYTES = 2 * 2**30
 
 
 class Checkpoints:
-    """Saves a run's state every so many iterations, and resumes it."""
+    """Saves a run's state at the interval of --checkpoint.every, and resumes it."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, pipeline: Pipeline, resumed: Resumed | None) -> None:
-        """Collective. ValueError, on every rank, where the folder cannot be used or has too little room."""
+        """Prepares the folder and resumes. Collective. ValueError, on every rank, where the folder cannot be used or
+        has too little room."""
         self._config, self._every, self._path = config, config.checkpoint.every, config.checkpoint.path
         self._ranks, self._pipeline = ranks, pipeline
         self._saving: Future[float] | None = None
         self.iteration = 0
-        """The last iteration whose state was saved, or is being saved; 0 before the first."""
+        """The last iteration whose state was saved or is being saved; 0 before the first."""
         self.pieces = 0
-        """Pieces of the state that this rank has written."""
+        """Number of pieces of the state that this rank has written."""
         self.data_files: dict[str, FileContent] = {}
-        """What tells the run's data from others, on rank 0 of a run that saves."""
+        """Fingerprints of the data files, by name, on rank 0 of a run that saves."""
         self._paused_s, self._bytes = 0.0, 0
         self._lock: Any = None
         self._saved: list[SavedCheckpoint] = []
@@ -80,18 +81,18 @@ class Checkpoints:
 
     @property
     def saves(self) -> bool:
-        """Whether there is a place to save to."""
+        """Whether --checkpoint.path names a folder."""
         return self._path is not None
 
     def due_after(self, iteration: int) -> bool:
-        """Whether the state is to be saved after so many iterations."""
+        """Whether a checkpoint is due after this iteration."""
         return self._every is not None and iteration % self._every == 0
 
     def save(self, iteration: int, state: RunState) -> None:
-        """Saves the state as it is now; returns while a thread still writes, where the GPU has room for a copy.
+        """Saves the present state; where the GPU has room for a copy, returns while a thread still writes.
 
-        Waits for the checkpoint before. Collective. CheckpointError, on every rank, where that one could not be
-        written.
+        Waits for the previous checkpoint. Collective. CheckpointError, on every rank, where the previous checkpoint
+        could not be written.
         """
         self.wait()
         assert self._path is not None
@@ -109,7 +110,7 @@ class Checkpoints:
         self._paused_s = time.monotonic() - begun
 
     def wait(self) -> None:
-        """Waits until nothing is being written. CheckpointError, on every rank, where something could not be."""
+        """Waits until the last checkpoint is on disk. CheckpointError, on every rank, where it could not be written."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
@@ -126,13 +127,13 @@ class Checkpoints:
         self._saved.append(SavedCheckpoint(iteration=self.iteration, gb=size, paused_s=paused, write_s=written))
 
     def describe(self) -> Checkpointing | None:
-        """Returns what the record says; None where nothing was saved or resumed."""
+        """Returns the record's block on checkpoints; None where none was saved or resumed."""
         if not self._saved and self._resumed is None:
             return None
         return Checkpointing(saved=self._saved, resumed=self._resumed)
 
     def _resume(self, resumed: Resumed, blocks: StateBlocks) -> ResumedFrom:
-        """Fills the pipeline from a checkpoint. Collective."""
+        """Fills the pipeline from a checkpoint; returns the record's block on it. Collective."""
         if self._ranks.rank == 0 and of_another_user(resumed.folder):
             LOGGER.warning(
                 "--resume %s belongs to another user: its checksums show damage, not who wrote it", resumed.folder
@@ -151,7 +152,7 @@ class Checkpoints:
         )
 
     def _write(self, folder: Path, blocks: StateBlocks) -> float:
-        """Returns the seconds that it took. Collective, on the thread of all ranks."""
+        """Writes the state; returns the seconds of the write. Collective, on a thread of every rank."""
         begun = time.monotonic()
         if self._ranks.device.type == "cuda":
             torch.cuda.set_device(self._ranks.device)
@@ -169,7 +170,8 @@ class Checkpoints:
         self.pieces += 1
 
     def _copy(self, blocks: StateBlocks) -> StateBlocks | None:
-        """Returns a copy of what this rank writes; None, on every rank, where any has no room for it. Collective."""
+        """Returns a copy of the tensors that this rank writes; None, on every rank, where any rank has no room for it.
+        Collective."""
         on_gpu = self._ranks.device.type == "cuda"
         needed = snapshot_bytes(blocks, self._ranks.rank)
         if not self._all(not on_gpu or _free_bytes() - _SPARE_BYTES > needed):
@@ -180,13 +182,13 @@ class Checkpoints:
         return copy if self._all(copy is not None) else None
 
     def _all(self, here: bool) -> bool:
-        """Whether something is so on every rank. Collective."""
+        """Whether `here` is true on every rank. Collective."""
         everywhere = [here] * self._ranks.world_size
         dist.all_gather_object(everywhere, here)
         return all(everywhere)
 
     def _prepare(self, path: Path, resumed: Resumed | None) -> None:
-        """Takes the folder for this run alone, and clears away what earlier ones left unfinished."""
+        """Locks the folder for this run, and deletes unfinished checkpoints of earlier runs."""
         path.mkdir(parents=True, exist_ok=True)
         self._lock = (path / ".lock").open("w")
         try:
@@ -211,19 +213,19 @@ class Checkpoints:
 
 
 def _free_bytes() -> int:
-    """Returns the GPU memory that a tensor of this stream can have: what the device has free, and what the allocator
-    holds idle. What is idle in a CUDA graph's pool stays that graph's."""
+    """Returns the GPU memory that a tensor of this stream can have: the device's free memory, and idle memory of the
+    allocator. Idle memory in the pool of a CUDA graph is left out."""
     idle, stream = 0, torch.cuda.current_stream().cuda_stream
     for segment in torch.cuda.memory_snapshot():
         here = segment["device"] == torch.cuda.current_device() and segment["segment_pool_id"] == (0, 0)
-        # The allocator gives back segments of other streams where nothing lies in them.
+        # The allocator frees segments of other streams that hold no tensor.
         if here and (segment["stream"] == stream or not segment["active_size"]):
             idle += segment["total_size"] - segment["active_size"]
     return torch.cuda.mem_get_info()[0] + idle
 
 
 def _in_units(size: float) -> str:
-    """Returns a number of bytes in the unit in which it has a digit before the point."""
+    """Returns a number of bytes in the largest unit in which it is at least 1."""
     for unit, of in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= of:
             return f"{size / of:.1f} {unit}"
@@ -242,9 +244,10 @@ def _begin(folder: Path, state: RunState) -> None:
 
 
 def _complete_folder(unfinished: Path, folder: Path) -> None:
-    """Gives a checkpoint its name, once all of it is on disk, and deletes the ones before.
+    """Renames a checkpoint once all of it is on disk, and deletes the previous ones.
 
-    One of the same number of samples makes way under a name that is complete as well: there is one at any time.
+    An older one of the same number of samples is renamed first, to a name that is complete as well: there is one at any
+    time.
     """
     _sync(unfinished)
     if folder.exists():

@@ -1,9 +1,9 @@
 """dlrm-bench: compare runs, and measure where their time goes. `dlrm-bench COMMAND --help` explains each command,
-`dlrm-bench --version` says which version this is.
+`dlrm-bench --version` prints the version.
 
 Exit status: 0; 1 if a check such as --fail-on fails, or if a run that the command started fails for any reason; 2 for
-bad input and for what --strict refuses; 5 if a check has not enough runs, or runs in an order that allows no verdict;
-128 plus its number after a signal.
+bad input and for records that --strict refuses; 5 if a check has too few runs, or runs in an order that allows no
+verdict; 128 plus the signal's number after a signal.
 """
 
 import sys
@@ -25,7 +25,7 @@ from dlrm_bench.dlrm.runtime.command_line import FailedError, exit_status
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A command imports what it needs when it runs, so that --help and what only reads records start at once.
+# A command imports its modules when it runs, so that --help and commands that only read records start at once.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,15 +38,15 @@ class Host:
     record: Positional[Path | None] = None
     """Record of the run to repeat with a profiler."""
     nproc: int | None = None
-    """Processes; by default the record's, or one for each GPU, or two without any."""
+    """Number of processes; by default the record's, or one for each GPU, or two without a GPU."""
     nvtx: bool = False
-    """Count and trace nothing, but emit stages and operators as NVTX ranges, for `nsys profile --trace cuda,nvtx
+    """Emit stages and operators as NVTX ranges in place of counts and traces, for `nsys profile --trace cuda,nvtx
     dlrm-bench host --nvtx ...`; --capture-range cudaProfilerApi records the last iterations only. GPU only."""
     results_dir: Path = Path("results")
     """Folder in which the profiled run's record is made."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Does the profiled run and prints what it found; returns the exit status."""
+        """Runs with a profiler and prints counts, stages and the host's time; returns the exit status."""
         from dlrm_bench.bench.compare.repeat import repeating_flags
         from dlrm_bench.bench.profile.tables import host_table, kernel_table, timeline_table
         from dlrm_bench.bench.records.record import read_record
@@ -69,21 +69,23 @@ class Host:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rerun:
-    """Runs a record again: the code of its commit, in a worktree of git's, its configuration, and then a comparison.
+    """Runs a record's configuration again with the code of its commit, in a git worktree, and compares the two.
 
-    A record without a commit, of an installed package, is rerun by the same version, installed or checked out."""
+    A record of an installed package, without a commit, is rerun by the same version, installed or checked out.
+    """
 
     record: Positional[Path]
-    """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), whose rounds are all compared with."""
+    """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), with all of whose rounds the reruns are
+    compared."""
     rounds: int = 2
-    """Runs; one alone proves nothing, and neither does a record that is one run itself."""
+    """Number of runs. A single run proves nothing, nor does a comparison with a single record."""
     nproc: int | None = None
-    """Processes; by default the record's."""
+    """Number of processes; by default the record's."""
     results_dir: Path = Path("results")
-    """Folder in which the reruns' folder is made."""
+    """Folder in which the folder of the reruns is made."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Runs it and prints the comparison; returns the exit status."""
+        """Reruns the record and prints the comparison; returns the exit status."""
         from dlrm_bench.bench.rerun import rerun_command
 
         return rerun_command(console, self.record, self.rounds, self.nproc, self.results_dir)
@@ -91,8 +93,9 @@ class Rerun:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LimitsCommand:
-    """Measures this machine's ceilings, and sets records beside the least time that what they compute, move and wait
-    for takes: at the measured rates, or with --above alone at those known of their GPUs. The table says which.
+    """Measures this machine's ceilings, and compares records with the least time of their computation, bytes and
+    dependencies: at the measured rates, or with --above alone at the known rates of their GPUs. The table names the
+    source of its rates.
 
     Flags from --preset on are those of launch/dlrm.py and give the sizes.
     """
@@ -100,15 +103,15 @@ class LimitsCommand:
     above: tuple[Path, ...] = ()
     """Records to compare with the least time; for stages, records of `dlrm-bench host`."""
     roofline: Path | None = None
-    """File (.png or .svg) for a roofline picture of the first record of --above that is profiled."""
+    """File (.png or .svg) for a roofline plot of the first profiled record of --above."""
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
     rates: Path | None = None
-    """With --above alone: limits record whose measured rates count; by default known ones of the GPU."""
+    """With --above alone: limits record whose measured rates are used; by default the known rates of the GPU."""
     batch: int | None = None
-    """With --above alone: local batch size for which to bound an iteration, in place of the records' own."""
+    """With --above alone: local batch size of the iteration to bound; by default the records' own."""
     nproc: int | None = None
-    """Processes; by default one for each GPU, or two without any."""
+    """Number of processes; by default one for each GPU, or two without a GPU."""
     results_dir: Path = Path("results")
     """Folder in which the limits record is made."""
 
@@ -156,25 +159,24 @@ class LimitsCommand:
 class RecordCommand:
     """Makes a record of another program's timings, for compare and report: dlrm-bench record times.csv --out mine/0 ...
 
-    The file has a line for each iteration and a column for each rank, or is a .npy of [ranks, iterations]. Nothing is
-    to be left out of it. Make one record a run, several runs a side, in the order A B B A.
+    The file has a line for each iteration and a column for each rank, or is a .npy of [ranks, iterations], with every
+    iteration of the run. Make one record a run, several runs a side, in the order A B B A.
     """
 
     times: Positional[Path]
     """File of one run's times."""
     out: Path
-    """Folder of the record; is made."""
+    """Folder of the record, which must not exist."""
     name: str
     """Name of the program, equal for all runs of a side."""
     samples: int
-    """Samples of an iteration, all ranks together."""
+    """Number of samples of an iteration, of all ranks together."""
     unit: Literal["us", "ms", "s"] = "ms"
     """Unit of the times."""
     warmup_iterations: int = 0
-    """First iterations that no figure is made of."""
+    """Number of first iterations that all figures leave out."""
     finished: str | None = None
-    """When the run ended, as in 2026-11-22T10:30:00+00:00; by default when the file was written. Compare takes runs for
-    pairs by it."""
+    """Time at which the run ended, as in 2026-11-22T10:30:00+00:00; by default the file's. Compare pairs runs by it."""
     host: str | None = None
     """Name of the machine."""
     gpus: int = 0
@@ -208,8 +210,8 @@ class RecordCommand:
 class Doctor(DoctorOptions):
     """Examines a training script of your own: dlrm-bench doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
 
-    Says which lines make the host wait, copy or launch too much in a steady iteration, costliest first. Nothing of the
-    script is changed; it is ended after the iterations that the doctor needs.
+    Names the lines that make the host wait, copy or launch too much in a steady iteration, costliest first. The script
+    is not changed; it is ended after the iterations that the doctor needs.
     """
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
@@ -224,19 +226,19 @@ class Doctor(DoctorOptions):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Data:
-    """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise the others.
+    """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise for the others.
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
-    preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: whether the files of a directory are
-    whole and what they should be. speed: how fast ranks read them. With --preset NAME, where that is one of DLRMv4:
-    its data, by the flags that --help then shows.
+    preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: completeness and values of a
+    directory's files. speed: the rate at which ranks read them. --preset NAME chooses the benchmark of that preset,
+    whose flags --help then shows.
     """
 
     what: Positional[Literal["generate", "fill", "preprocess", "check", "speed"]]
-    """What to do; its own flags follow."""
+    """The action; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Hands the flags on; returns the exit status."""
+        """Passes the flags on; returns the exit status."""
         from dlrm_bench.bench.data_command import run_data
 
         return run_data(self.what, forwarded)
@@ -244,15 +246,17 @@ class Data:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Submission:
-    """Builds, checks and scores an MLPerf submission: `dlrm-bench submission build --help`, and likewise the others.
+    """Builds, checks and scores an MLPerf submission: `dlrm-bench submission build --help`, and likewise for the
+    others.
 
-    build: ten runs, arranged as the rules say. check: what MLPerf's checkers find in it. score: its minutes."""
+    build: ten runs, arranged by MLPerf's rules. check: the findings of MLPerf's checkers. score: its minutes.
+    """
 
     what: Positional[Literal["build", "check", "score"]]
-    """What to do; its own flags follow."""
+    """The action; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Hands the flags on; returns the exit status."""
+        """Passes the flags on; returns the exit status."""
         from dlrm_bench.bench.mlperf.submission.command import run_submission
 
         return run_submission(self.what, console, forwarded)
@@ -262,18 +266,18 @@ class Submission:
 class Checkpoint:
     """Checks checkpoints: dlrm-bench checkpoint verify DIR
 
-    verify: reads every byte of a checkpoint, or of the newest complete one of a folder of them, and says what is not as
-    it was written, a line each; the exit status is 2 if there is anything. No code of a checkpoint is run, neither here
-    nor by --resume; but checksums show damage, not who wrote a checkpoint: go on from your own alone.
+    verify: reads every byte of a checkpoint, or of the newest complete one of a folder, and prints a line for each
+    difference from what was written; the exit status is 2 if there is any. No code of a checkpoint is run, neither here
+    nor by --resume; but checksums show damage, not who wrote a checkpoint: resume only your own.
     """
 
     what: Positional[Literal["verify"]]
-    """What to do."""
+    """The action."""
     directory: Positional[Path]
     """A checkpoint, or a folder of them."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
-        """Checks it and prints what it found; returns the exit status."""
+        """Checks the checkpoint and prints the findings; returns the exit status."""
         from dlrm_bench.bench.verify_checkpoint import verify_checkpoint
 
         return verify_checkpoint(console, self.directory)
@@ -297,7 +301,8 @@ Command = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status. Flags from --preset (or --) on are those of launch/dlrm.py."""
+    """Runs a command; returns the exit status. Flags from --preset (or --) on are passed on as those of
+    launch/dlrm.py."""
     return exit_status(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -320,7 +325,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
-    """ValueError for flags in the wrong place, before anything starts. Both have a --seed."""
+    """Raises ValueError for a flag in the wrong place, before anything starts: both commands have a --seed."""
     if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Checkpoint | Scale):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}

@@ -1,4 +1,4 @@
-"""The configuration of one run: what it trains, with which pipeline, for how long, and what it writes.
+"""The configuration of one run: model and data, pipeline, length, and output.
 
 A field's docstring is its help text. Errors name the flag to change. Complete configurations live in presets.py.
 """
@@ -30,13 +30,13 @@ Division = Literal["closed", "open"]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MLPerfConfig:
-    """What the MLPerf log says about the submission."""
+    """The submission block of the MLPerf log."""
 
     org: str = "unaffiliated"
     """Submitting organisation."""
     division: Division = "open"
-    """MLPerf division; closed fixes model, data, target and optimizer: a run with others is logged as open, and says
-    why."""
+    """MLPerf division; closed fixes model, data, target and optimizer: another run is logged as open, with the
+    reason."""
     status: Literal["onprem", "cloud", "research", "preview"] = "onprem"
     """Availability category."""
     platform: str | None = None
@@ -47,13 +47,13 @@ class MLPerfConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CheckpointConfig:
-    """When and where the training's state is saved, to go on from with --resume."""
+    """Interval and folder of the checkpoints, from which --resume continues."""
 
     every: int | None = None
-    """Iterations from one checkpoint to the next; without a number only the state before a loss that is not finite is
-    saved, where there is a path."""
+    """Number of iterations between checkpoints; without it, only the state before a loss that is not finite is saved,
+    where a path is given."""
     path: Path | None = None
-    """Folder of checkpoints, which all nodes share; the last complete one is kept."""
+    """Folder of checkpoints, shared by all nodes; the last complete checkpoint is kept."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every > 0, "--checkpoint.every must be positive")
@@ -68,14 +68,14 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """One run of the benchmark."""
 
     preset: str
-    """The named configuration that this one started from."""
+    """Name of the preset that this configuration started from."""
     benchmark: tyro.conf.Suppress[str]
     """The benchmark that the preset belongs to."""
     pipeline: Annotated[PipelineOptions, tyro.conf.arg(name="")] = field(default_factory=TorchRecOptions)
     """The pipeline that trains, with its options."""
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
     iterations: int | None = None
-    """Training iterations, warm-up included; by default what --min-time needs, or else one epoch."""
+    """Number of training iterations, warm-up included; by default as many as --min-time needs, or else one epoch."""
     min_time: float | None = None
     """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
     or the epoch ends."""
@@ -83,25 +83,26 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """With --min-time: the warm-up has as many iterations more as it takes to last this many seconds. A GPU's power cap
     sets in after about one."""
     max_time: float | None = None
-    """With --min-time: go on beyond it while the timed iterations are not steady, until these have taken this many
-    seconds. Steady means that the medians of their eighths differ by 2 % at most, or by accident."""
+    """With --min-time: train beyond it while the timed iterations are not steady, until these have taken this many
+    seconds. Steady means that the medians of their eighths differ by 2 % at most, or by no more than chance."""
     warmup_iterations: int = 50
-    """First iterations that the latency summary leaves out; the raw times keep them."""
+    """Number of first iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None
-    """Stop with success at the first evaluation that reaches this AUC; without one nothing is evaluated."""
+    """Stop with success at the first evaluation that reaches this AUC; without it nothing is evaluated."""
     evaluations_per_epoch: int = 20
-    """An evaluation follows every floor(train samples / (this * global batch)) iterations."""
+    """Evaluate every floor(train samples / (this * global batch)) iterations."""
     loss_interval: int = 100
-    """Iterations between two reads of the losses; a non-finite one stops every rank, and no weight changes before."""
+    """Number of iterations between two reads of the losses; a non-finite loss stops every rank before any weight
+    changes."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: Path | None = None
-    """Go on from this checkpoint, or from the one of most samples in this folder. Its checksums show damage, not who
-    wrote it."""
+    """Continue from this checkpoint, or from the checkpoint with most samples in this folder. Checksums show damage,
+    not who wrote a checkpoint."""
     stall_timeout: float | None = 60.0
-    """Seconds after which a training that does not go on is ended on all ranks; ten times as many for each step of its
-    beginning, from the imports on, and for its first iteration. None waits without end."""
+    """Number of seconds without progress after which the training is ended on all ranks; ten times as many for each
+    step of the start, from the imports on, and for the first iteration. None waits without end."""
     results_dir: Path = Path("results")
-    """Directory of records; the run makes one folder in it and never writes into an existing one."""
+    """Directory of records; the run makes one folder in it and never writes into an existing folder."""
     run_id: str | None = None
     """Name of this run's folder; by default date, machine and preset."""
 
@@ -174,6 +175,7 @@ def _is_utf8(path: Path | str | None) -> bool:
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:
-    """The configuration as run.json holds it: tuples as lists, paths as text, the pipeline's name among its options."""
+    """Returns the configuration as run.json holds it: tuples as lists, paths as text, the pipeline's name among its
+    options."""
     resolved = cast(dict[str, Any], json.loads(json.dumps(asdict(config), default=str)))
     return resolved | {"pipeline": {"name": config.pipeline.name, **resolved["pipeline"]}}

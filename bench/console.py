@@ -1,4 +1,4 @@
-"""The console of dlrm-bench: wide enough for its tables, and not steered by what it prints."""
+"""The console of dlrm-bench: wide enough for its tables; names of files cannot steer the terminal."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,12 @@ from rich.table import Table
 from dlrm_bench.dlrm.runtime.command_line import printable
 
 _WIDEST = 1000
-"""Columns of a console that shows every table whole."""
+"""Number of columns of a console that shows every table whole."""
 
 
 def console() -> Console:
-    """Returns a console at least as wide as each table, which would be cut off otherwise; it prints no file's name as
-    what steers terminals."""
+    """Returns a console at least as wide as each table, which would be cut off otherwise; control characters in names
+    are printed as escapes."""
 
     class EndingConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:

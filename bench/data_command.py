@@ -6,8 +6,8 @@ from dlrm_bench.dlrm.benchmarks import BENCHMARKS, preset_of
 
 
 def run_data(what: str, words: Sequence[str]) -> int:
-    """Hands the flags on to a command of the benchmark that --preset names, by default the first one; returns the exit
-    status. ValueError names the known presets, or a benchmark that has no files."""
+    """Passes the flags on to the data command of the benchmark that --preset names, by default of the first one;
+    returns the exit status. ValueError names the known presets, or a benchmark that has no files."""
     preset, others = _split(words)
     benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
     if benchmark.data_command is None:

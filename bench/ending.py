@@ -1,4 +1,4 @@
-"""What a run leaves when it ends: its record, or what it measured until then, whatever has become of its folder."""
+"""The end of a run: its record, or the measurements until a failure, whatever has become of its folder."""
 
 import contextlib
 import sys
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 LOG_NAME = "result_0.txt"
 _PATIENCE_S = 5
-"""Less than the half a minute after which torchrun kills its ranks."""
+"""Seconds, less than the 30 after which torchrun kills its ranks."""
 
 
 def keep_figures(this: "Run", error: NonFiniteError) -> str:
-    """Keeps what a run has measured that cannot go on; returns where. Collective."""
+    """Writes the measurements of a run that failed; returns a sentence that says where. Collective."""
     this.clock.pause()
     write = _figures(this, this.clock.gather_ms(), error.known)
     kept = f"losses and latencies so far are in {_write_somewhere(this, write) / ITERATIONS_NPZ}"
@@ -57,7 +57,7 @@ def keep_figures(this: "Run", error: NonFiniteError) -> str:
 
 @contextlib.contextmanager
 def named_checkpoints(this: "Run") -> Iterator[None]:
-    """Has an error of a checkpoint say where that was to be written: that of a full disk does not."""
+    """Adds the path of the checkpoint to an error while writing one: that of a full disk lacks it."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -68,10 +68,11 @@ def named_checkpoints(this: "Run") -> Iterator[None]:
 
 
 def keep_own_figures(this: "Run") -> None:
-    """Keeps what global rank 0 knows of a run that ends at once, by a signal or an error; says where.
+    """Writes rank 0's measurements of a run that ends at once, by a signal or an error; says where.
 
-    For any thread, while others may be blocked in a collective or for the device: nothing here waits for them, so that
-    latencies are those of rank 0 alone, and losses those that were read. A disk that does not answer gets some seconds.
+    For any thread, while others may be blocked in a collective or by the device: nothing here waits for them, so the
+    latencies are those of rank 0 alone, and the losses those read until then. A disk that does not answer is waited for
+    seconds only.
     """
     if this.ranks.rank == 0:
         work = threading.Thread(target=_keep_own, args=(this,), daemon=True)
@@ -91,7 +92,7 @@ def _keep_own(this: "Run") -> None:
 
 
 def restore_log(this: "Run") -> None:
-    """Writes the MLPerf log again, on rank 0 once it is closed, where its file does not hold it; says where and why."""
+    """Writes the MLPerf log again, on rank 0 once the log is closed, where its file lacks lines; says where and why."""
     folder = this.place or this.folder
     content = _content(folder / LOG_NAME)
     if this.ranks.rank != 0 or content == this.log.text:
@@ -121,8 +122,8 @@ def write_results(
     telemetry: Telemetry,
     profile: Profile | None,
 ) -> tuple[Path, RunRecord]:
-    """The record, which global rank 0 writes, and its folder; on the others, what else they depend on is theirs.
-    Collective."""
+    """Returns the record, which global rank 0 writes, and its folder; on other ranks, the record of their own
+    provenance. Collective."""
     config, ranks = this.config, this.ranks
     iterations_ms = this.clock.gather_ms()
     warmup = this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations)
@@ -175,9 +176,9 @@ def _sample_sizes(this: "Run", warmup: int) -> SampleSizes | None:
 
 
 def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:
-    """Lets rank 0 write to the run's folder, or else to one among the temporary files, and returns which. Collective.
+    """Has rank 0 write to the run's folder, or else to a temporary one, and returns which. Collective.
 
-    The MLPerf log goes along, as far as its own file does not have it.
+    The MLPerf log is written there too, where its own file lacks lines.
     """
     place: list[Any] = [_write_here(this, write) if this.ranks.rank == 0 else None]
     dist.broadcast_object_list(place, src=0)
@@ -185,7 +186,7 @@ def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:
 
 
 def _write_here(this: "Run", write: Callable[[Path], None]) -> Path:
-    """Does what _write_somewhere says, on rank 0."""
+    """Does the work of _write_somewhere on rank 0."""
     release_room(this.folder)
     try:
         write(this.folder)
@@ -198,7 +199,7 @@ def _write_here(this: "Run", write: Callable[[Path], None]) -> Path:
 
 
 def _figures(this: "Run", iterations_ms: np.ndarray, losses: Sequence[float]) -> Callable[[Path], None]:
-    """What writes iterations.npz of a run that does not finish into a folder; see write_iterations."""
+    """Returns the function that writes iterations.npz of an unfinished run into a folder; see write_iterations."""
     return lambda folder: write_iterations(folder, iterations_ms, losses, history_arrays(this.losses_before))
 
 
@@ -229,7 +230,7 @@ def _rescued(this: "Run", write: Callable[[Path], None], error: OSError) -> Path
 
 
 def _peak_memory(ranks: Ranks) -> list[int] | None:
-    """Largest amount that PyTorch's allocator gave out on each rank's GPU, in bytes; without peer memory."""
+    """Largest amount of memory that PyTorch's allocator gave out on each rank's GPU, in bytes; peer memory left out."""
     if ranks.device.type != "cuda":
         return None
     peaks = [0] * ranks.world_size

@@ -1,4 +1,4 @@
-"""Flags of launch/dlrm.py: those of a run, and those of the pipeline that --pipeline names."""
+"""Flags of launch/dlrm.py: the run's own, and those of the pipeline that --pipeline names."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.benchmarks import PRESETS
 
 
 def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str, prints: bool) -> RunConfig:
-    """Returns the configuration that a preset, a pipeline and further flags give; exits after --help.
+    """Returns the configuration of a preset, a pipeline and further flags; exits after --help.
 
     text: begins the help. prints: whether this process prints the help. ValueError names a bad flag, in one line.
     """
@@ -34,13 +34,13 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
 
 
 def preset_name(flags: Sequence[str]) -> str:
-    """Returns the preset that flags of launch/dlrm.py name, or its default."""
+    """Returns the preset that flags of launch/dlrm.py name, or the default preset."""
     words = " ".join(flags).replace("=", " ").split()
     return words[words.index("--preset") + 1] if "--preset" in words[:-1] else "smoke"
 
 
 def _parsed(cli: Callable[[], Any], prints: bool) -> Any:
-    """Returns what tyro parses; its page about a wrong flag becomes a ValueError."""
+    """Returns the result of tyro; its page about a wrong flag becomes a ValueError."""
     page = io.StringIO()
     try:
         with contextlib.redirect_stderr(page), contextlib.nullcontext() if prints else _silent():
@@ -58,7 +58,7 @@ def _silent() -> contextlib.redirect_stdout[io.StringIO]:
 def _in_one_line(page: str) -> str:
     """Returns the error of tyro's page: sections with rules between them, in a frame with the title or below the title.
 
-    Of what it suggests, the flags alone are kept; the flag's help and how to get all help are left out.
+    Of tyro's suggestions only the flags are kept; their help, and how to get all help, are left out.
     """
     lines = [line.strip("│┃ ") for line in page.splitlines() if not line.startswith(("╭", "╰"))]
     sections = [part.split("\n") for part in re.split("^[-─━]{3,}$", "\n".join(lines), flags=re.MULTILINE)]

@@ -1,4 +1,4 @@
-"""What keeps a machine from a run, all of it in one error, before anything is made."""
+"""All obstacles between a machine and a run, in one error, before anything is made."""
 
 import os
 
@@ -10,7 +10,7 @@ from dlrm_bench.pipeline.interface import check_device
 
 
 def check_machine(config: RunConfig, ranks: Ranks) -> None:
-    """Raises ValueError that names everything that keeps these ranks from the run that `config` says. Collective."""
+    """Raises a ValueError that names every obstacle between these ranks and the run of `config`. Collective."""
     obstacles = []
     for check in (_check_precision, _check_device, _check_batches_fit, _check_tables_fit):
         try:
@@ -33,7 +33,7 @@ def _check_device(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
-    """ValueError where the batches that wait on a node exceed its memory."""
+    """Raises ValueError where the batches that wait on a node exceed its memory."""
     batches, flag = config.data.batches_in_memory
     needed = named(config.benchmark).parts().batch_bytes(config) * ranks.local_world_size * batches
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""The table of `--print-plan`: which rank of the static EBC would hold what, and how evenly the work would spread."""
+"""The table of `--print-plan`: each rank's shards of the static pipeline's tables, and the balance of the work."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts, costs_of
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Shard
@@ -22,7 +22,7 @@ from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 
-def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT) -> None:
+def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_COSTS) -> None:
     """Prints the plan of these ranks on GPUs of these costs as a table; ValueError where there is none."""
     world_size = topology.world_size
     tables, global_batch_size = config.model.tables, config.local_batch_size * world_size
@@ -88,16 +88,16 @@ def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float 
 
 def costs_at(limits: Path | None) -> GpuCosts:
     """Returns the costs of the GPU that a limits.json was measured on, or default ones; ValueError names a bad file."""
-    return DEFAULT if limits is None else measured_costs(read_limits(limits))
+    return DEFAULT_COSTS if limits is None else measured_costs(read_limits(limits))
 
 
 def measured_costs(limits: Limits) -> GpuCosts:
-    """Returns the costs of the GPU that `limits` were measured on: what they tell, and of that GPU or by default what
-    they do not.
+    """Returns the costs of the GPU that `limits` were measured on. What the limits lack is that GPU type's, or by
+    default another's.
 
-    An all-to-all's latency and rate are of the line through the measured exchanges, by what leaves a rank. Lookup and
-    update are bound by memory, so where the memory rate is another, they take more or less time in proportion.
-    ValueError where the measurement had less than two GPUs, or its exchanges lie on no rising line.
+    An all-to-all's latency and rate are those of the line through the measured exchanges, by bytes that leave a rank.
+    Times of lookup and update are proportional to the memory rate. ValueError where the measurement had fewer than two
+    GPUs, or its exchanges lie on no rising line.
     """
     machine, world_size = limits["machine"], limits["config"]["world_size"]
     name, memory_gb = machine["gpu"], machine["gpu_memory_gb"]
@@ -126,7 +126,7 @@ def measured_costs(limits: Limits) -> GpuCosts:
 
 
 def _names(shards: Sequence[Shard], tables: Tables) -> str:
-    """Tables by feature; of a split one, which columns, and which of how many parts of the rows."""
+    """Returns the tables' names by feature; for a split table also its columns, and the part of its rows."""
     return " ".join(
         tables.names[shard.table]
         + ("" if shard.columns == tables.columns else f"[{shard.column}:{shard.column + shard.columns}]")

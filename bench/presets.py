@@ -9,7 +9,7 @@ from dlrm_bench.dlrm.config import TrainingConfig
 
 
 def preset(name: str) -> RunConfig:
-    """Returns the configuration of the preset of this name; ValueError names the known ones."""
+    """Returns the configuration of the preset of this name; ValueError names the known presets."""
     benchmark, found = preset_of(name)
     trained = {field.name: getattr(found.training, field.name) for field in fields(TrainingConfig)}
     division = cast(Literal["closed", "open"], found.division)

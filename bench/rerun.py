@@ -1,13 +1,13 @@
 """dlrm-bench rerun RECORD: runs a record's configuration again, with the code of its commit, and compares the two.
 
-One run proves nothing of another. LADDER/RUNG names all rounds of a ladder's rung, which several reruns can be told
-from, or be proven equal to.
+A single run proves nothing against another. LADDER/RUNG names all rounds of a ladder's rung, from which several reruns
+can be told, or to which they can be proven equal.
 
-The commit is checked out into a worktree of git's, which is removed afterwards, also if the rerun is killed. The flags
-come from that commit's own code, so that they mean there what they meant then; the record's configuration is checked
-before by today's. Packages and machine are today's: the comparison says what differs. Where there is no checkout, in a
-copy of one or an installed package, or where a record names no commit, as those of an installed package do, these very
-files must have made it, which their hash decides: the same version, installed or checked out, reruns it.
+The commit is checked out into a git worktree, which is removed afterwards, also if the rerun is killed. That commit's
+own code makes the flags, so that they have their meaning of then; today's code checks the record's configuration
+before. Packages and machine are today's: the comparison lists the differences. Without a checkout, or for a record
+without a commit, as of an installed package, the files here must be the ones that made the record, by their hash: the
+same version, installed or checked out, reruns it.
 """
 
 import json
@@ -47,22 +47,23 @@ cat
 git -C "$1" worktree remove --force "$2/tree"
 rm -rf "$2"
 """
-"""What removes a worktree once its standard input ends: with the process that made it, however that one ends."""
+"""Program that removes a worktree once its standard input ends, with the process that made the worktree, however that
+one ends."""
 
 
 class Rerun(NamedTuple):
-    """What rerunning a record left."""
+    """The records of a rerun."""
 
     folder: Path
-    """Holds a record for each run."""
+    """Folder that holds a record for each run."""
     notes: list[str]
-    """What keeps the reruns from being of the record's program, as far as its source goes."""
+    """Differences between the source of the reruns and the record's."""
 
 
 def rerun_command(console: Console, path: Path, rounds: int, nproc: int | None, results_dir: Path) -> int:
     """Reruns a record and prints the comparison; returns the exit status.
 
-    path: the record, or a rung of a ladder (LADDER/RUNG), of which the first run is repeated and all are compared with.
+    path: the record, or a rung of a ladder (LADDER/RUNG), of which the first run is repeated and all runs are compared.
     """
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}: at least one is needed")
@@ -76,9 +77,10 @@ def rerun_command(console: Console, path: Path, rounds: int, nproc: int | None, 
 
 
 def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Rerun:
-    """Runs a record's configuration again, `rounds` times. ValueError if its commit or its flags cannot be had.
+    """Runs a record's configuration again, `rounds` times. ValueError if its commit or its flags are not available;
+    FailedError, with the rank's output, if a rank fails.
 
-    nproc: processes; None for the record's. FailedError with what a rank said if one fails.
+    nproc: number of processes; None for the record's.
     """
     record = read_record(path)
     check_config(path / RUN_JSON, record.run["config"])
@@ -97,18 +99,18 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
 
 
 class _Program(NamedTuple):
-    """Where a record's program is to be had."""
+    """The source of a record's program."""
 
     checked_out: str | None
     """Commit to check out; None where the files here are the program."""
     stated: str | None
-    """Commit that the reruns are to state as theirs; None: what git says of the files."""
+    """Commit that the reruns record as theirs; None: git's answer for the files."""
     notes: list[str]
-    """What speaks against it."""
+    """Reasons to doubt that the source is the record's."""
 
 
 def _program_of(record: Record) -> _Program:
-    """Finds the program of a record; ValueError if it is not here, nor a commit of this checkout."""
+    """Finds the program of a record; ValueError if it is neither here nor a commit of this checkout."""
     state = record.run["git"]
     commit, source = state["commit"], state.get("source")
     if commit is not None and not re.fullmatch(r"\w[\w.+/-]*", commit):
@@ -138,8 +140,8 @@ def _program_of(record: Record) -> _Program:
 def _worktree(commit: str) -> Iterator[Path]:
     folder = tempfile.mkdtemp(prefix="dlrm-bench-rerun-")
     tree = Path(folder) / "tree"
-    # A process of its own session removes the tree, as this one may be killed; the pipe's other end is inherited by
-    # no child.
+    # A process in its own session removes the tree, as this process may be killed; no child inherits the pipe's other
+    # end.
     removal = subprocess.Popen(
         ["sh", "-c", _REMOVAL, "sh", str(ROOT), folder],
         stdin=subprocess.PIPE,
@@ -155,7 +157,7 @@ def _worktree(commit: str) -> Iterator[Path]:
 
 @contextmanager
 def _environment(tree: Path, commit: str | None) -> Iterator[None]:
-    """Has processes that are started import the tree's code. `commit` is what they state as theirs; None: git's."""
+    """Makes started processes import the tree's code. `commit` is the one that they record; None: git's."""
     before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "SOURCE_COMMIT")}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), before["PYTHONPATH"]]))
     if commit is not None:
@@ -169,7 +171,7 @@ def _environment(tree: Path, commit: str | None) -> Iterator[None]:
 
 
 def _flags(tree: Path, record: Path, commit: str | None) -> tuple[list[str], int]:
-    """Flags and number of processes, as the commit's own code gives them."""
+    """Returns flags and number of processes, from the commit's own code."""
     command = [sys.executable, "-c", _FLAGS, str(record.resolve())]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode:

@@ -46,12 +46,12 @@ if TYPE_CHECKING:  # a timed run imports nothing of the profiler
 
 LOGGER = logging.getLogger(__name__)
 _BATCHES_IN_FLIGHT = 10
-"""Batches at most that were taken from the readers and that a GPU still reads."""
+"""Largest number of batches that were taken from the readers and that a GPU still reads."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """Everything that the training loop works with, and its progress."""
+    """The objects of the training loop, and its progress."""
 
     config: RunConfig
     ranks: Ranks
@@ -65,17 +65,17 @@ class Run:
     folder: Path
     checkpoints: Checkpoints
     first: int = 0
-    """Iterations before this run's first: those of the checkpoint that it resumes."""
+    """Number of iterations before this run's first: those of the checkpoint that it resumes."""
     losses_before: list[LossStretch] = field(default_factory=list)
-    """Losses of all iterations before, which may have had other sizes."""
+    """Losses of all previous iterations, whose global batches may have had other sizes."""
     auc: float | None = None
     place: Path | None = None
-    """Folder that what it measured was written to, on rank 0, once that is done."""
+    """Folder of the measurements on rank 0, once they are written."""
     evaluated: int = 0
-    """Batches, over all evaluations."""
+    """Number of batches, over all evaluations."""
 
     def train(self) -> None:
-        """The training loop: iterations, each timed; evaluations at MLPerf's cadence, and checkpoints; stops at the
+        """The training loop: timed iterations, evaluations at MLPerf's cadence, and checkpoints; stops at the
         target."""
         with self._read(self.dataset.train_batches, self.pipeline.prepare, self.first) as batches, frozen_gc():
             self.clock.start()
@@ -109,7 +109,7 @@ class Run:
             self._draw(self.first + self.clock.iterations)
 
     def save(self, iteration: int, losses: list[float]) -> None:
-        """Saves the state as it is after `iteration`. losses: of this run's iterations up to then. Collective."""
+        """Saves the state after `iteration`. losses: of this run's iterations until then. Collective."""
         size = self.schedule.global_batch_size
         state = RunState(
             schema=STATE_SCHEMA,
@@ -124,7 +124,8 @@ class Run:
         self.checkpoints.save(iteration, state)
 
     def _lacking(self) -> int:
-        """Iterations that a run by time still lacks, by rank 0's clock; goes on with the clock if there are some."""
+        """Returns the number of iterations that a run by time still lacks, by rank 0's clock; starts the clock again if
+        there are any."""
         if self.schedule.min_time_s is None:
             return 0
         self.clock.pause()
@@ -136,7 +137,7 @@ class Run:
         return answer[0]
 
     def warm_up(self) -> None:
-        """Does what takes longer the first time, evaluations included, and changes no weight."""
+        """Trains and evaluates once, as first calls take longer; no weight changes."""
         evaluates = self.schedule.evaluate_every is not None
         self.pipeline.warm_up(evaluates)
         if evaluates:  # a sort of as many samples as there will be
@@ -155,7 +156,7 @@ class Run:
         batches.clear()
 
     def evaluate(self, epoch_num: float) -> float:
-        """Exact AUC over the evaluation samples of all ranks."""
+        """Returns the exact AUC over the evaluation samples of all ranks."""
         self.log.eval_start(epoch_num)
         valid: list[int] = []  # the pipeline reads batch i, which appends entry i, before it yields that batch's logits
         logits: list[torch.Tensor] = []
@@ -180,7 +181,7 @@ class Run:
         return auc
 
     def progress(self) -> tuple[int, int]:
-        """A number that grows as the training goes on, and the iterations trained; any thread may ask."""
+        """Returns a number that grows as the training progresses, and the iterations trained; for any thread."""
         trained = self.first + self.clock.iterations
         return trained + self.evaluated + self.checkpoints.pieces, trained
 
@@ -191,34 +192,34 @@ class Run:
 
     @property
     def reached_target(self) -> bool:
-        """Whether the last evaluation reached the target; False where there is none."""
+        """Whether the last evaluation reached the target; False without a target."""
         target = self.config.target_auc
         return target is not None and self.auc is not None and self.auc >= target
 
     @property
     def status(self) -> TrainingStatus:
-        """How the run ended, once its loop has."""
+        """Returns the outcome of the run, once its loop has ended."""
         if self.config.target_auc is None:
             return "no_target"
         return "success" if self.reached_target else "aborted"
 
     @property
     def log_status(self) -> RunStatus:
-        """How the MLPerf log closes: 'aborted' after a missed target, else 'success'.
+        """Returns the status that closes the MLPerf log: 'aborted' after a missed target, else 'success'.
 
-        A run without a target that trained all its iterations did what it was asked, so its log does not look failed.
-        It is no submission all the same: MLPerf's checker asks for an eval_accuracy, which such a log lacks.
+        A run without a target that trained all its iterations has succeeded, so its log does not look failed. It passes
+        for no submission: MLPerf's checker asks for an eval_accuracy, which such a log lacks.
         """
         return "aborted" if self.status == "aborted" else "success"
 
     def _draw(self, iteration: int) -> None:
-        """Draws the progress bar on rank 0, while the clock is paused: the ranks meet again before it starts."""
+        """Draws the progress bar on rank 0, while the clock is paused: the ranks meet again before it restarts."""
         self.bar.show(iteration, "training" if self.auc is None else f"training, AUC {self.auc:.5f}")
 
     def _read(
         self, batches: Callable[..., Iterable[Any]], prepare: Callable[[Any], Any], first: int = 0
     ) -> Prefetcher[Any]:
-        """first: batches to leave out."""
+        """Returns a reader of this rank's batches, prepared. first: number of batches to leave out."""
         ranks = self.ranks
         samples = batches(ranks.rank, ranks.world_size, self.config.local_batch_size, pin=ranks.device.type == "cuda")
         if first:
@@ -243,9 +244,9 @@ def run(
 ) -> Outcome:
     """Trains as `config` says and writes a record folder. Collective over all ranks.
 
-    command: the command line, for the record. profiled: makes the pipeline of a profiled run out of the pipeline and
-    the record's folder; None in a timed run. ValueError on bad input, before training where that can be known; a run
-    that fails later leaves a folder whose log is closed as aborted.
+    command: the command line, for the record. profiled: makes the pipeline of a profiled run from the pipeline and the
+    record's folder; None in a timed run. ValueError on bad input, where possible before training; a run that fails
+    later leaves a folder whose log is closed as aborted.
     """
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     BEGINNING.now("waits for the other ranks in init_process_group")
@@ -328,7 +329,7 @@ def run(
 
 
 def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:
-    """Notes in the log, and warns on rank 0, of what makes a figure of the run doubtful. too_large: by tensor."""
+    """Writes into the log, and warns on rank 0, what makes a figure of the run doubtful. too_large: by tensor."""
     notes = []
     if telemetry.get("clock_jump_s"):
         jump = telemetry["clock_jump_s"]
@@ -351,7 +352,7 @@ def _check_target(config: RunConfig, best_auc: float | None) -> None:
 
 
 def _agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
-    """Global rank 0 makes the record folder; every rank learns of it, or raises rank 0's error."""
+    """Makes the record folder on global rank 0; every rank learns its path, or raises rank 0's error."""
     answer: list[Any] = [None]
     if ranks.rank == 0:
         run_id = config.run_id or new_run_id(short_name(machine), config.preset, datetime.now(UTC))

@@ -1,4 +1,4 @@
-"""What a checkpoint knows beside weights and optimizer state, and whether a run may go on from it.
+"""The state of a checkpoint beside weights and optimizer state, and the checks before a run resumes it.
 
 state.json is checked field by field: it may be damaged, edited, of another training or of data with other content.
 """
@@ -30,38 +30,38 @@ _SAME = ("model", "optimizer", "data", "seed")
 
 
 class LossStretch(TypedDict):
-    """Losses of consecutive iterations of one size."""
+    """Losses of consecutive iterations of one global batch size."""
 
     global_batch_size: int
     losses: list[float]
 
 
 class RunState(TypedDict):
-    """Everything of a run but weights and optimizer state."""
+    """The state of a run apart from weights and optimizer state."""
 
     schema: int
     samples: int
-    """Samples trained on: where the data go on."""
+    """Number of samples trained on, at which the data continue."""
     losses: list[LossStretch]
-    """Of all iterations, which make up these samples."""
+    """Losses of all iterations that trained these samples."""
     auc: float | None
-    """That of the last evaluation."""
+    """AUC of the last evaluation."""
     mlperf_log: str
     """The lines of the MLPerf log so far."""
     run_id: str
     config: dict[str, Any]
     data_files: dict[str, FileContent]
-    """The files that were trained on, by name; none of random batches."""
+    """The data files trained on, by name; none of random batches."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Resumed:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume."""
 
     folder: Path
     state: RunState
     first: int
-    """Iterations of the new run's global batch size that were trained."""
+    """Number of iterations trained, counted in the new run's global batches."""
 
 
 def checkpoint_name(samples: int) -> str:
@@ -70,10 +70,10 @@ def checkpoint_name(samples: int) -> str:
 
 
 def complete_checkpoints(path: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, the one with the fewest samples first."""
+    """Returns the complete checkpoints in a folder, fewest samples first."""
     found = ((_COMPLETE.fullmatch(folder.name), folder) for folder in path.glob("samples-*"))
     whole = ((match, folder) for match, folder in found if match and (folder / STATE_JSON).is_file())
-    # One that was being replaced is the older one of its number.
+    # Of two with the same number of samples, the one that was being replaced is older.
     return [folder for _, folder in sorted(whole, key=lambda of: (int(of[0][1]), of[0][2] is None))]
 
 
@@ -97,7 +97,7 @@ def checkpoint_in(path: Path) -> Path:
 
 
 def read_run_state(folder: Path) -> RunState:
-    """Reads and checks state.json of a checkpoint. ValueError names the first field that cannot be."""
+    """Reads and checks state.json of a checkpoint. ValueError names the first bad field."""
     path = folder / STATE_JSON
     state: RunState = read_json(path)
     check_form(path, state, RunState, (STATE_SCHEMA,))
@@ -108,7 +108,7 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def _wrong(state: RunState) -> str | None:
-    """Says what cannot be of a state whose fields have their types."""
+    """Returns the first impossible value of a state whose fields have their types; None without any."""
     trained = sum(stretch["global_batch_size"] * len(stretch["losses"]) for stretch in state["losses"])
     if any(stretch["global_batch_size"] <= 0 for stretch in state["losses"]):
         return "a global_batch_size is not positive"
@@ -134,7 +134,7 @@ def _is_event(line: str) -> bool:
 
 
 def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
-    """Returns what --resume names, the newest complete checkpoint of a folder of them; None without the flag.
+    """Returns the checkpoint that --resume names, or the newest complete one of that folder; None without the flag.
 
     ValueError where there is none, or it is damaged, or of another training.
     """
@@ -162,7 +162,8 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
 
 
 def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any], of_data: Sequence[str]) -> None:
-    """of_data: names of the fields of `data` that say which samples are trained on."""
+    """Raises ValueError that names the first field in which the configurations differ. of_data: names of the fields of
+    `data` that select the samples."""
     for name in _SAME:
         old, new = saved.get(name), given.get(name)
         if name == "data" and isinstance(old, dict) and isinstance(new, dict):
@@ -177,7 +178,7 @@ def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any], of_d
 
 
 def _check_data(folder: Path, saved: dict[str, FileContent], config: RunConfig) -> None:
-    """ValueError where a data file has another content than the one that was trained on."""
+    """Raises ValueError where a data file has other content than the one that was trained on."""
     for name, content in named(config.benchmark).parts().data_content(config).items():
         before = saved.get(name)
         known = before is not None and None not in (before["blake2b"], content["blake2b"])
@@ -189,7 +190,7 @@ def _check_data(folder: Path, saved: dict[str, FileContent], config: RunConfig) 
 
 
 def extended(before: Sequence[LossStretch], global_batch_size: int, losses: Sequence[float]) -> list[LossStretch]:
-    """Returns a history with the losses of a run that went on from it."""
+    """Returns a history extended by the losses of a run that resumed it."""
     history = [LossStretch(global_batch_size=of["global_batch_size"], losses=[*of["losses"]]) for of in before]
     if history and history[-1]["global_batch_size"] == global_batch_size:
         history[-1]["losses"] += losses
@@ -199,8 +200,8 @@ def extended(before: Sequence[LossStretch], global_batch_size: int, losses: Sequ
 
 
 def history_arrays(history: Sequence[LossStretch]) -> dict[str, np.ndarray]:
-    """Returns what iterations.npz says of a history: `loss_before`, and `samples_before`, the samples trained on after
-    each of these losses' iterations."""
+    """Returns the arrays of a history in iterations.npz: `loss_before`, and `samples_before`, the number of samples
+    trained on after each of these losses' iterations."""
     if not history:
         return {}
     losses = chain.from_iterable(stretch["losses"] for stretch in history)
@@ -209,5 +210,5 @@ def history_arrays(history: Sequence[LossStretch]) -> dict[str, np.ndarray]:
 
 
 def of_another_user(folder: Path) -> bool:
-    """Whether a checkpoint belongs to another user than the one who runs this."""
+    """Whether a checkpoint belongs to another user than the one who runs this program."""
     return (folder / STATE_JSON).stat().st_uid != os.geteuid()

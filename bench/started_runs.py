@@ -1,4 +1,4 @@
-"""What the commands that start runs have in common: ranks, ids, and one run of launch/measure.py."""
+"""Helpers of the commands that start runs: ranks, ids, and one run of launch/measure.py."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,14 +12,15 @@ from dlrm_bench.bench.records.record import new_run_id
 
 
 def processes_of_run(nproc: int | None) -> int:
-    """Number of ranks: `nproc`, or one for each GPU, or two without any. ValueError if `nproc` is less than one."""
+    """Returns the number of ranks: `nproc`, or one for each GPU, or two without a GPU. ValueError if `nproc` is less
+    than one."""
     if nproc is not None and nproc < 1:
         raise ValueError(f"--nproc is {nproc}: at least one process is needed")
     return nproc or gpus_of_node() or 2
 
 
 def new_id(processes: int, flags: Sequence[str], kind: str) -> str:
-    """Id of a record of `kind`, such as 'ladder', that runs with these flags of launch/dlrm.py make."""
+    """Returns the id of a record of `kind`, such as 'ladder', for these flags of launch/dlrm.py."""
     return new_run_id(short_name_of_node(processes), f"{preset_name(flags)}-{kind}", datetime.now(UTC))
 
 

@@ -1,4 +1,4 @@
-"""Prints what a run found, and gives the exit status that goes with it."""
+"""Prints the result of a run, and gives its exit status."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from dlrm_bench.bench.run import Outcome
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
-# In addition to those of every command in dlrm/runtime/command_line.py.
+# In addition to those of every command, in dlrm/runtime/command_line.py.
 EXIT_TARGET_MISSED = 3
 EXIT_NOT_COMPLIANT = 4
 
@@ -25,8 +25,8 @@ def print_summary(outcome: Outcome, ranks: Ranks) -> int:
     """Prints latency and, where there was a target, the AUC and the compliance checker's verdict, on global rank 0.
 
     Returns the exit status, the same on every rank: 0 if the run had no target or reached it with a compliant log, 3 if
-    it missed its target, 4 if the checker refuses the log for more than that its data are not MLPerf's. Collective: no
-    rank may leave, and have torchrun end the others, while rank 0 still prints.
+    it missed its target, 4 if the checker refuses the log for another reason than data that are not MLPerf's.
+    Collective: no rank may leave, and have torchrun end the others, while rank 0 still prints.
     """
     status = [_print(outcome) if ranks.rank == 0 else 0]
     dist.broadcast_object_list(status, src=0)
@@ -97,7 +97,7 @@ def _check_log(outcome: Outcome, console: Console) -> int:
 
 
 def conditions_in_words(record: RunRecord) -> list[str]:
-    """What happened to the GPUs, where a figure is read: throttling, and what they made of time and power."""
+    """Returns sentences on the state of the GPUs: throttling, and their efficiency in time and power."""
     conditions = record.get("conditions")
     if not conditions:
         return []
@@ -117,7 +117,7 @@ def conditions_in_words(record: RunRecord) -> list[str]:
 
 
 def pipeline_label(options: Mapping[str, Any]) -> str:
-    """Names a record's pipeline and, of TorchRec's pipelines, the schedule."""
+    """Returns the name of a record's pipeline and, for TorchRec's pipelines, the schedule."""
     return f"{options['name']}, {options['schedule']}" if "schedule" in options else str(options["name"])
 
 

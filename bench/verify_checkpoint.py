@@ -1,4 +1,4 @@
-"""dlrm-bench checkpoint verify: whether all bytes of a checkpoint are those that were written."""
+"""dlrm-bench checkpoint verify: compares all bytes of a checkpoint with the checksums of what was written."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def verify_checkpoint(console: "Console", path: Path) -> int:
-    """Prints a line for each thing that is wrong, or what the checkpoint holds; returns the exit status, 2 or 0.
+    """Prints a line for each defect, or the checkpoint's content; returns the exit status, 2 or 0.
 
     path: a checkpoint, or a folder of them, of which the newest complete one counts. ValueError where there is none.
     """

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Sizes and number format of what one rank computes in an iteration."""
+    """Sizes and number format of one rank's work in an iteration."""
 
     samples: int
     """The local batch size."""
@@ -15,14 +15,14 @@ class BatchShape:
     """The format of activations, pooled vectors, their gradients and the dense network's working weights: fp32 or bf16.
     Master weights, tables and optimizer state are fp32."""
     parts: int = 1
-    """How many equal ranges of samples go through the iteration one after the other; divides `samples`."""
+    """Number of equal ranges of samples that go through the iteration one after the other; divides `samples`."""
 
     def __post_init__(self) -> None:
         assert self.samples % self.parts == 0, f"{self.samples} samples do not go in {self.parts} equal parts"
 
     @property
     def part_samples(self) -> int:
-        """How many samples a part has."""
+        """Number of samples of a part."""
         return self.samples // self.parts
 
     @property

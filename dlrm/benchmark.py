@@ -1,7 +1,7 @@
 """A benchmark as a value: everything that the harness asks of a model, one object beside that model.
 
-The training loop, the clock, the log, ladders, limits and reports know this type and no model. What it holds here needs
-no torch, so that records are read, compared and reported without; `parts` imports what trains.
+The training loop, the clock, the log, ladders, limits and reports know this type and no model. It needs no torch, so
+that records are read, compared and reported without; `parts` imports the modules that train.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
     name: str
     stage: str
-    """One of kernels.stages.STAGES, or several in words."""
+    """A stage of kernels.stages.STAGES, or several in words."""
     flop: float = 0.0
     memory: float = 0.0
     links: float = 0.0
@@ -56,7 +56,7 @@ class TableWork(NamedTuple):
 
 
 class Work(Protocol):
-    """What an iteration has to compute and move, from its configuration and the sizes of its samples."""
+    """The computation and traffic of an iteration, from its configuration and the sizes of its samples."""
 
     def dense_weights(self, config: TrainingConfig) -> int:
         """Returns the number of weights and biases of the dense network."""
@@ -84,7 +84,7 @@ class Work(Protocol):
         self, config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED
     ) -> list[Piece]:
         """Returns the pieces of an iteration on one rank that has its share of everything. cache_bytes: what the GPU's
-        cache holds from one use to the next."""
+        cache keeps from one use to the next."""
         ...
 
 
@@ -94,7 +94,7 @@ class Evaluations:
 
     every: int
     first: int
-    """A multiple of `every`: earlier ones are left out."""
+    """A multiple of `every`: earlier evaluations are left out."""
     at_end: bool
     """Whether a run evaluates after its last iteration, whatever the cadence."""
 
@@ -106,7 +106,7 @@ def parts_of_epoch(train_samples: int, global_batch_size: int, evaluations: int)
 
 
 class Ruleset(Protocol):
-    """MLPerf's rules for a benchmark: what its log says, and what the closed division fixes."""
+    """MLPerf's rules for a benchmark: the content of its log, and the values that the closed division fixes."""
 
     @property
     def version(self) -> str:
@@ -136,7 +136,7 @@ class Ruleset(Protocol):
 
     @property
     def reference_names(self) -> tuple[str, ...]:
-        """What published logs of the same benchmark also call it."""
+        """Other names of the same benchmark in published logs."""
         ...
 
     @property
@@ -169,14 +169,14 @@ class StaticDenseOptions:
 
 
 class Parts(Protocol):
-    """What trains a benchmark; importing it imports torch."""
+    """Data and models of a benchmark; importing it imports torch."""
 
     def open_data(self, config: TrainingConfig) -> "Dataset":
         """Opens and checks the data; ValueError names the file or flag that is wrong."""
         ...
 
     def data_content(self, config: TrainingConfig) -> "dict[str, FileContent]":
-        """Returns what tells the files that a run reads from others of their names; empty where there are none."""
+        """Returns the fingerprints of the files that a run reads, by name; empty where there are none."""
         ...
 
     def batch_bytes(self, config: TrainingConfig) -> int:
@@ -190,8 +190,8 @@ class Parts(Protocol):
     def static_dense(
         self, config: TrainingConfig, options: StaticDenseOptions, ranks: "Ranks", memory: "PeerMemory | None"
     ) -> "StaticDense":
-        """Returns stage 3 of the static pipeline, where it trains this benchmark. memory: where options say so.
-        Collective."""
+        """Returns stage 3 of the static pipeline, where it trains this benchmark. memory: given where options ask for
+        peer memory. Collective."""
         ...
 
     def static_sequences(self, config: TrainingConfig, ranks: "Ranks") -> "StaticSequences":
@@ -211,8 +211,7 @@ exit status."""
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One variant of a ladder: its name, the flags of launch/dlrm.py that make it, and what it changes, in a
-    sentence."""
+    """One variant of a ladder: its name, its flags of launch/dlrm.py, and its change, in a sentence."""
 
     name: str
     flags: tuple[str, ...]
@@ -225,7 +224,7 @@ class Preset:
 
     training: TrainingConfig
     text: str
-    """What it is for, in a sentence."""
+    """Its purpose, in a sentence."""
     run: Mapping[str, Any] = field(default_factory=dict)
     """Fields of bench.config.RunConfig that differ from their defaults."""
     division: str = "open"
@@ -234,10 +233,10 @@ class Preset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One benchmark."""
+    """A benchmark."""
 
     name: str
-    """Its name in records, and in MLPerf's logs where it is one of MLPerf's."""
+    """Its name in records, and in MLPerf's logs if it is one of MLPerf's."""
     title: str
     """Its name in pages and tables."""
     presets: Mapping[str, Preset]
@@ -248,7 +247,7 @@ class Benchmark:
     ruleset: Ruleset | None
     """None where MLPerf has no rules for it."""
     work: Work | None
-    """None where nobody has counted its work."""
+    """None where its work is not counted."""
     parts: Callable[[], Parts]
     """Imports what trains it."""
     data_command: DataCommand | None = None
@@ -262,6 +261,9 @@ class Benchmark:
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""
+    static_parts: Callable[[int, StaticDenseOptions], int] | None = None
+    """The number of parts in which the static pipeline takes a local batch of this size from lookup to gradients; None
+    where it does not train the benchmark."""
 
     @property
     def option_types(self) -> dict[str, type]:

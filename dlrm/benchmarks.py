@@ -26,13 +26,13 @@ def preset_of(name: str) -> tuple[Benchmark, Preset]:
 
 
 def benchmark_of(config: Mapping[str, Any]) -> Benchmark | None:
-    """Returns the benchmark of a record's config; None where this version knows none of that name, as of timings that
-    another program took."""
+    """Returns the benchmark of a record's config; None of an unknown name, as in records of another program's
+    timings."""
     return next((benchmark for benchmark in BENCHMARKS if benchmark.name == config.get("benchmark")), None)
 
 
 def named(name: str) -> Benchmark:
-    """Returns the benchmark of this name; ValueError names the known ones."""
+    """Returns the benchmark of this name; ValueError lists the known names."""
     for benchmark in BENCHMARKS:
         if benchmark.name == name:
             return benchmark
@@ -40,8 +40,7 @@ def named(name: str) -> Benchmark:
 
 
 def of_mlperf_log(name: str | None) -> Benchmark | None:
-    """Returns the benchmark that an MLPerf log calls by this name; None where the log does not say, or names another
-    than those known here."""
+    """Returns the benchmark that an MLPerf log calls by this name; None of no name, or of an unknown one."""
     for benchmark in BENCHMARKS:
         rules = benchmark.ruleset
         if rules is not None and name in (benchmark.name, *rules.reference_names):

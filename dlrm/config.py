@@ -1,7 +1,7 @@
-"""What a benchmark's configuration says, whatever its model: frozen dataclasses, one field for each command-line flag.
+"""The configuration of any benchmark: frozen dataclasses, one field for each command-line flag.
 
 A field's docstring is its help text. Errors name the flag to change. The configurations of a benchmark's model, data
-and optimizer stand beside it; the protocols here are what the harness asks of them.
+and optimizer are in its own folder; the protocols here are the harness's requirements on them.
 """
 
 import math
@@ -47,7 +47,7 @@ class DataOptions(Protocol):
 
     @property
     def path(self) -> Path | None:
-        """Directory of the data's files; None where there are none."""
+        """Directory of the data's files; None without files."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class DataOptions(Protocol):
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Names of the fields that say which samples are trained on, in which order."""
+        """Names of the fields that determine the samples and their order."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class OptimizerOptions(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of tables and dense weights; where there is a schedule, the one that it rises to."""
+        """Learning rate of tables and dense weights; with a schedule, the highest one."""
         ...
 
     @property
@@ -107,7 +107,7 @@ OptimizerT = TypeVar("OptimizerT", bound=OptimizerOptions, default=OptimizerOpti
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainingConfig(Generic[ModelT, DataT, OptimizerT]):
-    """What is trained: model, data, optimizer, batch, number format and seed."""
+    """The subject of a training: model, data, optimizer, batch, number format and seed."""
 
     model: ModelT
     data: DataT

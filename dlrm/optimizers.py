@@ -1,4 +1,4 @@
-"""Optimizers as values: the constants of each, and the state that it keeps beside a weight.
+"""Optimizers as values: the constants of each, and its state beside a weight.
 
 Learning rates are no part of them: a pipeline holds its rates on the device, and the training loop may set them.
 """

@@ -32,38 +32,37 @@ class DeclaredSizes:
     sequences: Mapping[str, int] = field(default_factory=dict)
     """Ids in every sequence of a feature of an EmbeddingCollection."""
     batches: tuple[Mapping[str, int], ...] = ()
-    """Ids of each feature of an EmbeddingCollection in a whole batch, one mapping for each size that padded batches
-    have."""
+    """Number of ids of each feature of an EmbeddingCollection in a whole batch, one mapping for each size of padded
+    batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRecModel:
-    """One benchmark's model, unsharded. The tables' optimizer is the configuration's; their weights are filled by
+    """A benchmark's model, unsharded. The tables' optimizer is the configuration's; their weights are filled by
     dlrm/tables/initial_weights.py, in the order of the module's parameters."""
 
     module: nn.Module
-    """forward(batch) returns (loss, (loss, logits, labels)), the latter detached. Tables of its
-    EmbeddingBagCollections and EmbeddingCollections lie on the meta device; dense weights have their initial values,
-    equal on all ranks."""
+    """forward(batch) returns (loss, (loss, logits, labels)), the latter detached. Tables of its EmbeddingBagCollections
+    and EmbeddingCollections are on the meta device; dense weights have their initial values, equal on all ranks."""
     prefix: str = ""
-    """What names of weights begin with in `module`, and keys of saved state do not."""
+    """Prefix of names of weights in `module` that keys of saved state lack."""
     table_prefix: str = ""
-    """What names of tables begin with in `module`, and names in records do not."""
+    """Prefix of names of tables in `module` that names in records lack."""
     batch: Callable[[Any], Any]
-    """Returns what `forward` takes, a torchrec Pipelineable in the (pinned) memory of one of the data set's batches;
+    """Returns the input of `forward`, a torchrec Pipelineable in the (pinned) memory of one of the data set's batches;
     reader threads call it."""
     zeros: Callable[[], HostBatch]
     """Returns a batch of zeros in host memory, as the data set would."""
     dense_optimizer: MakesOptimizer
     dense_states: Mapping[str, str]
-    """For each state of the dense optimizer that is saved, what its key has after the weight's key."""
+    """For each saved state of the dense optimizer, the suffix of its key after the weight's key."""
     dense_updates_tables: bool = False
     """Whether the dense optimizer is the tables' too, so that it updates data-parallel tables along with the rest."""
     constraints: Mapping[str, ParameterConstraints] | None = None
-    """For TorchRec's planner, by table; for models of EmbeddingBagCollections alone. None: tables are sharded
-    table-wise, over the ranks in turn."""
+    """Constraints for TorchRec's planner, by table; for models of EmbeddingBagCollections alone. None: tables are
+    sharded table-wise, over the ranks in turn."""
     by_rows: bool = False
-    """Without constraints: split each table by rows over all ranks, as ones larger than a rank's memory need it."""
+    """Without constraints: split each table by rows over all ranks, as tables larger than a rank's memory require."""
     drops_repeats: bool = False
     """Whether a rank asks for the rows of an EmbeddingCollection that its batch names once each (use_index_dedup), on
     GPUs: FBGEMM has no such operator for CPUs."""

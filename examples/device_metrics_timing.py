@@ -1,17 +1,16 @@
-"""What metrics cost: TorchRec's RecMetricModule, unfused and fused, and DeviceRecMetrics, on one GPU.
+"""Times of metrics on one GPU: TorchRec's RecMetricModule, unfused and fused, and DeviceRecMetrics.
 
     PYTHONPATH=. python examples/device_metrics_timing.py --out timing.json
 
-Rounds go through all cases by turns, each with the same batches. A case has, in microseconds:
+Rounds go through all cases in turn, each with the same batches. A case has, in microseconds:
 
-    host      what one call of update() takes of the host, with nothing queued before it
-    update    one of some updates in a row, until the device has done the last
-    graph     one of some updates in one CUDA graph, replayed; DeviceRecMetrics alone can be captured
-    start     what one call of compute_async() takes of the host; DeviceRecMetrics alone has it
-    compute   compute() and all of its values read on the host, with nothing queued before it
+    host      host time of one call of update(), on an idle device
+    update    time of an update among several in a row, until the device is idle again
+    graph     device time of an update in a replayed CUDA graph; DeviceRecMetrics alone can be captured
+    start     host time of one call of compute_async(); DeviceRecMetrics alone has it
+    compute   time of compute() and of reading all of its values on the host, on an idle device
 
-Each number is the median over rounds of each round's median; beside it is the 95 % interval of the rounds' mean, by
-Student's t.
+Each number is the median over rounds of a round's median, with the 95 % interval of the rounds' mean by Student's t.
 """
 
 import argparse
@@ -25,11 +24,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from scipy import stats
 from torch import Tensor
 from torchrec.metrics.metric_module import RecMetricModule, generate_metric_module
 from torchrec.metrics.metrics_config import MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum, RecTaskInfo
 
+from dlrm_bench.bench.stats.statistics import student_t
+from dlrm_bench.kernels.benchmark.graph_time import replayed_us
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 
 SUMS = (RecMetricEnum.NE, RecMetricEnum.CALIBRATION, RecMetricEnum.CTR, RecMetricEnum.MSE)
@@ -46,7 +46,7 @@ DEVICE = torch.device("cuda")
 
 
 def tasks_of(count: int) -> list[RecTaskInfo]:
-    """Each with labels and predictions of its own; all with one weight."""
+    """Returns tasks, each with its own labels and predictions, and all with one weight."""
     return [RecTaskInfo(f"task{i}", f"label{i}", f"prediction{i}", "weight") for i in range(count)]
 
 
@@ -59,7 +59,7 @@ def batch_of(tasks: Sequence[RecTaskInfo], samples: int) -> dict[str, Tensor]:
 
 
 class Case:
-    """One kind of metrics, of some tasks."""
+    """One kind of metrics, for a number of tasks."""
 
     def __init__(self, kind: str, metrics: str, tasks: int, samples: int) -> None:
         self.key = {"kind": kind, "metrics": metrics, "tasks": tasks}
@@ -69,7 +69,7 @@ class Case:
         config = MetricsConfig(rec_tasks=rec_tasks, rec_metrics=definitions, rec_compute_mode=mode)
         self.module = generate_metric_module(metric_class, config, samples, 1, 0, {}, DEVICE)
         self.model_out = batch_of(rec_tasks, samples)
-        # More than a window of samples: what leaves it is part of an update's work.
+        # More than a window of samples: removing the oldest is part of an update's work.
         while self.module.trained_batches * samples < 1.5 * WINDOW:
             self.module.update(self.model_out)
         self.module.compute()
@@ -84,11 +84,11 @@ class Case:
         return graph
 
     def measure(self, calls: int) -> None:
-        """One round."""
+        """Adds the times of one round."""
         self._add("host", [microseconds(self._update) for _ in range(calls)])
         self._add("update", [microseconds(self._update, calls, wait=True)])
         if self.graph is not None:
-            self._add("graph", [microseconds(self.graph.replay, REPLAYS, wait=True) / IN_GRAPH for _ in range(3)])
+            self._add("graph", [replayed_us(self.graph, REPLAYS) / IN_GRAPH for _ in range(3)])
             self._add("start", [microseconds(self.module.compute_async) for _ in range(3)])
         self._add("compute", [microseconds(self._compute, wait=True) for _ in range(2)])
 
@@ -107,7 +107,7 @@ class Case:
 
 
 def microseconds(call: Callable[[], object], calls: int = 1, wait: bool = False) -> float:
-    """The host's time of one of some calls, on an idle device; with `wait`, until the device is idle again."""
+    """Returns the host time of a call among `calls`, from an idle device on; with `wait`, until it is idle again."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -118,8 +118,9 @@ def microseconds(call: Callable[[], object], calls: int = 1, wait: bool = False)
 
 
 def summary(rounds: list[float]) -> dict[str, object]:
+    """Median, and 95 % interval of the mean, of the rounds' medians."""
     middle, spread = statistics.mean(rounds), statistics.stdev(rounds) / len(rounds) ** 0.5
-    half = float(stats.t.ppf(0.975, len(rounds) - 1)) * spread
+    half = student_t(0.975, len(rounds) - 1) * spread
     interval = [round(middle - half, 2), round(middle + half, 2)]
     return {
         "median": round(statistics.median(rounds), 2),

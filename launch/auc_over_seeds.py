@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.run import run
 from dlrm_bench.bench.stats.statistics import student_t
-from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest
+from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.launch.dlrm import parse
@@ -52,15 +52,13 @@ def _main() -> int:
     ranks = _Joined(**{field.name: getattr(found, field.name) for field in fields(Ranks)})
     seeds, rest = parse_seeds(sys.argv[1:])
     config, cuda = parse(rest), ranks.device.type == "cuda"
-    manifest = read_manifest(config.data.path) if config.data.path is not None else None
-    if manifest is None or manifest.best_auc is None:
+    best_auc = named(config.benchmark).parts().open_data(config).best_auc
+    if best_auc is None:
         raise ValueError(
-            "--data.path: name planted data, `dlrm-bench data generate --preset smoke --path DIR` makes it"
+            f"--data.path: name planted data, `dlrm-bench data generate --preset {config.preset} ...` makes it"
         )
-    # A target that a run without luck does not reach, so that all see the whole epoch.
-    config = replace(
-        config, target_auc=manifest.best_auc, evaluations_per_epoch=1, iterations=None, warmup_iterations=0
-    )
+    # A target that a run without luck does not reach, so that each run trains on the whole epoch.
+    config = replace(config, target_auc=best_auc, evaluations_per_epoch=1, iterations=None, warmup_iterations=0)
     sides = _sides(config, cuda)
     aucs: dict[str, list[float]] = {side: [] for side in sides}
     for seed in seeds:
@@ -71,8 +69,8 @@ def _main() -> int:
         if ranks.rank == 0 and seed > seeds[0]:  # each time: a run that is ended leaves what it has shown
             summary = _summary(aucs) | {
                 "first_seed": seeds[0],
-                "data": manifest.parameters,
-                "best_auc": manifest.best_auc,
+                "data": as_json(config)["data"],
+                "best_auc": best_auc,
             }
             (config.results_dir / "auc_over_seeds.json").write_text(json.dumps(summary, indent=1) + "\n")
     if ranks.rank == 0:

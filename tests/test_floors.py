@@ -79,7 +79,7 @@ def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
     """They ask the benchmark for it."""
     rooms = ("pipeline/static", "dlrm/tables", "dlrm/dense", "dlrm/runtime", "dlrm/data")
     files = [path for path in FILES if any(path.is_relative_to(ROOT / room) for room in rooms)]
-    models = tuple(f"{PACKAGE}.{name}" for name in ("dlrm.dcnv2", "dlrm.zoo", "dlrm.benchmarks", "hstu"))
+    models = tuple(f"{PACKAGE}.{name}" for name in ("dlrm.dcnv2", "dlrm.dlrmv4", "dlrm.zoo", "dlrm.benchmarks"))
     assert len(files) > 40
     for path in files:
         assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(models)] == [], path
@@ -87,10 +87,6 @@ def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
 
 MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zoo", "torchrec.models")
 """Packages of single benchmarks, which the floors above know as values alone."""
-MODELS_STILL_KNOWN = {
-    "launch/auc_over_seeds.py": "planted data",
-}
-"""Files that import a model all the same, and for what: to shrink, never to grow."""
 
 
 def models_imported(tree: ast.AST) -> list[str]:
@@ -110,8 +106,7 @@ def test_bench_launch_and_pipeline_know_no_model():
         if path.relative_to(ROOT).parts[0] in ("pipeline", "bench", "launch")
         and models_imported(ast.parse(path.read_text()))
     }
-    assert knowing - MODELS_STILL_KNOWN.keys() == set(), "ask the benchmark (dlrm/benchmark.py) in place of its model"
-    assert MODELS_STILL_KNOWN.keys() - knowing == set(), "these import no model any more: take them off the list"
+    assert knowing == set(), "ask the benchmark (dlrm/benchmark.py) in place of its model"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What records say once they exist: comparisons, ladders, floors, MLPerf logs of others. No torch."""
+"""Comparisons of records and of MLPerf's published logs. No torch."""

@@ -1,4 +1,4 @@
-"""dlrm-bench compare: reads the sides, prints what they prove, and answers checks by its exit status."""
+"""dlrm-bench compare: reads the sides, prints the proven differences, and answers checks by its exit status."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,13 +16,13 @@ from dlrm_bench.bench.mlperf.published_logs import logs_table
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
 EXIT_UNDECIDED = 5
-"""Status of a check that these runs cannot answer: too few of them, or in an order that allows no verdict. 3 and 4 are
-those of a run, in bench/summary.py."""
+"""Status of a check that these runs cannot answer: too few of them, or in an order that allows no verdict. Statuses 3
+and 4 belong to a run, in bench/summary.py."""
 _STATUS = {"passed": 0, "failed": EXIT_FAILED, "not enough runs": EXIT_UNDECIDED, "no verdict": EXIT_UNDECIDED}
 
 
 def compare_command(console: Console, asked: Compare) -> int:
-    """Compares every side with the first, or two ladders rung by rung; prints it and returns the exit status.
+    """Compares every side with the first, or two ladders rung by rung; prints the result and returns the exit status.
 
     ValueError names a side or a flag that cannot be used.
     """
@@ -71,7 +71,7 @@ def _print_tables(console: Console, results: Sequence[Result], checks: Sequence[
 
 
 def _of_any_rung(result: Result, text: str) -> str:
-    """Returns a text about both sides with A and B for their labels, so that it reads the same for all its rungs."""
+    """Returns a text with A and B for the sides' labels, so that it reads the same for all rungs."""
     names = {result.a.label: "A", result.b.label: "B"}
     if not all(label in text for label in names):
         return text

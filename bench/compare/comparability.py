@@ -1,6 +1,6 @@
-"""What compared runs must have in common, and where their records differ in it.
+"""Settings that compared runs must have in common, and the differences between their records.
 
-Between sides the work and the machine should be the same, and the program may differ: that is what a comparison is for.
+Between sides, work and machine should be the same, and the program may differ: that is the subject of a comparison.
 Within a side the program should be the same too.
 """
 
@@ -49,7 +49,7 @@ SHOULD_BE_EQUAL = {
     "number of random batches": "config.data.random_batches",
     "interval between checks of the loss": "config.loss_interval",
 }
-"""What a reader takes to be the same on both sides, and where a record says it."""
+"""Settings that a reader takes to be the same on both sides, and their place in a record."""
 _VARIABLE = "environment variable "
 _KNOWN = "environment"
 _SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
@@ -57,7 +57,7 @@ _SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
 WARMUP = "number of warm-up iterations"
 """Where the warm-up has a time too, as configured: how many iterations that takes varies from run to run."""
 BOOT = "boot of the machine"
-"""Tells machines of one description apart where no GPU does."""
+"""Setting that tells machines of one description apart where no GPU does."""
 MUST_BE_KNOWN = {
     "hash of the source files": "git.source",
     "versions of the packages": "provenance.packages",
@@ -66,7 +66,7 @@ MUST_BE_KNOWN = {
     "CPU": "machine.cpu",
     "boot of the machine": "machine.boots",
 }
-"""What --strict asks of each record."""
+"""Fields of each record that --strict requires."""
 MUST_BE_KNOWN_OF_GPUS = {
     "UUIDs of the GPUs": "machine.gpu_uuids",
     "driver": "machine.driver",
@@ -78,7 +78,8 @@ SM_CLOCK = "SM clock during the run (MHz)"
 
 
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """The distinct values, over the records, of each setting that should be equal; unknown ones are left out."""
+    """Returns the distinct values, over the records, of each setting that should be equal; unknown values are left
+    out."""
     settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
     boots = different(None if _lookup(r, "machine.gpu_uuids") else _lookup(r, "machine.boots") for r in records)
     warmups = different(map(_warmup, records))
@@ -86,12 +87,13 @@ def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def absent(settings: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """The values of a setting that a side lacks: not set, of an environment variable where the environment is known."""
+    """Returns the values of a setting that a side lacks: 'not set' for an environment variable where the environment is
+    known."""
     return ["not set"] if name.startswith(_VARIABLE) and settings.get(_KNOWN) else []
 
 
 def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Values of each environment variable that some record names, and whether all records know theirs."""
+    """Returns the values of each environment variable of any record, and whether all records know theirs."""
     known = [record.run["provenance"]["environment"] for record in records if "provenance" in record.run]
     names = sorted({name for variables in known for name in variables} - _SET_WHILE_RUNNING)
     values = {f"{_VARIABLE}{name}": different(v.get(name, "not set") for v in known) for name in names}
@@ -99,13 +101,13 @@ def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def machine_of(record: Record) -> str:
-    """What tells the machine of a run from others: UUIDs of its GPUs, else its boots, of older records host names."""
+    """Returns what identifies the machine of a run: UUIDs of its GPUs, else its boots, for older records host names."""
     machine = record.run["machine"]
     return " + ".join(machine.get("gpu_uuids") or machine.get("boots") or machine.get("hosts", []))
 
 
 def unknown(label: str, records: Sequence[Record]) -> list[str]:
-    """What --strict asks for and records do not say, in one sentence a side."""
+    """Returns a sentence a side on the fields that --strict requires and records lack."""
     missing: Counter[str] = Counter()
     for record in records:
         asked = MUST_BE_KNOWN | (MUST_BE_KNOWN_OF_GPUS if record.run["machine"]["gpu"] else {})
@@ -115,7 +117,7 @@ def unknown(label: str, records: Sequence[Record]) -> list[str]:
 
 
 def different(values: Iterable[Any]) -> list[Any]:
-    """The distinct values, without None."""
+    """Returns the distinct values, without None."""
     found: list[Any] = []
     for value in values:
         if value is not None and value not in found:
@@ -124,7 +126,8 @@ def different(values: Iterable[Any]) -> list[Any]:
 
 
 def caveats(record: Record) -> list[str]:
-    """Reasons not to trust a well-formed record: source code that no commit holds, a machine that was throttled."""
+    """Returns reasons not to trust a well-formed record: source code that no commit holds, a machine that was
+    throttled."""
     run, found = record.run, []
     if run["git"]["dirty"]:
         found.append("source tree differed from its commit")
@@ -136,7 +139,8 @@ def caveats(record: Record) -> list[str]:
 
 
 def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
-    """Reasons not to trust a side: the caveats of its records, each once, and that its runs are of several programs."""
+    """Returns reasons not to trust a side: the caveats of its records, each once, and that its runs are of several
+    programs."""
     counts = Counter(caveat for record in records for caveat in caveats(record))
     found = [f"{label}: {caveat} in {n} of {len(records)} runs" for caveat, n in counts.items()]
     programs = [program_of(record) for record in records]
@@ -148,11 +152,12 @@ def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
 
 
 def program_of(record: Record) -> dict[str, str | None]:
-    """The program of a run: its source's hash (of older records the commit), pipeline, and the pipeline's options."""
+    """Returns the program of a run: its source's hash (for older records the commit), pipeline, and the pipeline's
+    options."""
     options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
     git = record.run["git"]
     source = git.get("source")
-    # Commits that differ in nothing that runs are the same program.
+    # Commits with equal source of the program are the same program.
     code = {"source": source} if source else {"commit": git["commit"]}
     return {"pipeline": options.pop("name"), **options, **code}
 

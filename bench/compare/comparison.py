@@ -1,4 +1,4 @@
-"""A against B: what records and MLPerf logs prove about the difference, and what they cannot.
+"""A against B: the difference that records and MLPerf logs prove, and its limits.
 
 dlrm-bench compare A B [...]: every side after the first is compared with the first, or two ladders rung by rung.
 """
@@ -27,7 +27,7 @@ class Result:
     """B compared with A."""
 
     name: str
-    """What is compared, where several are: a rung's name, or B's label."""
+    """Name of the comparison among several: a rung's name, or B's label."""
     a: Side
     b: Side
     comparison: Comparison
@@ -36,21 +36,23 @@ class Result:
     clock: Estimate | None = None
     """The time by the clock of B over that of A, of which samples a second follow; None where nobody shows them."""
     p_value: float
-    """Probability under no difference in `estimate`, corrected for all comparisons asked for together (Holm)."""
+    """Probability of such an `estimate` without a difference, corrected for all comparisons asked for together
+    (Holm)."""
     comparisons: int = 1
-    """How many these were."""
+    """Number of these comparisons."""
     confounded: Sequence[str] = ()
-    """What differs beside the program (bench/compare/order.py), so that there is no verdict."""
+    """Differences beside the program (bench/compare/order.py), for which there is no verdict."""
     references: tuple[Side, Side] | None = None
-    """Runs of one program beside A's and beside B's, whose difference is taken out of the estimate."""
+    """Runs of one program beside A's and beside B's, whose difference is subtracted from the estimate."""
     differences: Sequence[str] = ()
-    """What should be equal and is not, and caveats of a side; --strict refuses these."""
+    """Settings that should be equal and are not, and caveats of a side; --strict refuses these."""
     notes: Sequence[str] = ()
-    """What this comparison cannot know."""
+    """Limits of this comparison, in sentences."""
 
     @property
     def per_sample(self) -> bool:
-        """Whether the batch sizes differ, so that times of a sample are compared, and not of an iteration."""
+        """Whether the batch sizes differ, so that the times of a sample are compared in place of those of an
+        iteration."""
         return _per_sample(self.a, self.b)
 
     @property
@@ -68,12 +70,12 @@ class Result:
 
     @property
     def speedup(self) -> Ratio:
-        """How many times as fast as A B is, with its interval."""
+        """A's time over B's, with its interval."""
         return self.estimate.speedup(self.confidence)
 
     @property
     def verdict(self) -> Verdict:
-        """What is proven of B. One run on a side proves nothing: two runs of the same program differ too."""
+        """The proven difference. One run on a side proves nothing: two runs of the same program differ too."""
         if not self.comparison.between_runs:
             return UNPROVEN
         if self.confounded:
@@ -84,28 +86,28 @@ class Result:
 
     @property
     def detectable(self) -> tuple[float, float, float] | None:
-        """The smallest difference that so many runs, which differ like these, find, in the middle of its 95 % interval;
-        None with one run on a side."""
+        """The smallest difference that this number of runs, with this spread, finds, as (low, value, high) of its 95 %
+        interval; None with one run on a side."""
         if not self.comparison.between_runs:
             return None
         return detectable_range(self.estimate, self.comparisons, self.confidence)
 
     def runs_needed(self, difference: float) -> int | None:
-        """Runs a side that find a difference of this size (0.02: 2 %); None if it takes too many, or is not known."""
+        """Number of runs a side that find a difference of this size (0.02: 2 %); None if too many, or unknown."""
         if not self.comparison.between_runs:
             return None
         spread = self.comparison.spread(self.estimate)
         return runs_needed(spread, difference, self.comparison.paired, self.comparisons, self.confidence)
 
     def spread_of_runs(self) -> tuple[Levels, Levels]:
-        """What A's and B's runs differ by, level by level."""
+        """The spread of A's and of B's runs, level by level."""
         a, b = (levels(side.series, self.metric, side.machines) for side in (self.a, self.b))
         return a, b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On what terms sides are compared."""
+    """The terms of a comparison."""
 
     accept_blocked_order: bool = False
     """Give a verdict whatever the order of the runs and their machines."""
@@ -117,7 +119,7 @@ _USUAL = Terms()
 
 
 def compare_paths(paths: Sequence[Path], terms: Terms = _USUAL) -> list[Result]:
-    """Compares what the paths name: every side with the first, or the rungs of two ladders by their names.
+    """Compares the sides that the paths name: every side with the first, or the rungs of two ladders by their names.
 
     ValueError, naming the path, if one is no side, if only one of two is a ladder, or if a reference cannot be used.
     """
@@ -171,7 +173,7 @@ def _compared(a: Side, b: Side, name: str, terms: Terms) -> Result:
 
 
 def _noted(result: Result, terms: Terms) -> Result:
-    """The result with its notes, and without the reasons for no verdict whose risk the user takes."""
+    """Returns the result with its notes, and without the reasons against a verdict that the user accepts."""
     accepted = result.confounded if terms.accept_blocked_order else ()
     result = replace(result, confounded=() if accepted else result.confounded)
     return replace(result, notes=[*notes_on(result, accepted)])
@@ -198,7 +200,8 @@ def _clocked(side: Side) -> Side:
 
 
 def _over_reference(side: Side, reference: Side) -> Comparison:
-    """A side over its reference; nothing, for certain, where both are the same runs."""
+    """Returns the comparison of a side with its reference; no difference, without error, where both are the same
+    runs."""
     if side.keys and set(side.keys) == set(reference.keys):
         n = len(side.series)
         return Comparison(
@@ -211,7 +214,7 @@ def _over_reference(side: Side, reference: Side) -> Comparison:
 
 
 def _check_references(references: tuple[Side, Side]) -> None:
-    """ValueError unless both are runs of one program, with one configuration."""
+    """Raises ValueError unless both are runs of one program, with one configuration."""
     old, new = references
     for side in references:
         if len(side.programs) != 1:
@@ -276,7 +279,7 @@ def _differences(a: Side, b: Side) -> Iterator[str]:
 
 
 def _where_they_differ(left: list[Any], right: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the values of a setting on both sides; of one with fields, those fields only that differ."""
+    """Returns the values of a setting on both sides; of a setting with fields, the different fields only."""
     if not all(len(values) == 1 and isinstance(values[0], dict) for values in (left, right)):
         return left, right
     names = [name for name in left[0] | right[0] if left[0].get(name) != right[0].get(name)]

@@ -1,4 +1,4 @@
-"""Checks for CI: is a regression excluded, are two programs equivalent, or does the comparison say neither."""
+"""Checks for CI: a regression is excluded, two programs are equivalent, or the runs decide neither."""
 
 import math
 from collections.abc import Sequence
@@ -16,17 +16,18 @@ _ONE_SIDED = 2 * CONFIDENCE - 1  # a 90 % interval has 5 % above it, as a one-si
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What a check found of one comparison."""
+    """The outcome of a check of one comparison."""
 
     outcome: Outcome
     text: str
-    """The finding in a sentence."""
+    """The outcome in a sentence."""
 
 
 def check_regression(result: Result, limit: float) -> Check:
     """Passes where a regression of `limit` (0.02: 2 %) is excluded, fails where B is proven slower and it is not.
 
-    Excluded: a one-sided test at 5 % rejects that B takes 1 + limit times A's time, or more. Neither: not enough runs.
+    Excluded: a one-sided test at 5 % rejects that B takes 1 + limit times A's time, or more. Undecided otherwise: too
+    few runs.
     """
     refused = _refused(result)
     if refused is not None:
@@ -61,13 +62,13 @@ def check_equivalence(result: Result, margin: float) -> Check:
 
 
 def worst(checks: Sequence[Check]) -> Outcome:
-    """The outcome of all checks together."""
+    """Returns the outcome of all checks together."""
     outcomes = {check.outcome for check in checks}
     return next((o for o in ("failed", "no verdict", "not enough runs") if o in outcomes), "passed")
 
 
 def percentage(flag: str, text: str | None) -> float | None:
-    """The fraction that a percentage is: 0.02 for '2%' or '2'."""
+    """Returns the fraction of a percentage: 0.02 for '2%' or '2'; None for None."""
     if text is None:
         return None
     try:
@@ -80,7 +81,8 @@ def percentage(flag: str, text: str | None) -> float | None:
 
 
 def _refused(result: Result) -> Check | None:
-    """The check of a comparison that can answer none: of one run on a side, or without a verdict; else None."""
+    """Returns the check of a comparison that can answer none, with one run on a side or without a verdict; else
+    None."""
     if not result.comparison.between_runs or math.isnan(result.estimate.error):
         a, b = result.comparison.runs
         text = (

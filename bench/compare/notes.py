@@ -1,4 +1,4 @@
-"""What a comparison cannot know, in sentences."""
+"""The limits of a comparison, in sentences."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ METRIC_NAMES: dict[Metric, str] = {"p50": "median", "p90": "p90", "p99": "p99", 
 
 
 def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
-    """Yields what the comparison cannot know. accepted: reasons for no verdict that the user takes the risk of."""
+    """Yields the limits of a comparison. accepted: reasons against a verdict whose risk the user accepts."""
     a, b, comparison = result.a, result.b, result.comparison
     if result.verdict == NO_VERDICT:
         yield f"no verdict: {WAY_OUT}"
@@ -55,7 +55,7 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
 
 
 def lucky(between: float, spread: tuple[Levels, Levels], paired: bool, freedom: float) -> float | None:
-    """Returns what the iterations of runs let their metric spread by, where the runs spread by far less; else None.
+    """Returns the spread of the metric that the runs' iterations explain, where the runs spread by far less; else None.
 
     between: standard deviation of the runs' logarithms, or of their pairs' differences. spread: of A's and B's runs.
     """
@@ -95,7 +95,7 @@ def _notes_on_runs(result: "Result") -> Iterator[str]:
 
 
 def _notes_on_windows(side: Side, alone: bool) -> Iterator[str]:
-    """What is wrong with the timed windows of a side's runs: not steady, too short."""
+    """Yields the defects of the timed windows of a side's runs: not steady, too short."""
     drifts = [drift_within(run) for run in side.series]
     changes = [drift.change for drift in drifts if drift is not None and not drift.steady]
     if changes:

@@ -1,8 +1,8 @@
-"""In which order, and where, the runs of two sides ran: whether that alone could make a difference.
+"""The order and the machines of two sides' runs, and whether these alone could make a difference.
 
-A verdict is about programs only if the machine's changes meet both sides alike. Runs in turn see to that. Where all
-runs of one side came first, or ran on another machine, whatever changed in between looks like a difference: under a
-drift of 2 % a run, three runs after three of the same program are "different" in 96 to 100 % of tries.
+A verdict is about programs only if the machine's changes affect both sides alike, as they do with runs in turn. Where
+all runs of one side came first, or ran on another machine, a change in between looks like a difference: under a drift
+of 2 % a run, three runs after three of the same program are "different" in 96 to 100 % of tries.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +31,10 @@ def are_pairs(a: Side, b: Side) -> bool:
 
 
 def confounded(a: Side, b: Side) -> Iterator[str]:
-    """Yields what differs between the sides beside the program, so that no verdict on it can be had.
+    """Yields differences between the sides beside the program, for which there is no verdict.
 
-    That their runs are on no common machine, and that they came in blocks: all of one side first, or so unevenly that a
-    linear drift, or one step, would alone pass the test. Two sides of the same runs differ in nothing.
+    These are: no common machine, and runs in blocks: all of one side first, or so unevenly that a linear drift, or one
+    step, would alone pass the test. Two sides of the same runs do not differ.
     """
     if a.keys and set(a.keys) == set(b.keys):
         return
@@ -55,7 +55,7 @@ def confounded(a: Side, b: Side) -> Iterator[str]:
 
 
 def notes_on_order(a: Side, b: Side) -> Iterator[str]:
-    """Yields what a reader should know of an order that allows a verdict."""
+    """Yields notes for a reader on an order that allows a verdict."""
     order = _order(a, b)
     if _alternate(order) and not are_pairs(a, b):
         first = (a if drift_left(order) > 0 else b).label
@@ -67,7 +67,8 @@ def notes_on_order(a: Side, b: Side) -> Iterator[str]:
 
 
 def _order(a: Side, b: Side) -> list[int]:
-    """Sides of all runs, 0 for A and 1 for B, in the order in which they ended; empty where that is not known."""
+    """Returns the sides of all runs, 0 for A and 1 for B, in the order in which they ended; empty where that is
+    unknown."""
     if not a.finished or not b.finished:
         return []
     return [side for _, side in sorted([*((time, 0) for time in a.finished), *((time, 1) for time in b.finished)])]
@@ -80,7 +81,8 @@ def _alternate(order: Sequence[int]) -> bool:
 
 
 def _machine_alone_differs(order: Sequence[int]) -> bool:
-    """Whether Welch's test would find times different that differ by a linear drift, or by one step at some run."""
+    """Whether Welch's test would find a difference in times that change by a linear drift, or by one step at some
+    run."""
     places = np.arange(len(order), dtype=np.float64)
     sides = [[side == which for side in order] for which in (0, 1)]
     if min(map(sum, sides)) < 2:

@@ -40,21 +40,21 @@ class Side:
     clock_ms: list[float]
     """Elapsed milliseconds an iteration of each run, by the clock: what samples a second follow from."""
     finished: list[str]
-    """When each run ended, as sortable text; empty where that is not known, as in MLPerf logs."""
+    """Time at which each run ended, as sortable text; empty where it is unknown, as in MLPerf logs."""
     machines: list[str]
-    """On which machine each run was; of MLPerf logs, which do not say, one for all."""
+    """Machine of each run; one for all in MLPerf logs, which do not name it."""
     settings: dict[str, list[Any]]
-    """The different values, over the runs, of what should be equal; unknown ones are left out."""
+    """The distinct values, over the runs, of settings that should be equal; unknown values are left out."""
     global_batch_size: int | None
     mean_only: bool
     """Whether only the mean latency is known, as in MLPerf logs."""
     warnings: list[str]
     confidence: float = CONFIDENCE
-    """Confidence of intervals about this side: larger where the number of runs followed from what they showed."""
+    """Confidence of intervals about this side: larger where the number of runs followed from their spread."""
     programs: Sequence[Mapping[str, str | None]] = ()
     """The distinct programs of the runs: source, pipeline and its options; none of MLPerf logs."""
     keys: Sequence[tuple[str, str, str]] = ()
-    """What tells each run from all others, and not from its copies; empty of MLPerf logs."""
+    """Identity of each run, equal for its copies; empty for MLPerf logs."""
     unknown: Sequence[str] = ()
     """What records do not say, and --strict asks for."""
     power_w: float | None = None
@@ -62,7 +62,7 @@ class Side:
     sm_clock_mhz: float | None = None
     """Clock of the SMs then, median of the runs."""
     logs: Sequence[MLPerfRun] = ()
-    """Every run of MLPerf logs, also those with nothing to compare; empty for records."""
+    """All runs of MLPerf logs, also those without a latency; empty for records."""
 
     def metrics(self) -> dict[Metric, float]:
         """Geometric mean over the runs of each known metric, in milliseconds."""
@@ -123,9 +123,9 @@ def read_side(path: Path) -> Side:
 
 
 def rungs_of(path: Path) -> dict[str, Side] | None:
-    """The sides that the rungs of a ladder are, by their names; None if the folder is no ladder's.
+    """Returns the rungs of a ladder as sides, by their names; None if the folder is no ladder's.
 
-    Of an interrupted ladder, those rungs of which a run has ended; ValueError if there is none.
+    Of an interrupted ladder, the rungs with a run that has ended; ValueError if there is none.
     """
     members = members_of(path)
     if members is None:
@@ -137,7 +137,7 @@ def rungs_of(path: Path) -> dict[str, Side] | None:
 
 
 def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[str] = ()) -> Side:
-    """A side made of records. ValueError if one has nothing to compare, or if their global batch sizes differ."""
+    """Returns a side made of records. ValueError if one has no latency, or if their global batch sizes differ."""
     for record in records:
         if record.run["host"] is not None:
             raise ValueError(
@@ -174,13 +174,13 @@ def first_run_of(path: Path) -> Path:
 
 
 def _in_ladder(path: Path) -> Path:
-    """Returns LADDER/RUNG for LADDER*/RUNG, which shells leave as it is, because a rung is no folder."""
+    """Returns LADDER/RUNG for LADDER*/RUNG, which shells do not expand, because a rung is no folder."""
     ladders = [] if path.exists() else glob(str(path.parent))
     return Path(ladders[0]) / path.name if len(ladders) == 1 else path
 
 
 def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
-    """The side that a rung is; members: those of its ladder, which is at path.parent."""
+    """Returns the side of a rung; members: those of its ladder, which is at path.parent."""
     if path.name not in members:
         raise ValueError(f"{path.parent} has no rung {path.name!r}: choose one of {', '.join(members)}")
     runs, cut = members[path.name], not (path.parent / LADDER_JSON).exists()
@@ -237,7 +237,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _one_batch_size(label: str, sizes: Sequence[int | None]) -> int | None:
-    """The batch size that all runs share; ValueError if they have several: no latency describes them."""
+    """Returns the batch size that all runs share; ValueError if they have several: no latency describes them."""
     found = different(sizes)
     if len(found) > 1:
         raise ValueError(

@@ -17,7 +17,7 @@ from dlrm_bench.bench.stats.statistics import NO_VERDICT, UNPROVEN, Ratio
 
 
 def result_as_json(result: Result) -> dict[str, Any]:
-    """The result as JSON, null where something cannot be known.
+    """Returns the result as JSON, null where a value is unknown.
 
     times_as_fast: how many times as fast as A B is (A's time over B's), by metric, each {value, low, high}.
     throughput_ratio: samples per second of B over A's, batches over elapsed time. estimate: what the verdict is about,
@@ -56,7 +56,7 @@ def result_as_json(result: Result) -> dict[str, Any]:
 
 
 def throughput_ratio(result: Result) -> Ratio | None:
-    """Samples per second of B over those of A; None where a batch size is not known."""
+    """Returns samples per second of B over those of A; None where a batch size is unknown."""
     a, b = result.a.global_batch_size, result.b.global_batch_size
     if not a or not b:
         return None
@@ -64,8 +64,8 @@ def throughput_ratio(result: Result) -> Ratio | None:
 
 
 def result_table(result: Result) -> Table:
-    """The result as a table. A word stands in the row that the verdict is about, and in no other: five rows that each
-    say 'faster' by themselves do so in up to 16 % of comparisons of a program with itself."""
+    """Returns the result as a table. A word stands in the row of the verdict, and in no other: five rows that each say
+    'faster' by themselves do so in up to 16 % of comparisons of a program with itself."""
     title = f"Latency of an iteration\nA = {result.a.label}\nB = {result.b.label}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("latency, ms", "A", "B", "times as fast", _interval(result), "B is"):
@@ -91,7 +91,7 @@ def result_table(result: Result) -> Table:
 
 
 def rungs_table(results: Sequence[Result]) -> Table:
-    """The rungs of two ladders side by side; '~' where nothing is proven, all rungs considered."""
+    """Returns a table of the rungs of two ladders side by side; '~' where nothing is proven, all rungs considered."""
     a, b = (label.rpartition("/")[0] for label in (results[0].a.label, results[0].b.label))
     title = f"Latency of an iteration, median\nA = {a}\nB = {b}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -105,7 +105,7 @@ def rungs_table(results: Sequence[Result]) -> Table:
 
 
 def verdict_in_words(result: Result) -> str:
-    """The result in one sentence."""
+    """Returns the result in one sentence."""
     speedup = result.speedup
     times = f"{speedup.value:.4f} times as fast as A"
     what = "samples per second" if result.per_sample else METRIC_NAMES[result.metric]
@@ -150,7 +150,7 @@ def _throughput(side: Side) -> float:
 
 
 def _said(result: Result) -> str:
-    """What is proven of B, all comparisons considered."""
+    """Returns the proven difference in words, all comparisons considered."""
     return "~" if result.verdict == UNPROVEN else result.verdict
 
 

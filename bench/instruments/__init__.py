@@ -1,1 +1,1 @@
-"""What a run measures with: clock, losses, telemetry, MLPerf log, profiler, ceilings."""
+"""Instruments of a run: clock, losses, telemetry, progress, and watches that end a run that fails or hangs."""

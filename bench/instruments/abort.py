@@ -1,8 +1,8 @@
-"""Ends a run on every rank when one of them fails or is told to stop, whatever the main thread is blocked in.
+"""Ends a run on every rank when one of them fails or is told to stop, wherever the main thread is blocked.
 
 A main thread that waits in a collective or for the GPU runs no Python, so neither signal handlers nor exceptions reach
-it there. Two daemon threads do the watching: one for signals, through the wakeup file descriptor that CPython's C
-handler writes to, one for the other ranks, through a key in the process group's store. Both sleep in the kernel.
+it there. Two daemon threads watch: one for signals, through the wakeup file descriptor that CPython's C handler writes
+to, one for the other ranks, through a key in the process group's store. Both sleep in the kernel.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from dlrm_bench.dlrm.runtime.command_line import told_to_torchrun
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""A part of keys in the store: a restarted worker group must not read what the one before it wrote."""
+"""Part of the keys in the store: a restarted worker group must not read its predecessor's keys."""
 _KEY = f"dlrm/abort/{RESTARTS}"
-# SIGBUS comes again and again to a thread that reads a mapped file which has become shorter, for as long as the process
-# lives; the expansion of 1-hot ids reads one without Python's interpreter lock, so that other threads go on.
+# SIGBUS repeats in a thread that reads a mapped file which was cut short, for as long as the process lives; the
+# expansion of 1-hot ids reads such a file without Python's interpreter lock, so other threads run on.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS)
 _FOREVER = timedelta(days=3650)
-# An error that every rank runs into, as bad input is, has this long to reach each of them by itself: then every rank
-# says what is wrong and ends with the right status. A rank whose collective broke waits as long for a peer to say why:
-# the end of a peer closes its connections, and what the peer announced before is the reason.
+# Seconds within which an error of every rank, such as bad input, reaches each of them by itself: then every rank prints
+# the error and ends with the right status. A rank whose collective broke waits as long for a peer's reason: the end of
+# a peer closes its connections, and its announcement comes before.
 _GRACE_S = 0.5
 
 
@@ -53,7 +53,7 @@ class AbortWatch:
 
     def __enter__(self) -> "AbortWatch":
         if self._ranks.world_size > 1:
-            # Connected now: a rank that fails after the store's host must not wait for a connection then.
+            # Connected at once: a rank that fails after the store's host must not wait for a connection.
             self._store = connect_store()
             threading.Thread(target=self._watch_ranks, name="abort-ranks", daemon=True).start()
         self._wakeup, writer = socket.socketpair()
@@ -81,12 +81,12 @@ class AbortWatch:
         self._writer.close()  # ends the signal thread
 
     def stop(self, reason: str) -> None:
-        """Ends this rank, and says why to the others. Any thread may call it; it does not return."""
+        """Ends this rank and announces the reason to the others. Any thread may call it; it does not return."""
         self._end(reason, 1, announce=True)
 
     def _announce(self, reason: str) -> None:
         if self._ranks.world_size > 1:
-            # Without the store the ranks that could have read the reason are gone too.
+            # Without the store, the ranks that could read the reason are gone too.
             with contextlib.suppress(RuntimeError):
                 self._store.set(_KEY, f"rank {self._ranks.rank} failed: {reason}")
 
@@ -130,7 +130,8 @@ class AbortWatch:
 
 
 def _unreadable_map() -> str:
-    """Says what mapped memory may have raised SIGBUS: by a file that is shorter than its map, if there is one."""
+    """Returns a sentence on the mapped memory that may have raised SIGBUS: that of a file shorter than its map, if
+    any."""
     for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         addresses, _, offset, _, _, *path = line.split(maxsplit=5)
         if path and os.path.isfile(path[0]):
@@ -142,7 +143,8 @@ def _unreadable_map() -> str:
 
 
 def _launcher() -> int | None:
-    """A file descriptor that can be read once the torchrun has ended that started this process; None without one."""
+    """Returns a file descriptor that becomes readable once the torchrun that started this process has ended; None
+    without one."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     try:
@@ -152,7 +154,7 @@ def _launcher() -> int | None:
 
 
 def _of_a_collective(error: BaseException) -> bool:
-    """Whether a collective raised this, its peers being gone: DistError by NCCL and torch, RuntimeError by gloo."""
+    """Whether a collective raised this because a peer is gone: DistError by NCCL and torch, RuntimeError by gloo."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

@@ -1,8 +1,8 @@
-"""Ends a rank that gets nowhere before its training: from its first line until bench/instruments/stall.py takes over.
+"""Ends a rank that hangs before its training: from its first line until bench/instruments/stall.py takes over.
 
 A rank that was stopped while it imports, a file system that does not answer, a torchrun that was killed: the other
-ranks would wait for it in init_process_group, which knows none of --stall-timeout, and nobody would end them. A thread
-looks once a second. It needs nothing but Python's own modules, so that it runs before the imports that take seconds.
+ranks would wait for it in init_process_group, which knows nothing of --stall-timeout, and nobody would end them. A
+thread looks once a second. It needs only Python's own modules, so that it runs before the imports that take seconds.
 """
 
 import os
@@ -14,12 +14,13 @@ from pathlib import Path
 
 _PERIOD_S = 1.0
 _DEFAULT_S = 600.0
-"""Before the flags are read."""
+"""Timeout in seconds before the flags are read."""
 FACTOR = 10
-"""A step of the beginning may take so many times --stall-timeout: kernels are compiled, graphs captured, batches
+"""A step before the training may take this many times --stall-timeout: kernels are compiled, graphs captured, batches
 drawn."""
 _LEAST_BYTES = 1 << 20
-"""Read or written between two looks, in a step that lasts as long as its files are large."""
+"""Bytes read or written between two looks that count as progress, in a step whose time depends on the size of its
+files."""
 
 
 def _exit(reason: str) -> None:
@@ -28,8 +29,8 @@ def _exit(reason: str) -> None:
 
 
 def _is_init(parent: int) -> bool:
-    """Whether the kernel has handed this process on, its torchrun having ended before the first line ran: that is a
-    Python program of the same user, also where it is a container's first process."""
+    """Whether `parent` is an init process, which adopts a process whose torchrun ended before the first line ran. A
+    Python program of the same user is torchrun itself, also as a container's first process."""
     try:
         return parent == 1 and "python" not in Path("/proc/1/exe").readlink().name
     except PermissionError:  # another user's
@@ -39,7 +40,7 @@ def _is_init(parent: int) -> bool:
 
 
 class Beginning:
-    """What this rank does before its training, and how long it may."""
+    """The present step of this rank before its training, and its deadline."""
 
     def __init__(self) -> None:
         self._started = False
@@ -57,16 +58,16 @@ class Beginning:
             threading.Thread(target=self._watch, args=(parent,), name="beginning-watch", daemon=True).start()
 
     def allow(self, stall_timeout_s: float | None) -> None:
-        """Takes over what --stall-timeout says; None: a step may take any time."""
+        """Sets the timeout of --stall-timeout; None: a step may take any time."""
         self._timeout_s = stall_timeout_s
 
     def now(self, doing: str, by_bytes: bool = False) -> None:
-        """Begins the next step; `doing` completes 'rank 0 ...'. by_bytes: it goes on as long as files are read or
-        written."""
+        """Begins the next step; `doing` completes 'rank 0 ...'. by_bytes: reading or writing files counts as
+        progress."""
         self._doing, self._by_bytes, self._since = doing, by_bytes, time.monotonic()
 
     def ends_by(self, end: Callable[[str], None]) -> None:
-        """Has `end` end the process, which takes the reason, instead of an exit at once."""
+        """Has `end`, which takes the reason, end the process in place of an exit at once."""
         self._end = end
 
     def over(self) -> None:
@@ -81,7 +82,7 @@ class Beginning:
             now, bytes_now = time.monotonic(), _bytes_moved()
             if parent is not None and os.getppid() != parent:
                 self._end("its torchrun was killed")
-            # This process was stopped itself, or an import held the interpreter's lock; or a file goes on.
+            # This process itself was stopped, or an import held the interpreter's lock; or a file is still read.
             if now - looked > 3 * _PERIOD_S or (self._by_bytes and bytes_now - moved >= _LEAST_BYTES):
                 self._since = now
             looked, moved = now, bytes_now
@@ -94,11 +95,11 @@ class Beginning:
 
 
 BEGINNING = Beginning()
-"""That of this process."""
+"""The watch of this process."""
 
 
 def _stopped() -> str:
-    """Says which ranks of the same launcher, on this node, do not run."""
+    """Returns a sentence that names the stopped ranks of the same launcher on this node."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -114,7 +115,7 @@ def _stopped() -> str:
 
 
 def _bytes_moved() -> int:
-    """What this process has read and written so far."""
+    """Returns the number of bytes that this process has read and written."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:  # a container may not show it

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 MAX_LIVE_MARKS = 4096
-"""Marks kept unread in a stretch. The GPU lags the host by far fewer iterations than this, so the GPU has passed the
-oldest mark long before it is read."""
+"""Number of unread marks in a stretch. The GPU lags the host by far fewer iterations, so it has passed the oldest mark
+long before that is read."""
 
 _TRIES = 10
-"""To read times beside a thread that goes on."""
+"""Number of attempts to read times while the training's thread continues."""
 
 
 class _Mark(Protocol):
@@ -83,13 +83,14 @@ class IterationClock:
         assert self._marks, "lap() outside of a stretch: start() begins one"
         self._mark()
         self._iterations += 1
-        # In a long stretch each lap reads one old mark: a small constant cost, where reading thousands at once would
-        # show up as one slow iteration.
+        # In a long stretch each lap reads one old mark: a small constant cost. Reading thousands at once would show up
+        # as one slow iteration.
         if len(self._marks) > MAX_LIVE_MARKS and self._marks[1].query():
             self._read_oldest()
 
     def pause(self) -> None:
-        """Ends a stretch after its last lap(): waits for the device and reads all its times. Twice does no harm."""
+        """Ends a stretch after its last lap(): waits for the device and reads all its times. A second call does
+        nothing."""
         if not self._marks:
             return
         self._marks[-1].synchronize()
@@ -99,12 +100,12 @@ class IterationClock:
 
     @property
     def iterations(self) -> int:
-        """Iterations that have been launched so far; any thread may ask."""
+        """Number of iterations launched; for any thread."""
         return self._iterations
 
     @property
     def stretch(self) -> int:
-        """Number of the open stretch, from 1 on; 0 between stretches. Any thread may ask."""
+        """Number of the open stretch, from 1 on; 0 between stretches. For any thread."""
         return self._started if self._marks else 0
 
     def local_ms(self) -> np.ndarray:
@@ -113,14 +114,14 @@ class IterationClock:
         return np.array(self._ms, dtype=np.float32)
 
     def so_far_ms(self) -> np.ndarray:
-        """Latencies on this rank that can be had without waiting for the device: float32 [iterations], milliseconds.
+        """Latencies on this rank that are available without waiting for the device: float32 [iterations], milliseconds.
 
-        For a thread that ends a run whose own thread may be blocked anywhere, or may go on while this reads.
+        For a thread that ends a run whose own thread may be blocked anywhere, or may continue meanwhile.
         """
         for _ in range(_TRIES):
             marks, iterations = list(self._marks), self._iterations  # no other thread runs in a copy
             known = array("f", self._ms)
-            # A mark that is just being read is in neither or in both; the last lap's may not be counted yet.
+            # A mark that is being read is in neither list or in both; the last lap may not be counted yet.
             if len(known) + max(0, len(marks) - 1) - iterations in (0, 1):
                 known.extend(self._passed_ms(marks))
                 if not marks or (self._marks and self._marks[0] is marks[0]):  # else some may have been used again
@@ -170,7 +171,7 @@ class IterationClock:
 
 @contextlib.contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Keeps Python's garbage collector out of the timed loop, whose pauses would count as slow iterations."""
+    """Keeps Python's garbage collector, whose pauses would count as slow iterations, out of the timed loop."""
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The loss of every iteration, and what a pipeline has tallied, read without stopping the GPU."""
+"""The loss of every iteration, and the pipeline's tallies, read without stopping the GPU."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
 
 
 class NonFiniteError(ValueError):
-    """Numbers that are none: all pipelines leave all weights as they are from then on."""
+    """A number is not finite: all pipelines leave all weights unchanged from then on."""
 
     def __init__(self, message: str, known: list[float], whole: int | None) -> None:
-        """known: all losses read so far, of later iterations included. whole: the iterations that the weights are
-        those after; None where a part of an iteration's update is in them."""
+        """known: all losses read so far, of later iterations included. whole: the number of iterations whose updates
+        the weights hold; None where they hold a part of an iteration's update."""
         super().__init__(message)
         self.known, self.whole = known, whole
 
@@ -39,28 +39,28 @@ class NonFiniteError(ValueError):
 class LossHistory:
     """Global mean losses, collected on the device and averaged over the ranks every `interval` iterations.
 
-    The averages are copied to pinned memory after the work that is queued already and are read one interval later, so
-    that the launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
+    The averages are copied to pinned memory behind the queued work and are read one interval later, so that the
+    launching thread never waits for the GPU. All ranks see the same averages, hence stop alike.
     """
 
     def __init__(
         self, device: torch.device, interval: int, before: int = 0, tallies: Callable[[], Tallies] | None = None
     ) -> None:
-        """Sets up the first average, on a GPU. Collective. before: iterations before the first, for messages. tallies:
-        of the pipeline; they travel with the losses."""
+        """Sets up the first average, on a GPU. Collective. before: number of earlier iterations, for messages. tallies:
+        the pipeline's, which travel with the losses."""
         self._before, self._tallies = before, tallies
         self._names: tuple[str, ...] = ()
         self.too_large: dict[str, int] = {}
-        """Numbers that were too large for the format they were rounded to, on all ranks until the last read, by
-        tensor, where there were any; to seven digits."""
+        """Counts of numbers too large for their rounded format, by tensor, on all ranks until the last read; counts
+        above 0 only, to seven digits."""
         self._device = device
         self._interval = interval
         self._pending: list[Tensor] = []
         self._in_flight: tuple[Tensor, int, torch.cuda.Event | None] | None = None
         self._values: list[float] = []
         if device.type == "cuda":
-            # Kernels, communicator and pinned memory of an average are set up at the first one: in the training that
-            # would be an iteration of 12 to 19 ms (4 x H200).
+            # An average sets up kernels, communicator and pinned memory: in the training the first would be an
+            # iteration of 12 to 19 ms (4 x H200).
             self._pending = [torch.zeros((), device=device) for _ in range(interval)]
             self._average()
             self._receive()
@@ -69,7 +69,7 @@ class LossHistory:
     def add(self, loss: Tensor) -> None:
         """Adds one iteration's mean loss of this rank, a detached scalar. Collective at every `interval`-th call.
 
-        Raises NonFiniteError on every rank if a loss of the interval before, or anything tallied, was not finite.
+        Raises NonFiniteError on every rank if a loss of the previous interval, or anything tallied, was not finite.
         """
         self._pending.append(loss)
         if len(self._pending) == self._interval:
@@ -78,11 +78,11 @@ class LossHistory:
 
     @property
     def known(self) -> list[float]:
-        """The losses read so far; any thread may ask."""
+        """Returns the losses read so far; for any thread."""
         return list(self._values)
 
     def finish(self) -> list[float]:
-        """All losses so far; waits for them. Collective, and raises NonFiniteError like `add`."""
+        """Waits for all losses and returns them. Collective, and raises NonFiniteError like `add`."""
         self._collect()
         if self._pending:
             self._average()
@@ -124,7 +124,7 @@ class LossHistory:
             raise NonFiniteError.of_tensors(names, first, last, self._values)
 
     def _receive(self) -> tuple[Tensor, dict[str, tuple[float, float]]] | None:
-        """Returns the losses in flight, once they are here, and the tallies beside them by name; keeps the losses."""
+        """Waits for the losses in flight and keeps them; returns them, and the tallies beside them by name."""
         if self._in_flight is None:
             return None
         host, count, copied = self._in_flight

@@ -1,7 +1,7 @@
-"""Progress bars that cost a measurement nothing.
+"""Progress bars without cost to a measurement.
 
 A bar is drawn when the program asks for it and never in between: no thread takes Python's interpreter lock or a core
-from what is timed. Nothing is drawn where stderr is not a terminal, as under torchrun's --tee or in a batch job.
+from the timed loop. Nothing is drawn where stderr is not a terminal, as under torchrun's --tee or in a batch job.
 """
 
 import sys
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 def stderr_console() -> Console:
-    """Returns a console for bars: on stderr, so that what is printed on stdout can go to a file."""
+    """Returns a console for bars: on stderr, so that stdout can go to a file."""
     return Console(stderr=True, force_terminal=sys.stderr.isatty())  # rich alone obeys FORCE_COLOR
 
 
 class StillBar:
-    """Shows how much of `total` pieces of work is done. A context manager; draws on entry, at show() and on exit."""
+    """Shows how much of `total` is done. A context manager; draws on entry, at show() and on exit."""
 
     def __init__(self, total: int, text: str, console: Console, shown: bool = True) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -44,5 +44,5 @@ class StillBar:
         self._progress.stop()
 
     def show(self, done: int, text: str) -> None:
-        """Draws the bar with `done` pieces of work completed; must not be called within what is timed."""
+        """Draws the bar with `done` completed; must not be called within timed work."""
         self._progress.update(self._task, completed=done, description=text, refresh=True)

@@ -1,4 +1,4 @@
-"""How many iterations a run has, and when it evaluates."""
+"""Number of iterations of a run, and when it evaluates."""
 
 import math
 from collections.abc import Sequence
@@ -18,38 +18,39 @@ _EPOCH_BY_TIME = 1000  # iterations of random batches
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Schedule:
-    """Iterations of a run and MLPerf's cadence of evaluations, for one data set and one global batch size."""
+    """Number of iterations of a run and MLPerf's cadence of evaluations, for one data set and one global batch size."""
 
     global_batch_size: int
     iterations: int
-    """Iterations of a run by time before its first look at the clock."""
+    """Number of iterations; of a run by time, those before its first look at the clock."""
     evaluate_every: int | None
     """None where the run has no target."""
     first_evaluation: int = 0
-    """Iterations before which nothing is evaluated."""
+    """No evaluation follows an iteration before this one."""
     evaluates_last: bool = True
     """Whether a run with a target evaluates after its last iteration, whatever the cadence."""
     iterations_per_epoch: float
-    """Not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have no end: their epoch is
-    the samples that the run is to see, and in a run by time a thousand iterations."""
+    """Iterations of an epoch, not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have
+    no end: their epoch is the samples that the run is to see, and in a run by time a thousand iterations."""
     most: int = 1 << 40
-    """Iterations that the data has at most."""
+    """Largest number of iterations that the data allow."""
     min_time_s: float | None = None
-    """Time that the iterations after the warm-up take at least, in a run by time."""
+    """Seconds that the iterations after the warm-up take at least, in a run by time."""
     max_time_s: float | None = None
     """Time up to which such a run goes on until they are steady; None where it ends in any case."""
     warmup_time_s: float = 0.0
     """Time that the warm-up of such a run takes at least."""
     first: int = 0
-    """Iterations of a checkpoint that the run goes on from."""
+    """Number of iterations of the checkpoint that the run resumes."""
 
     @property
     def last(self) -> int:
-        """Iterations that no run of this schedule goes beyond."""
+        """Largest number of iterations of any run of this schedule."""
         return self.iterations if self.min_time_s is None else self.most
 
     def resumed(self, first: int) -> "Schedule":
-        """Returns the schedule of a run that goes on after `first` iterations: one by time takes its time again."""
+        """Returns the schedule of a run that resumes after `first` iterations; one by time takes its whole time
+        again."""
         if self.min_time_s is None:
             return replace(self, first=first)
         return replace(self, first=first, iterations=min(first + self.iterations, self.most))
@@ -59,8 +60,8 @@ class Schedule:
         return iteration / self.iterations_per_epoch
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether an evaluation follows: at the cadence from the first one on, and, where the benchmark's rules allow
-        it, after the last iteration whatever the cadence."""
+        """Whether an evaluation follows an iteration: at the cadence from the first one on, and, where the benchmark's
+        rules allow it, after the last iteration whatever the cadence."""
         if self.evaluate_every is None:
             return False
         if iteration == self.iterations and self.evaluates_last:
@@ -79,8 +80,8 @@ class Schedule:
         return max(warmup, int(np.searchsorted(elapsed_ms, 1000 * self.warmup_time_s)) + 1)
 
     def lacking(self, latencies_ms: np.ndarray, warmup: int) -> int:
-        """Iterations that a run by time lacks after those of its own, `latencies_ms` [n]; 0 in other runs, and where it
-        has all.
+        """Returns the number of iterations that a run by time still lacks, given its own `latencies_ms` [n]; 0 in other
+        runs, and when complete.
 
         warmup: iterations of the warm-up, whatever their time. As many as the remaining time has room for at the median
         speed of the later half of them, and 5 % more, so that one look at the clock in the warm-up nearly always
@@ -105,7 +106,7 @@ class Schedule:
 
 
 def _steady(latencies_ms: np.ndarray) -> bool:
-    """Whether a series [n] is known to be steady: one that is too short for the test is not."""
+    """Whether a series [n] is known to be steady: False of one that is too short for the test."""
     drift = drift_within(latencies_ms)
     return drift is not None and drift.steady
 
@@ -113,10 +114,10 @@ def _steady(latencies_ms: np.ndarray) -> bool:
 def plan_schedule(
     config: RunConfig, train_samples: int | None, world_size: int, epoch_iterations: int | None = None
 ) -> Schedule:
-    """The schedule of a run. ValueError, naming the flag, if the data set cannot fill the iterations asked for.
+    """Returns the schedule of a run. ValueError, naming the flag, if the data set cannot fill the iterations asked for.
 
-    train_samples: samples of one epoch; None for random batches. epoch_iterations: global batches in it; by default as
-    many as it fills.
+    train_samples: samples of one epoch; None for random batches. epoch_iterations: its number of global batches; by
+    default as many as the samples fill.
     """
     global_batch_size = config.local_batch_size * world_size
     by_time = config.iterations is None and config.target_auc is None and config.min_time is not None
@@ -168,8 +169,8 @@ def plan_schedule(
 
 
 def epoch_iterations(config: RunConfig, dataset: Dataset, ranks: Ranks) -> int | None:
-    """Returns the global batches of an epoch, where the data tells: fewer than its samples would fill, where each of
-    several parts leaves some out."""
+    """Returns the number of global batches of an epoch, where the data set knows it: fewer than its samples would fill,
+    where each of several parts leaves some out."""
     if dataset.train_samples is None or dataset.train_samples < config.local_batch_size * ranks.world_size:
         return None
     batches = dataset.train_batches(ranks.rank, ranks.world_size, config.local_batch_size)
@@ -177,7 +178,8 @@ def epoch_iterations(config: RunConfig, dataset: Dataset, ranks: Ranks) -> int |
 
 
 def _require_an_evaluation(config: RunConfig, evaluations: Evaluations, iterations: int, by_time: bool) -> None:
-    """ValueError where a run to a target would end before its first evaluation, and none follows its last iteration."""
+    """Raises ValueError where a run to a target would end before its first evaluation, and none follows its last
+    iteration."""
     if config.target_auc is None or by_time or evaluations.at_end or iterations >= evaluations.first:
         return
     raise ValueError(

@@ -1,8 +1,8 @@
-"""Ends a run whose ranks have stopped going on: a process that was stopped, a file system that does not answer.
+"""Ends a run whose ranks make no progress: a process that was stopped, a file system that does not answer.
 
-The ranks of a training wait for one another, mostly in kernels or in C++, without end. A thread of each rank looks at
-how far its training has come. It costs the training nothing: what it tells others, it reads from outside, and the
-stage from the stack of the main thread.
+The ranks of a training wait for one another, mostly in kernels or in C++, without end. A thread of each rank watches
+its training's progress. It costs the training nothing: it reads all that it tells others from outside, and the stage
+from the stack of the main thread.
 """
 
 import sys
@@ -19,9 +19,9 @@ from dlrm_bench.bench.instruments.abort import RESTARTS, connect_store
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _LOOKS = 12
-"""Looks within the time that a stall may take."""
+"""Number of looks within the timeout."""
 _FIRST = 10
-"""The first iterations may take so many times as long: kernels are compiled, graphs captured, batches drawn."""
+"""The first iterations may take this many times the timeout: kernels are compiled, graphs captured, batches drawn."""
 _SAVES = "saves a checkpoint"
 _WAITS = "waits for other ranks to save a checkpoint"
 _STAGES = {
@@ -30,17 +30,17 @@ _STAGES = {
     "dlrm/data/metrics.py": "computes the AUC",
     "pipeline/static/evaluation.py": "evaluates",
 }
-"""What a rank does whose main thread is in one of these files; the innermost counts."""
+"""Activity of a rank, by the file that its main thread is in; the innermost file counts."""
 _OTHERWISE = "trains"
 SAVER = "checkpoint"
-"""Name of the thread that saves."""
+"""Name of the thread that saves checkpoints."""
 _OF_OTHERS = (_OTHERWISE, _WAITS)
-"""What ranks do that wait for another one."""
+"""Activities of ranks that wait for another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank says about itself."""
+    """A rank's report about itself."""
 
     looks: int
     """Grows for as long as the process runs."""
@@ -50,9 +50,9 @@ class _Report:
 
 
 class StallWatch:
-    """Context manager around a training. Ends this rank where no rank has moved for `timeout_s`.
+    """Context manager around a training. Ends this rank where no rank has progressed for `timeout_s`.
 
-    A rank may wait as long as another one goes on, such as with its part of a checkpoint.
+    A rank may wait as long as another one progresses, for example with its part of a checkpoint.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class StallWatch:
         progress: Callable[[], tuple[int, int]],
         end: Callable[[str], None],
     ) -> None:
-        """progress: a number that grows as the training goes on, and its iteration; any thread may ask. end: ends the
-        process, and says why. None does nothing. Another rank's is made before this one's __enter__: a barrier lies
-        between."""
+        """progress: returns a number that grows as the training progresses, and its iteration; for any thread. end:
+        ends the process with a reason; None does nothing. Another rank's is made before this one's __enter__: a barrier
+        lies between."""
         self._ranks, self._timeout_s, self._progress, self._end = ranks, timeout_s, progress, end
         self._over = threading.Event()
         self._looks, self._of_all = 0, 0
@@ -90,7 +90,7 @@ class StallWatch:
 
     @property
     def _moved(self) -> tuple[int, int]:
-        """Changes as this rank goes on, or another one."""
+        """Returns a pair that changes when this rank, or another one, progresses."""
         return self._progress()[0], self._of_all
 
     def _watch(self) -> None:
@@ -102,7 +102,7 @@ class StallWatch:
             if progress != seen or now - looked > 3 * period:  # or this process itself was stopped
                 seen, since = progress, now
             looked = now
-            # What the finding takes is part of the time.
+            # The time of the report is part of the interval.
             limit = (self._timeout_s if seen[0] != first else _FIRST * self._timeout_s) - 3 * period
             if now - since >= limit:
                 reason = self._reason()
@@ -110,7 +110,7 @@ class StallWatch:
                     self._end(reason)
 
     def _report(self) -> None:
-        """On a thread of its own: a store whose host is stopped does not answer."""
+        """Reports on its own thread: a store whose host is stopped does not answer."""
         while not self._over.wait(self._period_s):
             try:
                 self._publish(self._store)
@@ -130,7 +130,7 @@ class StallWatch:
         return [_Report(int(a), int(b), int(c), stage) for a, b, c, stage in words]
 
     def _reason(self) -> str:
-        """Says which rank the others wait for, and where it is."""
+        """Returns a sentence that names the rank that the others wait for, and its activity."""
         what = f"the training has stalled for {self._timeout_s:g} s (--stall-timeout)"
         if self._ranks.world_size == 1:
             return f"{what}: rank 0 {_stage()}, after iteration {self._progress()[1]}"
@@ -162,7 +162,7 @@ def _key(rank: int) -> str:
 
 
 def _stage() -> str:
-    """What the main thread does, or while that waits for its thread that saves, what that one does."""
+    """Returns the activity of the main thread or, while that waits for its saving thread, of the saving thread."""
     frames = sys._current_frames()
     files = list(_files(frames.get(threading.main_thread().ident or 0)))
     for file in files:
@@ -185,7 +185,7 @@ def _in_a_collective(files: Iterable[str]) -> bool:
 
 
 def _files(frame: FrameType | None) -> Iterator[str]:
-    """Yields the files that a thread is in, the innermost first."""
+    """Yields the files of a thread's stack, the innermost first."""
     while frame is not None:
         yield frame.f_code.co_filename
         frame = frame.f_back

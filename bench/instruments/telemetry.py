@@ -1,8 +1,8 @@
-"""What happened to the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
+"""The state of the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
 
-One thread a rank asks NVML five questions about its own GPU, after the warm-up a hundred times a second, then ever less
-often down to twice: a window of 0.2 s has ten samples too. Each question takes microseconds, and none waits for the GPU
-or holds Python's interpreter lock.
+One thread a rank queries NVML for its own GPU, after the warm-up a hundred times a second, then ever less often down to
+twice: a window of 0.2 s has ten samples too. A query takes microseconds, and neither waits for the GPU nor holds
+Python's interpreter lock.
 """
 
 import gc
@@ -23,19 +23,20 @@ from dlrm_bench.bench.machine.description import GpuState, current_gpu, gpu_stat
 from dlrm_bench.bench.records.schema import SampleSeries, Telemetry, Throttling
 
 INTERVAL_S = 0.5
-"""The longest time between two samples."""
+"""The longest time between two samples, in seconds."""
 _WARMUP_INTERVAL_S = 0.02
 _FIRST_INTERVAL_S = 0.01
 _OF_ELAPSED = 0.05
-"""Share of the time since the warm-up after which the next sample comes."""
+"""Time to the next sample, as a share of the time since the warm-up."""
 KEPT_OF_WARMUP, KEPT = 10, 100
-"""Samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
+"""Number of samples of a rank that a record holds, evenly chosen, of the warm-up and after it."""
 _FEWEST_CHANGES = 3
-"""Changes of an energy counter from which on energy is told; each is seen up to one sample late."""
+"""Smallest number of changes of an energy counter for which energy is computed; each is seen up to one sample late."""
 CLOCK_JUMP_S = 1.0
-"""Difference from which on the wall clock has jumped: by 500 ppm, the most that NTP corrects, it takes half an hour."""
+"""A difference of this many seconds is a jump of the wall clock: NTP's largest steady correction, 500 ppm, takes half
+an hour for it."""
 
-# nvml.h, nvmlClocksEventReasons: those that slow a GPU down against its will.
+# nvml.h, nvmlClocksEventReasons: the reasons that slow a GPU down against its will.
 THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -47,11 +48,11 @@ THROTTLE_REASONS = {
 
 @dataclass(slots=True)
 class Samples:
-    """What one rank saw: the GPU's states, each with the number of iterations launched by then."""
+    """The samples of one rank: the GPU's states, each with the number of iterations launched by then."""
 
     states: list[tuple[int, GpuState]] = field(default_factory=list)
     stretches: list[int] = field(default_factory=list)
-    """For each state the stretch of iterations in which it was seen, and 0 in an evaluation; empty: all in one."""
+    """For each state the stretch of iterations during which it was seen, and 0 in an evaluation; empty: all in one."""
     gc_iterations: list[int] = field(default_factory=list)
     clock_jump_s: float = 0.0
 
@@ -62,7 +63,8 @@ class RunMonitor:
     def __init__(
         self, device: torch.device, clock: IterationClock, warmup: int = 0, interval_s: float = INTERVAL_S
     ) -> None:
-        """warmup: iterations that are not timed, which energy is not counted in. interval_s: between samples, later."""
+        """warmup: number of iterations that are not timed, whose energy is left out. interval_s: seconds between later
+        samples."""
         self._cuda = device.type == "cuda"
         self._clock = clock
         self._warmup, self._interval_s = warmup, interval_s
@@ -124,7 +126,7 @@ class RunMonitor:
 
 
 def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> Telemetry:
-    """Telemetry made of every rank's samples; energy is that after the first `warmup` iterations."""
+    """Returns the telemetry of all ranks' samples; energy is that after the first `warmup` iterations."""
     states = [state for samples in ranks for _, state in samples.states]
     throttling = [span for rank, samples in enumerate(ranks) for span in _spans(rank, samples)]
     return Telemetry(
@@ -143,7 +145,7 @@ def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> T
 
 
 def _series(samples: Samples, warmup: int) -> SampleSeries:
-    """One rank's samples, or KEPT_OF_WARMUP and KEPT of them, the first and last of each too."""
+    """Returns one rank's samples, or KEPT_OF_WARMUP and KEPT of them, with the first and last of each."""
     early = [each for each in samples.states if each[0] < warmup]
     states = _evenly(early, KEPT_OF_WARMUP) + _evenly(samples.states[len(early) :], KEPT)
     return SampleSeries(
@@ -162,11 +164,12 @@ def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, Gp
 
 
 def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None:
-    """Energy that all GPUs took for an iteration, by their energy counters; None where one of them has none.
+    """Returns the energy of all GPUs for an iteration, in joules, by their energy counters; None where a GPU has none,
+    or where a counter changed too seldom.
 
-    Of each stretch of iterations, from the first sample that saw a counter change to the last such one: a counter
-    changes ten times a second, and what it says in between is of up to 0.1 s ago. What evaluations between stretches
-    took is left out. None where it changed too seldom.
+    Of each stretch of iterations, from the first sample that saw a counter change to the last such sample: a counter
+    changes ten times a second, and its value in between is up to 0.1 s old. Energy of evaluations between stretches is
+    left out.
     """
     total = 0.0
     for samples in ranks:
@@ -184,7 +187,7 @@ def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None
 
 
 def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[int, float]]]:
-    """Returns (iterations, energy) of the samples after the warm-up, those of each stretch together."""
+    """Returns (iterations, energy) of the samples after the warm-up, grouped by stretch."""
     found: dict[int, list[tuple[int, float]]] = {}
     stretches = samples.stretches or [1] * len(samples.states)
     for (iterations, state), stretch in zip(samples.states, stretches, strict=True):
@@ -194,7 +197,8 @@ def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[int, float]]]:
 
 
 def _clock_jump_s(ranks: Sequence[Samples]) -> float | None:
-    """Returns the largest jump of any rank's wall clock; None where all are what a clock's steady correction gives."""
+    """Returns the largest jump of any rank's wall clock in seconds; None where all differences are a clock's steady
+    correction."""
     jump = max((samples.clock_jump_s for samples in ranks), key=abs)
     return round(jump, 1) if abs(jump) > CLOCK_JUMP_S else None
 
@@ -205,7 +209,7 @@ def _triple(values: Sequence[float | None]) -> list[float] | None:
 
 
 def _spans(rank: int, samples: Samples) -> list[Throttling]:
-    """Consecutive samples with the same reason make one span, which reaches to the next sample."""
+    """Returns spans of throttling: consecutive samples with the same reason make one span, up to the next sample."""
     spans: list[Throttling] = []
     for bit, reason in THROTTLE_REASONS.items():
         open_span: Throttling | None = None

@@ -1,1 +1,1 @@
-"""Rungs, and the runs that make a ladder of them."""
+"""Ladders: rungs, their runs, and the comparisons of their rounds."""

@@ -1,4 +1,4 @@
-"""What the runs of a ladder say of its rungs, and the ladder as tables."""
+"""The results of a ladder's runs for its rungs, and the ladder as tables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ _LOSSES_COMPARED = 5
 def read_judged_ladder(
     folder: Path, read: Callable[[Path], Record] = read_record
 ) -> tuple[Ladder, dict[str, list[Record]]]:
-    """A ladder as read_ladder reads it, with ratios and intervals made anew from the raw times of its members.
+    """Reads a ladder, with ratios and intervals made anew from the raw times of its members.
 
-    Older ladders have intervals of another kind in their files, in which the variance within runs counts twice.
+    Files of older ladders have intervals of another kind, in which the variance within runs counts twice.
     """
     ladder, members = read_ladder(folder, read)
     rungs = [Rung(rung["name"], tuple(rung["flags"]), rung["note"]) for rung in ladder["rungs"]]
@@ -49,10 +49,10 @@ def rung_results(
     *,
     by_precision: bool = False,
 ) -> list[RungResult]:
-    """What ladder.json says of each rung.
+    """Returns the results of each rung for ladder.json.
 
-    members: the timed runs of each rung by its name, one of each round. host_costs: what the rungs' profiled runs
-    measured; None where one failed, and absent where none was asked for. by_precision: whether the rounds ended because
+    members: the timed runs of each rung by its name, one of each round. host_costs: results of the rungs' profiled
+    runs; None where one failed, and absent where none was asked for. by_precision: whether the rounds ended because
     they found a difference of some size.
     """
     judged = judge_rungs({rung.name: members[rung.name] for rung in rungs}, by_precision=by_precision)
@@ -93,7 +93,8 @@ def rung_results(
 
 
 def host_cost(profiled: Record) -> HostCost:
-    """What ladder.json says of a rung's profiled run. ValueError if the record has no counts of CUDA calls."""
+    """Returns the results of a rung's profiled run for ladder.json. ValueError if the record has no counts of CUDA
+    calls."""
     host, gpu = profiled.run["host"], profiled.run["gpu"]
     counted = [name for name in HostCost.__annotations__ if name not in ("record", "gpu_idle_fraction")]
     if host is None or any(name not in host for name in counted):
@@ -106,7 +107,7 @@ def host_cost(profiled: Record) -> HostCost:
 
 
 def _interval(result: Result | None) -> list[float] | None:
-    """The interval of the speed-up; of the first rung's over itself [1, 1], and None after one round."""
+    """Returns the interval of the speed-up; [1, 1] for the first rung, and None after one round."""
     if result is None:
         return [1.0, 1.0]
     low, high = result.speedup[1:]
@@ -121,7 +122,7 @@ def _loss_difference(first: Record, other: Record) -> float | None:
 
 
 def ladder_table(ladder: Ladder) -> Table:
-    """The ladder as a table; '~' follows a speed-up that is not proven, all rungs considered."""
+    """Returns the ladder as a table; '~' follows a speed-up that is not proven, all rungs considered."""
     vs_first, vs_previous = proven(ladder, "first"), proven(ladder, "previous")
     rounds = f"{ladder['rounds']} round{'s' if ladder['rounds'] > 1 else ''}"
     title = f"{ladder['id']}: {rounds}, interleaved; ~: no difference proven"
@@ -160,7 +161,7 @@ def _finds(rung: RungResult) -> str:
 
 
 def ladder_spread_table(ladder: Ladder) -> Table | None:
-    """What the runs of each rung differ by, level by level; None for older ladders that do not say."""
+    """Returns the spread of each rung's runs, level by level; None for older ladders without it."""
     if any("spread" not in rung for rung in ladder["rungs"]):
         return None
     title = "what a run's median varies by (standard deviation), level by level"
@@ -189,7 +190,7 @@ def ladder_clock_table(ladder: Ladder) -> Table | None:
 
 
 def ladder_host_table(ladder: Ladder) -> Table | None:
-    """What an iteration costs the host on each rung; None where no rung has a profiled run."""
+    """Returns the host's cost of an iteration on each rung; None where no rung has a profiled run."""
     if not any(rung["host"] for rung in ladder["rungs"]):
         return None
     table = Table(title="host, an iteration of one rank (profiled runs)", title_justify="left", box=box.SIMPLE_HEAD)
@@ -201,7 +202,7 @@ def ladder_host_table(ladder: Ladder) -> Table | None:
 
 
 def host_cells(host: HostCost | None) -> list[str]:
-    """One cell for each of HOST_COLUMNS."""
+    """Returns a cell for each of HOST_COLUMNS."""
     if host is None:
         return ["missing"] * len(HOST_COLUMNS)
     counts = (host["kernel_launches"], host["graph_launches"], host["stream_syncs"], host["d2h_copies"])
@@ -210,7 +211,8 @@ def host_cells(host: HostCost | None) -> list[str]:
 
 
 def proven(ladder: Ladder, against: Literal["first", "previous"]) -> set[str]:
-    """Names of the rungs whose time is proven to differ from the first rung's, or from that of the rung before.
+    """Returns the names of the rungs whose time is proven to differ from the first rung's, or from that of the rung
+    before.
 
     ladder: with the judgement of read_judged_ladder, which older files lack.
     """
@@ -221,7 +223,7 @@ def proven(ladder: Ladder, against: Literal["first", "previous"]) -> set[str]:
 
 
 def lucky(ladder: Ladder) -> list[str]:
-    """A sentence for each rung whose rounds agree better than the noise of their iterations lets expect."""
+    """Returns a sentence for each rung whose rounds agree better than the noise of their iterations lets expect."""
     return [text for rung in ladder["rungs"] if (text := rung["agrees_by_luck"]) is not None]
 
 

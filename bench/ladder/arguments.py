@@ -1,4 +1,4 @@
-"""The flags of dlrm-bench ladder, apart from what it imports when it runs."""
+"""The flags of dlrm-bench ladder, separate from the modules that it imports when it runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -23,26 +23,26 @@ class LadderCommand:
     and on the day files of --data.path); same (one rung twice: A/A); same-pipelines (one rung of each pipeline twice);
     cpu (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
-    """Runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
+    """Number of runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
     detect: str = "2%"
     """Smallest difference that --rounds auto is to find, with a probability of 80 %."""
     max_rounds: int = 40
-    """Rounds at most of --rounds auto."""
+    """Largest number of rounds of --rounds auto."""
     max_minutes: float | None = None
     """Minutes after which no other round begins."""
     host: bool = False
-    """After all rounds, profile each rung once: CPU time, launches, syncs, copies, GPU idle fraction."""
+    """Profile each rung once, after all rounds: CPU time, launches, syncs, copies, GPU idle fraction."""
     nproc: int | None = None
-    """Processes of a run; by default one for each GPU, or two without any."""
+    """Number of processes of a run; by default one for each GPU, or two without a GPU."""
     launch: str | None = None
-    """Command that starts each run, with the flags of launch/dlrm.py after it, in place of ranks on this machine:
+    """Command that starts each run, followed by the flags of launch/dlrm.py, in place of ranks on this machine:
     launch/slurm/train.sbatch in a Slurm allocation."""
     seed: int = 0
     """Seed of the order within a round."""
     results_dir: Path = Path("results")
     """Folder in which the ladder's folder is made."""
     resume: Path | None = None
-    """Folder of an interrupted ladder, which goes on by its plan; takes no other flag."""
+    """Folder of an interrupted ladder, which continues by its plan; takes no other flag."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""
@@ -51,5 +51,5 @@ class LadderCommand:
         return ladder_command(console, forwarded, self)
 
     def given(self) -> list[str]:
-        """Names of the flags that are not at their defaults."""
+        """Returns the names of the flags that are not at their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]

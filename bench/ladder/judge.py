@@ -1,4 +1,4 @@
-"""A ladder as a list of comparisons: each rung over the first one and over the one before, judged as one family."""
+"""A ladder as a list of comparisons: each rung with the first one and with the one before, judged as one family."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from dlrm_bench.bench.stats.statistics import UNPROVEN, Comparison, Estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRung:
-    """A rung and its comparisons; None of the first rung."""
+    """A rung and its comparisons; None for the first rung."""
 
     side: Side
     over_first: Result | None
@@ -27,7 +27,8 @@ class JudgedRung:
 
 
 def judge_rungs(members: dict[str, list[Record]], *, by_precision: bool = False) -> list[JudgedRung]:
-    """Returns the rungs with what their rounds prove; members: the timed runs of each rung, one of each round.
+    """Returns the rungs with the differences that their rounds prove; members: the timed runs of each rung, one of each
+    round.
 
     by_precision: whether the rounds ended because they found a difference of some size.
     """
@@ -36,10 +37,10 @@ def judge_rungs(members: dict[str, list[Record]], *, by_precision: bool = False)
 
 
 def judge_sides(sides: Sequence[Side]) -> list[JudgedRung]:
-    """Returns rungs, each a side of one run a round, with what their rounds prove.
+    """Returns rungs, each a side of one run a round, with the differences that their rounds prove.
 
-    p values are corrected (Holm) for all comparisons that a ladder's table shows, over the first rung and over the one
-    before: without that, 16 rungs of the same program show a false difference in two ladders of three.
+    p values are corrected (Holm) for all comparisons of a ladder's table, with the first rung and with the one before:
+    otherwise 16 rungs of the same program show a false difference in two ladders of three.
     """
     others = range(1, len(sides))
     pairs = list(dict.fromkeys([*((0, i) for i in others), *((i - 1, i) for i in others)]))
@@ -100,16 +101,16 @@ def agreement_by_luck(rung: JudgedRung) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a ladder with so many rounds can find."""
+    """The smallest difference that the rounds of a ladder find."""
 
     detectable: tuple[float, float, float]
-    """Smallest difference that any rung shows from the first one or the one before, all of them looked at together, in
-    the middle of its interval."""
+    """Smallest difference of any rung from the first one or the one before, all looked at together, as (low, value,
+    high)."""
     rounds_needed: int | None
-    """Rounds that find what is asked for, if runs go on to differ like these; None if it takes too many."""
+    """Number of rounds that find the difference asked for, with the same spread; None if too many."""
 
     def in_words(self, rounds: int, detect: float) -> str:
-        """Such as '6 rounds find differences from 3.10% (...); 2.00% takes about 11'."""
+        """Returns a sentence such as '6 rounds find differences from 3.10% (...); 2.00% takes about 11'."""
         found = f"{rounds} rounds {finds(self.detectable)}"
         if self.detectable[1] <= detect:
             return found
@@ -118,7 +119,8 @@ class Precision:
 
 
 def precision_of(members: dict[str, list[Record]], detect: float) -> Precision:
-    """What at least two rounds of rungs can find; members: the timed runs of each rung, one of each round."""
+    """Returns the precision of at least two rounds of rungs; members: the timed runs of each rung, one of each
+    round."""
     rungs = judge_rungs(members, by_precision=True)
     results = [result for rung in rungs for result in (rung.over_first, rung.over_previous) if result is not None]
     known = [found for result in results if (found := result.detectable) is not None]

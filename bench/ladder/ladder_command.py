@@ -1,4 +1,4 @@
-"""dlrm-bench ladder: plans a ladder or resumes one, runs it, and prints what it shows."""
+"""dlrm-bench ladder: plans a ladder or resumes one, runs it, and prints its tables."""
 
 import shlex
 import shutil
@@ -64,7 +64,7 @@ def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
 
 
 def _rounds(asked: LadderCommand) -> Rounds:
-    """Returns the number of rounds that the flags ask for, or how to find it."""
+    """Returns the number of rounds that the flags ask for, or the precision that ends them."""
     if asked.max_minutes is not None and asked.max_minutes <= 0:
         raise ValueError(f"--max-minutes is {asked.max_minutes:g}: it must be positive")
     if asked.rounds != "auto":
@@ -85,7 +85,8 @@ def _rounds(asked: LadderCommand) -> Rounds:
 
 
 def _launch(asked: LadderCommand) -> list[str]:
-    """Words of --launch; ValueError where there is no such command, or a flag that says how ranks start here."""
+    """Returns the words of --launch; ValueError where there is no such command, or with a flag on how ranks start
+    here."""
     if asked.launch is None:
         return []
     for name in ("nproc", "host"):
@@ -98,7 +99,7 @@ def _launch(asked: LadderCommand) -> list[str]:
 
 
 def _run(plan: Plan, folder: Path) -> None:
-    """Runs what is left of the plan; progress goes to stderr, between runs only: it must take no time from one."""
+    """Runs the rest of the plan; progress goes to stderr, between runs only, as it must take no time from a run."""
     stderr = stderr_console()
 
     def say(text: str) -> None:

@@ -1,11 +1,10 @@
 """Starts the launchers: as ranks forked from a server that has imported everything once, under torchrun, or by a
 command of the user's.
 
-What a run costs besides itself is imports: torchrun's own, then torch, torchrec and fbgemm on every rank. The fork
-server (multiprocessing's) has run nothing and holds no CUDA context: a fork of it is a fresh process, and no run
-inherits another's memory, graphs or communicators. What forks do share is what a process draws when it starts: the
-addresses of its libraries and the seed of str's hash are the server's for all runs of one dlrm-bench, and others for
-the next.
+The cost of a run beside itself is that of imports: torchrun's own, then torch, torchrec and fbgemm on every rank. The
+fork server (multiprocessing's) has run nothing and holds no CUDA context: a fork of it is a fresh process, and no run
+inherits another's memory, graphs or communicators. Forks share what a process draws when it starts: the addresses of
+its libraries and the seed of str's hash are the server's for all runs of one dlrm-bench, and differ for the next.
 """
 
 import contextlib
@@ -39,20 +38,20 @@ from dlrm_bench.dlrm.runtime.command_line import FailedError
 LAUNCHER = ROOT / "launch" / "dlrm.py"
 MEASURE = ROOT / "launch" / "measure.py"
 
-# launch.dlrm first: it sets what must hold before the others are imported. bench.cli because a forked rank imports
-# what the process that asked for it started with.
+# launch.dlrm first: its settings must precede the others' imports. bench.cli because a forked rank imports the main
+# module of the process that asked for it.
 _PRELOADED = [
     "dlrm_bench.launch.dlrm",
     "dlrm_bench.launch.measure",
     "dlrm_bench.bench.cli",
-    # What these import once they know their flags.
+    # Imports that these modules make once they know their flags.
     "dlrm_bench.bench.summary",
     "dlrm_bench.bench.limits.measured",
     "dlrm_bench.bench.profile.profiled_run",
 ]
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATIENCE_S = 5
-"""Time that a rank whose parent is gone has to close its log, before it is killed."""
+"""Seconds in which a rank whose parent is gone can close its log, before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals upon which torch elastic, and so torchrun, ends its ranks."""
 
@@ -60,7 +59,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def start_server() -> None:
     """Starts the fork server, unless this process has one; it imports the launchers in the current environment."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's choice too; torch reads it when it is imported
-    # Imports ask whether there is a GPU: of NVML, because no fork of a process that has initialised CUDA can use it.
+    # Imports ask whether there is a GPU: by NVML, because no fork of a process that has initialised CUDA can use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload(_PRELOADED)
     with _signal_handlers_kept():
@@ -69,10 +68,10 @@ def start_server() -> None:
 
 
 def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
-    """Does one run of `launcher` on `processes` ranks forked from the server; its output goes to a file.
+    """Runs `launcher` once on `processes` ranks forked from the server; its output goes to a file.
 
     Each rank gets the environment (that of the server's start), sys.argv and standard streams that torchrun would give
-    it, and torch elastic watches over it, as under torchrun, from this process. FailedError with what a rank said if
+    it, and torch elastic watches over it from this process, as under torchrun. FailedError with the rank's output if
     one fails. A signal to this process ends the ranks, and then this process.
     """
     start_server()
@@ -105,7 +104,7 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
 def _await_server() -> None:
     """Waits until the server has imported everything.
 
-    A rank asked for earlier would be forked even after this process is gone, and print a traceback of what it misses.
+    A rank asked for earlier would be forked even after this process is gone, and print a traceback.
     """
     nothing = multiprocessing.get_context("forkserver").Process()
     nothing.start()
@@ -113,10 +112,10 @@ def _await_server() -> None:
 
 
 def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path = LAUNCHER) -> None:
-    """Does one run of `launcher` under torchrun, which `nsys profile` can follow into the ranks, unlike forks.
+    """Runs `launcher` once under torchrun, which `nsys profile` can follow into the ranks, unlike forks.
 
-    FailedError with what a rank said if it fails. A signal to this process ends torchrun with its ranks, and then this
-    process; one that it was started to ignore, as by nohup, does nothing.
+    FailedError with a rank's output if it fails. A signal to this process ends torchrun with its ranks, and then this
+    process; a signal that it was started to ignore, as by nohup, does nothing.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     status = _status_of([*torchrun, str(launcher), *flags], output)
@@ -125,9 +124,9 @@ def torchrun(flags: Sequence[str], processes: int, output: Path, launcher: Path 
 
 
 def run_by(command: Sequence[str], flags: Sequence[str], output: Path) -> None:
-    """Does one run of launch/dlrm.py by a command that starts it with these flags, on whatever hosts, and ends with it.
+    """Runs launch/dlrm.py once by a command that starts it with these flags, on any hosts, and ends with it.
 
-    FailedError with what a rank said if it fails. Signals: see `torchrun`.
+    FailedError with a rank's output if it fails. Signals: see `torchrun`.
     """
     status = _status_of([*command, *flags], output)
     if status:
@@ -151,7 +150,7 @@ def _status_of(command: Sequence[str], output: Path) -> int:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, forward)
-        # In a process group of its own, or Ctrl-C would reach it twice.
+        # In its own process group, or Ctrl-C would reach it twice.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -169,7 +168,8 @@ def _status_of(command: Sequence[str], output: Path) -> int:
 
 
 def _end_with_this_process() -> Callable[[], None]:
-    """What a child calls to get a SIGTERM when this process ends, by SIGKILL too: nothing else would end a torchrun."""
+    """Returns a function that has a child get a SIGTERM when this process ends, by SIGKILL too: nothing else would end
+    a torchrun."""
     parent, prctl = os.getpid(), ctypes.CDLL(None).prctl  # found here: between fork and exec, little is safe
 
     def call() -> None:
@@ -211,7 +211,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _elastic_logs_to(output: Path) -> Iterator[None]:
-    """Sends what torch elastic logs to the file, as torchrun does, instead of to the terminal."""
+    """Sends the log of torch elastic to the file, as torchrun does, instead of to the terminal."""
     handler = logging.FileHandler(output, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"))
     logs = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
@@ -239,17 +239,18 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _end_by(number: int) -> BaseException:
-    """The exception that ends this process as the signal would."""
+    """Returns the exception that ends this process as the signal would."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str:
-    """A message made of the ranks' output: first the errors that they report, then the tracebacks of other ranks.
+    """Returns an error made of the ranks' output: first the errors that they report, then the tracebacks of other
+    ranks.
 
     torch elastic's own account of the failure, which says less, is left out.
     """
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    # torchrun indents what it says of a rank. Of ranks with the same error, the first is named.
+    # torchrun indents a rank's output. Of ranks with the same error, the first is named.
     found = [match for line in lines if (match := re.match(r" *rank (\d+): error: (.*)", line))]
     said_by = {match[2]: match[1] for match in sorted(found, key=lambda match: -int(match[1]))}
     errors = [f"rank {rank}: error: {error}" for error, rank in reversed(said_by.items())]

@@ -2,12 +2,11 @@
 
 dlrm-bench ladder --preset launch-bound [--field value ...]
 
-Every run has fresh processes of its own (bench/ladder/launching.py), here or where --launch starts them, so no rung
-inherits another's memory, graphs or communicators. Each round runs every rung once on the same batches (equal --seed),
-in an order drawn from the seed that the next round runs backwards, so that a linear drift cancels. A rung is compared
-with another round by round. With --host a profiled run of each rung follows the last round.
-plan.json, ladder.json and the members' records and output stay together in one folder. What plan.json says and what has
-finished suffice to resume an interrupted ladder.
+Every run has fresh processes (bench/ladder/launching.py), here or where --launch starts them, so no rung inherits
+another's memory, graphs or communicators. Each round runs every rung once on the same batches (equal --seed), in an
+order drawn from the seed, which the next round runs backwards, so that a linear drift cancels. Rungs are compared round
+by round. With --host a profiled run of each rung follows the last round. plan.json, ladder.json and the members'
+records and output stay together in one folder. plan.json and the finished runs suffice to resume an interrupted ladder.
 """
 
 import contextlib
@@ -42,20 +41,20 @@ from dlrm_bench.bench.stats.repetitions import balanced_orders
 from dlrm_bench.dlrm.benchmark import Rung
 
 FEWEST_ROUNDS = 6
-"""Rounds after which a ladder that runs until it finds a difference looks for the first time. It looks after every
-second round from then on, where a linear drift has cancelled."""
+"""Number of rounds after which a ladder that runs until it finds a difference looks for the first time. It looks after
+every second round from then on, where a linear drift has cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """How many rounds a ladder runs."""
+    """The number of rounds of a ladder."""
 
     most: int
-    """Rounds, or rounds at most."""
+    """Number of rounds, or its limit."""
     detect: float | None = None
-    """Difference (0.02: 2 %) that ends the ladder once so many rounds find it; None for a fixed number of rounds."""
+    """Difference (0.02: 2 %) that ends the ladder once the rounds find it; None for a fixed number of rounds."""
     minutes: float | None = None
-    """Time after which no other round begins; None for no limit."""
+    """Minutes after which no other round begins; None for no limit."""
 
 
 def make_plan(
@@ -90,7 +89,7 @@ def make_plan(
 
 
 def plan_to_resume(folder: Path) -> Plan:
-    """The plan of the interrupted ladder in `folder`.
+    """Returns the plan of the interrupted ladder in `folder`.
 
     ValueError if it has finished, or was begun on another machine or by other source code: rounds of one ladder are
     compared with each other.
@@ -111,11 +110,11 @@ def plan_to_resume(folder: Path) -> Plan:
 
 
 def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[str]:
-    """Runs all of a plan that has not run yet and writes folder/ladder.json; yields each run's id when it has ended.
+    """Runs the rest of a plan and writes folder/ladder.json; yields each run's id when it has ended.
 
-    folder: exists, and is empty or holds what was interrupted; a run that did not finish is put aside and run again.
-    say: gets a sentence after each round on what so many rounds find. FailedError, with its output, if a timed run
-    fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
+    folder: exists, and is empty or holds the interrupted ladder; an unfinished run is put aside and run again. say:
+    gets a sentence after each round on the differences that the rounds find. FailedError, with its output, if a timed
+    run fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
     them, whatever ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
     """
     rungs = [Rung(rung["name"], tuple(rung["flags"]), rung["note"]) for rung in plan["rungs"]]
@@ -163,12 +162,12 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
 
 
 def profiled_run_id(rung: str) -> str:
-    """Id of a rung's profiled run; its output is in the file of this name with .log."""
+    """Returns the id of a rung's profiled run; its output is in the file of this name with .log."""
     return f"host-{rung}"
 
 
 def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
-    """The record of a run: as it is there already, or of a run made now."""
+    """Returns the record of a run: an existing one, or that of a run made now."""
     if not (folder / member / RUN_JSON).exists():
         _put_aside(folder / member)
         flags, output = [*plan["flags"], *rung.flags], folder / f"{member}.log"
@@ -180,7 +179,7 @@ def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
 
 
 def _put_aside(unfinished: Path) -> None:
-    """Renames the folder of a run that did not finish, if it is there: runs never write into an existing one."""
+    """Renames the folder of an unfinished run, if there is one: runs never write into an existing folder."""
     if unfinished.exists():
         taken = len(list(unfinished.parent.glob(f"{unfinished.name}.unfinished-*")))
         unfinished.rename(f"{unfinished}.unfinished-{taken + 1}")
@@ -189,7 +188,7 @@ def _put_aside(unfinished: Path) -> None:
 def _enough(
     plan: Plan, members: dict[str, list[Record]], rounds: int, seconds: float, say: Callable[[str], None]
 ) -> bool:
-    """Whether no other round is to begin, and says what so many rounds find."""
+    """Whether no other round is to begin; says which differences the rounds find."""
     if (
         plan["minutes"] is not None
         and seconds * (rounds + 1) / rounds > plan["minutes"] * 60
@@ -205,14 +204,14 @@ def _enough(
 
 
 def _node() -> str:
-    """Host name and, on Linux, the random id of this boot, which tells hosts of one name apart."""
+    """Returns the host name and, on Linux, the random id of this boot, which tells hosts of one name apart."""
     boot = readable(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     return f"{platform.node()} (boot {boot})"
 
 
 @contextlib.contextmanager
 def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
-    """Notes on an exception which timed runs are kept; `order` holds the ids of those that have ended."""
+    """Adds to an exception which timed runs are kept; `order` holds the ids of those that have ended."""
     try:
         yield
     except BaseException as error:
@@ -223,7 +222,7 @@ def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
 
 
 def _timed(record: Record) -> Record:
-    """The record, if it has a latency; else ValueError, at once and not after hours of other runs."""
+    """Returns the record if it has a latency; else ValueError, at once and not after hours of other runs."""
     if record.run["latency_ms"] is None:
         raise ValueError(
             f"{record.folder} ended after {len(record.losses)} iterations, within its warm-up: lower "

@@ -1,7 +1,7 @@
-"""Says in plain words what a ladder shows and what it cannot: python -m dlrm_bench.bench.ladder.verdict [FOLDER]
+"""Prints the results of a ladder and their limits in plain words: python -m dlrm_bench.bench.ladder.verdict [FOLDER]
 
-FOLDER is that of a ladder, or one of records (`results` where none is named), of which it takes the ladder that was
-written last. `make bench` ends with it.
+FOLDER is that of a ladder, or one of records (by default `results`), of which the ladder written last is taken. `make
+bench` ends with it.
 """
 
 import re
@@ -40,7 +40,8 @@ _RUNGS_FOR_GPUS = (
 
 
 def latest_ladder(folder: Path) -> Path:
-    """The folder itself if it is a ladder's, or else the ladder in it that was written last; ValueError if none is."""
+    """Returns the folder itself if it is a ladder's, or else the ladder in it that was written last; ValueError without
+    one."""
     if (folder / LADDER_JSON).exists():
         return folder
     ladders = [path.parent for path in folder.glob(f"*/{LADDER_JSON}")]
@@ -50,7 +51,8 @@ def latest_ladder(folder: Path) -> Path:
 
 
 def verdict(folder: Path) -> list[str]:
-    """Returns paragraphs on the ladder in `folder`: its rungs, each against the first, then what limits the answer."""
+    """Returns paragraphs on the ladder in `folder`: its rungs, each against the first, then the limits of the
+    answer."""
     ladder, _ = read_judged_ladder(folder)
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
     said = [f"{rung['name']}: {_pipeline(rung, run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
@@ -66,7 +68,8 @@ def verdict(folder: Path) -> list[str]:
 
 
 def _pipeline(rung: RungResult, run: RunRecord) -> str:
-    """Returns what trains; of stock TorchRec, which is the reference only as it is, also the rung's switches."""
+    """Returns the rung's pipeline in words; for stock TorchRec, which is the reference only without switches, also
+    those."""
     name = run["config"]["pipeline"]["name"]
     switches = re.sub(r"--(pipeline|precision)[ =]\S+", "", " ".join(rung["flags"])).split()
     if name == "torchrec" and switches:
@@ -75,7 +78,7 @@ def _pipeline(rung: RungResult, run: RunRecord) -> str:
 
 
 def _against(ladder: Ladder, rung: RungResult) -> str:
-    """What the rounds prove of a rung against the first."""
+    """Returns the proven difference of a rung from the first."""
     first = ladder["rungs"][0]
     times, interval = f"{rung['speedup_vs_first']:.2f} times as fast as {first['name']}", rung["ci95"]
     if interval is None:
@@ -98,7 +101,7 @@ def _against(ladder: Ladder, rung: RungResult) -> str:
 
 
 def _losses(ladder: Ladder) -> str:
-    """Whether the rungs trained the same."""
+    """Returns a sentence on the losses of the rungs."""
     differences = [rung["loss_difference"] for rung in ladder["rungs"][1:]]
     known = [difference for difference in differences if difference is not None]
     if len(known) < len(differences) or not known:
@@ -108,7 +111,7 @@ def _losses(ladder: Ladder) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the verdict; returns the exit status, 2 where there is no ladder to speak of."""
+    """Prints the verdict; returns the exit status, 2 without a ladder."""
     given = sys.argv[1:] if arguments is None else arguments
 
     def run() -> int:

@@ -1,1 +1,1 @@
-"""Ceilings of a machine, and the least time of an iteration that they leave."""
+"""Ceilings of a machine, and the least time of an iteration by them."""

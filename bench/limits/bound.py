@@ -1,16 +1,14 @@
-"""The least time of an iteration, from what it computes and moves and from what depends on what, beside a record.
+"""The least time of an iteration, by its computation, bytes and dependencies, beside a record.
 
-A piece of work takes at least as long as the slowest of the tensor cores, memory, links and PCIe needs for its share.
-Pieces may overlap: a stage takes at least what the busiest of these needs for all of its pieces, and an iteration at
-least the larger of two: what the busiest needs for all pieces, and the chain of pieces that wait for one another from
-one lookup to the next. The chain holds for batches that are not cut into parts. What a program does beyond this
-(element-wise kernels that are not fused, sorts, copies, waits) is no part of it, so nothing can be faster:
-
-a benchmark's `work` counts what is needed, and nothing that a better program could leave out.
+A piece of work takes at least the longest of its times on the tensor cores, memory, links and PCIe. Pieces may overlap:
+a stage takes at least the time of the busiest of these resources for all of its pieces, and an iteration at least the
+larger of two: the time of the busiest resource for all pieces, and the chain of pieces that wait for one another from
+one lookup to the next. The chain holds for batches that are not cut into parts. A benchmark's `work` counts what is
+needed, and nothing that a better program could leave out. Other work of a program (element-wise kernels that are not
+fused, sorts, copies, waits) is not counted, so nothing can be faster.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from rich import box
@@ -24,55 +22,26 @@ from dlrm_bench.bench.records.limits import ALL_TO_ALLS, LARGE_COPY, LARGE_PRODU
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.benchmark import Piece
 from dlrm_bench.dlrm.benchmarks import benchmark_of
+from dlrm_bench.dlrm.runtime.gpu_types import GpuRates, gpu_type
 
 RESOURCES = ("tensor cores", "memory", "links", "PCIe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """The most that a GPU does in a second."""
-
-    flop: Mapping[str, float]
-    """FLOP, by precision of the run."""
-    memory: float
-    """Bytes."""
-    links: float
-    """Bytes that leave a GPU for others of its node."""
-    pcie: float
-    """Bytes from the host."""
-    cache: float
-    """Bytes that the L2 cache holds."""
-    source: str
-    """Where the rates are from, in a sentence."""
-
-
-# tensor cores, bf16: 798e12, the most that an 8192-cubed product of random numbers reached; tf32 and fp32: data sheet
-# (H200 SXM, dense). memory: 4.3e12, a copy, read plus written; an addition in place over 1 GiB reached 4.23e12. links:
-# 18 NVLinks of 26.6 GB/s. PCIe: generation 5, 16 lanes, before its encoding.
-_H200 = Rates(
-    flop={"bf16": 798e12, "tf32": 494.7e12, "fp32": 67e12},
-    memory=4.3e12,
-    links=478.8e9,
-    pcie=64e9,
-    cache=60e6,
-    source="rates known of NVIDIA H200 (bench/limits/bound.py)",
-)
-_KNOWN = {"NVIDIA H200": _H200}
 NO_BOUND = (
-    "no bound, which needs a GPU whose rates are known (bench/limits/bound.py) or measured in this precision "
+    "no bound, which needs a GPU whose rates are known (dlrm/runtime/gpu_types.py) or measured in this precision "
     "(--rates LIMITS), and products of 16 bits or more"
 )
 
 
 class Bound(NamedTuple):
-    """Least milliseconds, by stage and for the whole."""
+    """Least times in milliseconds, by stage and of the whole iteration."""
 
     pieces: list[Piece]
-    rates: Rates
+    rates: GpuRates
     precision: str
     stages: dict[str, float]
     resources: dict[str, float]
-    """What each needs for all pieces."""
+    """Time of each resource for all pieces."""
     chain: float
 
     @property
@@ -81,7 +50,7 @@ class Bound(NamedTuple):
         return max(self.chain, *self.resources.values())
 
     def needs(self, pieces: Sequence[Piece]) -> dict[str, float]:
-        """Milliseconds that each of RESOURCES needs for the pieces."""
+        """Milliseconds of each of RESOURCES for the pieces."""
         per_second = (self.rates.flop[self.precision], self.rates.memory, self.rates.links, self.rates.pcie)
         amounts = [(piece.flop, piece.memory, piece.links, piece.pcie) for piece in pieces]
         totals = [sum(amount[i] for amount in amounts) for i in range(len(RESOURCES))]
@@ -89,18 +58,19 @@ class Bound(NamedTuple):
 
 
 def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
-    """The bound of a record's configuration on its machine; None where a rate of it is not known (those of eight bits
-    are not), and of a benchmark whose work nobody has counted.
+    """Returns the bound of a record's configuration on its machine; None where a rate is unknown (those of eight bits
+    are), and for a benchmark whose work is not counted.
 
-    limits: whose measured rates count; ValueError if they are of another GPU.
+    limits: the source of measured rates; ValueError if they are of another GPU.
     """
     gpu, config = run["machine"]["gpu"], run["config"]
     benchmark = benchmark_of(config)
     if limits is not None and limits["machine"]["gpu"] != gpu:
         ran, measured = gpu or "CPUs", limits["machine"]["gpu"] or "CPUs"
         raise ValueError(f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}")
-    known = _KNOWN.get(gpu or "")
-    rates = known if limits is None else measured_rates(limits, known)
+    known = gpu_type(gpu)
+    known_rates = known.rates if known else None
+    rates = known_rates if limits is None else measured_rates(limits, known_rates)
     if rates is None or benchmark is None or benchmark.work is None or config["pipeline"].get("fp8"):
         return None
     if config["precision"] not in rates.flop:
@@ -116,7 +86,7 @@ def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
 
 
 def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
-    """The record as it would be of another batch size, without anything measured. ValueError if that is none."""
+    """Returns the record as for another batch size, without measurements. ValueError for a batch size below 1."""
     if local_batch_size < 1:
         raise ValueError(f"--batch {local_batch_size}: at least one sample is needed")
     sizes = {"local_batch_size": local_batch_size, "global_batch_size": local_batch_size * run["config"]["world_size"]}
@@ -125,10 +95,10 @@ def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
     return cast(RunRecord, changed)
 
 
-def measured_rates(limits: Limits, known: Rates | None) -> Rates | None:
-    """Rates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
+def measured_rates(limits: Limits, known: GpuRates | None) -> GpuRates | None:
+    """Returns the rates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
 
-    Those that it lacks are the known ones; and so are links, where they are known: an exchange by NCCL is slower than
+    Rates that the record lacks are the known ones. So are links, where known: an exchange by NCCL is slower than
     kernels that write into other GPUs' memory. None if a rate is neither measured nor known.
     """
     precision = str(limits["config"].get("precision"))
@@ -145,7 +115,7 @@ def measured_rates(limits: Limits, known: Rates | None) -> Rates | None:
         return None
     measured = ", ".join(name for name, rate in found.items() if rate is not None)
     others = ", ".join(name for name, rate in found.items() if rate is None)
-    return Rates(
+    return GpuRates(
         flop={**(known.flop if known else {}), **({precision: product} if product else {})},
         memory=memory,
         links=links,
@@ -157,9 +127,9 @@ def measured_rates(limits: Limits, known: Rates | None) -> Rates | None:
 
 
 def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
-    """Pieces, stages and the whole iteration beside what the record took; None where there is no bound.
+    """Returns a table of pieces, stages and the whole iteration beside the record's times; None without a bound.
 
-    limits: as of bound_of.
+    limits: as for bound_of.
     """
     bound = bound_of(run, limits)
     if bound is None:
@@ -200,7 +170,7 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
 
 
 class RooflinePoint(NamedTuple):
-    """Kernels that do one piece of work: what they compute for a byte of memory, and what a second of them computes."""
+    """Kernels that do one piece of work: their FLOP a byte of memory, and a second."""
 
     name: str
     intensity: float
@@ -209,11 +179,12 @@ class RooflinePoint(NamedTuple):
     us: float
 
 
-def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], Rates] | None:
-    """Work of a profiled run whose FLOP or bytes are known, and the GPU's rates; None where there is neither.
+def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | None:
+    """Returns a profiled run's work whose FLOP or bytes are known, and the GPU's rates; None without a bound or
+    kernels.
 
-    Bytes are those that GEMMs' operands and results have if each is moved once, and the bound's otherwise; a lookup
-    counts an operation for each number that it adds up, an update five.
+    Bytes are those of GEMMs' operands and results, each moved once, and otherwise the bound's; a lookup counts an
+    operation for each number that it adds, an update five.
     """
     bound = bound_of(run)
     if bound is None or not run.get("kernels"):

@@ -1,8 +1,8 @@
 """Measures the ceilings of this machine: one piece of work at a time, alone, on all ranks at once.
 
-Each piece has the size that it has in an iteration of the preset on one rank: copies, the dense network's GEMMs, all
-collectives, the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many
-repetitions, so that launching costs nothing; the cost of launching is measured separately.
+Each piece has its size in an iteration of the preset on one rank: copies, the dense network's GEMMs, all collectives,
+the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many repetitions, so that
+launches cost nothing; the cost of launches is measured separately.
 """
 
 import time
@@ -41,8 +41,8 @@ _LAUNCHES = 100
 def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) -> Iterator[Ceiling]:
     """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective.
 
-    sizes: of the samples, as the benchmark's `work` takes them. ValueError where the benchmark does not say what an
-    iteration has to do.
+    sizes: of the samples, as the benchmark's `work` takes them. ValueError where the benchmark does not count the work
+    of an iteration.
     """
     benchmark = named(config.benchmark)
     work, batch, device = benchmark.work, config.local_batch_size, ranks.device
@@ -101,7 +101,7 @@ def _collectives(
 
 
 def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:
-    """An exchange of about `count` elements, the same number between any two ranks."""
+    """Returns an exchange of about `count` elements, the same number between any two ranks."""
     sent = torch.zeros(max(1, count // ranks.world_size) * ranks.world_size, dtype=dtype, device=ranks.device)
     received = torch.empty_like(sent)
     return lambda: dist.all_to_all_single(received, sent)
@@ -109,19 +109,19 @@ def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], An
 
 def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
     m, n, k = shape
-    # Values matter to the power that a GPU draws, and so to its clock: zeros would flatter it.
+    # Values change the power that a GPU draws, and so its clock: zeros would flatter it.
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
     out = torch.empty(m, n, device=device, dtype=dtype)
     return lambda: torch.mm(a, b, out=out)
 
 
 def _copied_bytes(device: torch.device) -> int:
-    """Size of a copy that no cache can hold."""
+    """Size in bytes of a copy that no cache can hold."""
     return 1 << 30 if device.type == "cuda" else 1 << 26
 
 
 def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Ways to read and write _copied_bytes, by name.
+    """Returns ways to read and write _copied_bytes, by name.
 
     The fastest is a ceiling for kernels; the driver's own copy (2.8 TB/s on an H200) need not be.
     """
@@ -134,7 +134,7 @@ def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def _launches(timer: "_Timer", device: torch.device) -> Iterator[Ceiling]:
-    """Yields what the host needs to launch kernels, one after another and as a graph."""
+    """Yields the host time of launching kernels, one after another and as a graph."""
     x = torch.zeros(1, device=device)
 
     def launch() -> None:
@@ -165,7 +165,7 @@ class _Timer:
         return Ceiling(name=name, stage=stage, ms=_slowest(median(times)) / self._repeats, amount=amount, unit=unit)
 
     def time_launching(self, name: str, work: Callable[[], Any]) -> Ceiling:
-        """Times what the host needs to launch _LAUNCHES kernels, which the device ends later. Collective."""
+        """Times the host while it launches _LAUNCHES kernels, which the device ends later. Collective."""
         work()
         times = []
         for _ in range(_MEASUREMENTS):
@@ -199,7 +199,8 @@ class _Timer:
 
 
 def _captured(work: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
-    """A graph of the work, `repeats` times. The work has run before, so that nothing initialises in the graph."""
+    """Returns a graph of the work, `repeats` times. The work runs before, so that nothing is initialised in the
+    graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -1,17 +1,13 @@
-"""What GPUs make of their time and power: samples a second, share of the tensor cores' peak (MFU), energy a sample."""
+"""Efficiency of a run in time and power: samples a second, share of the tensor cores' peak (MFU), energy a sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Literal
 
 from dlrm_bench.bench.records.schema import Efficiency, RunRecord
 from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes
 from dlrm_bench.dlrm.benchmarks import benchmark_of
-
-DATA_SHEET_FLOP: Mapping[str, Mapping[str, float]] = {
-    "NVIDIA H200": {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12, "fp8": 1978.9e12},  # SXM, dense
-}
-"""FLOP a second that the maker states, by GPU and precision of the products: what an MFU is a share of."""
+from dlrm_bench.dlrm.runtime.gpu_types import gpu_type
 
 _ABOVE_LIMIT = 1.1
 """Mean power over the enforced limit from which on an energy is none of the timed iterations: counters lag by 0.1 s."""
@@ -29,7 +25,7 @@ def sizes_of(run: RunRecord) -> SampleSizes:
 
 
 def efficiency_of(run: RunRecord) -> Efficiency | None:
-    """The efficiency of a timed run on GPUs; None of any other, and of one that ended within its warm-up.
+    """Returns the efficiency of a timed run on GPUs; None for any other run, and for one that ended within its warm-up.
 
     MFU counts the operations that the model needs (benchmark.Work.flop_per_sample), and none of its table lookups.
     """
@@ -37,15 +33,15 @@ def efficiency_of(run: RunRecord) -> Efficiency | None:
     if not machine["gpus"] or run["host"] is not None or not samples:
         return None
     a_gpu = samples / config["world_size"]
-    most = DATA_SHEET_FLOP.get(machine["gpu"] or "", {}).get(precision_of_products(run))
+    peak = _peak_flop(run)
     benchmark = benchmark_of(config)
     needed = None
-    if most and benchmark is not None and benchmark.work is not None:
+    if peak and benchmark is not None and benchmark.work is not None:
         needed = benchmark.work.flop_per_sample(benchmark.restored(config), sizes_of(run))
     joules = _joules_per_iteration(run)
     return Efficiency(
         samples_per_second_per_gpu=a_gpu,
-        mfu=a_gpu * needed / most if most and needed else None,
+        mfu=a_gpu * needed / peak if peak and needed else None,
         joules_per_sample=None if joules is None else joules / config["global_batch_size"],
     )
 
@@ -95,7 +91,7 @@ def _median_of_samples(run: RunRecord, what: Literal["power_w", "sm_clock_mhz"])
 
 
 def efficiency_of_runs(runs: Sequence[RunRecord]) -> Efficiency | None:
-    """Medians over runs of one configuration; None where none of them has an efficiency."""
+    """Returns medians over runs of one configuration; None where none of them has an efficiency."""
     known = [found for run in runs if (found := efficiency_of(run)) is not None]
     if not known:
         return None
@@ -109,15 +105,21 @@ def efficiency_of_runs(runs: Sequence[RunRecord]) -> Efficiency | None:
 
 
 def efficiency_in_words(run: RunRecord) -> str | None:
-    """Says what is known of a run's efficiency; None where nothing is."""
+    """Returns the efficiency of a run in words; None where there is none."""
     found = efficiency_of(run)
     if found is None:
         return None
     parts = [f"{found['samples_per_second_per_gpu']:,.0f} samples/s a GPU"]
     if found["mfu"] is not None:
-        precision = precision_of_products(run)
-        most = DATA_SHEET_FLOP[str(run["machine"]["gpu"])][precision]
-        parts.append(f"MFU {found['mfu']:.1%} of {most / 1e12:.0f} TFLOP/s ({precision})")
+        peak = _peak_flop(run)
+        assert peak is not None  # an MFU is a share of it
+        parts.append(f"MFU {found['mfu']:.1%} of {peak / 1e12:.0f} TFLOP/s ({precision_of_products(run)})")
     if found["joules_per_sample"] is not None:
         parts.append(f"{1e3 * found['joules_per_sample']:.4f} mJ a sample, GPUs alone")
     return "; ".join(parts)
+
+
+def _peak_flop(run: RunRecord) -> float | None:
+    """Returns the FLOP a second that the maker of a run's GPU states for its products; None where it is not known."""
+    gpu = gpu_type(run["machine"]["gpu"])
+    return gpu.data_sheet_flop.get(precision_of_products(run)) if gpu else None

@@ -1,4 +1,4 @@
-"""Kernels of profiled runs beside what their work takes alone, as `dlrm-bench limits` measured it."""
+"""Kernels of profiled runs beside the times of their work alone, as `dlrm-bench limits` measured them."""
 
 import json
 import re
@@ -27,7 +27,8 @@ from dlrm_bench.bench.records.schema import Kernel, RunRecord
 
 WORK_SHOWN = 10
 
-# Kernels that do one piece of work: (its name, pattern of their names, stage or None, ceilings whose sum is its best).
+# Pieces of work of several kernels: (name, pattern of the kernels' names, stage or None, ceilings whose sum is the best
+# time).
 _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
     ("GEMMs", re.compile(rf"^{GEMM}"), None, ("GEMM: ",)),
     ("all-to-all of ids", re.compile("^NCCL SendRecv"), "input_dist", (IDS,)),
@@ -45,7 +46,7 @@ _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
 
 
 def limits_table(limits: Limits) -> Table:
-    """The ceilings as a table, with one row for all GEMMs of a network."""
+    """Returns the ceilings as a table, with one row for all GEMMs of a network."""
     table = Table(title=f"{limits['id']}: ceilings of one rank", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("work", "stage", "ms", "amount", "rate"):
         table.add_column(column, justify="left" if column in ("work", "stage") else "right", no_wrap=True)
@@ -59,7 +60,7 @@ def limits_table(limits: Limits) -> Table:
 
 
 class Work(NamedTuple):
-    """Kernels that do one piece of work together, per iteration, and what it could at best take."""
+    """Kernels that do one piece of work together, per iteration, and its best possible time."""
 
     name: str
     kernels: list[str]
@@ -68,13 +69,13 @@ class Work(NamedTuple):
     calls: float
     us: float
     best_us: float | None
-    """None where no ceiling is known for it."""
+    """Best time; None where no ceiling is known."""
 
 
 def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
-    """The kernels of a profiled run, grouped by the work that they do, longest first, with the ceilings of `limits`.
+    """Returns the kernels of a profiled run, grouped by their work, longest first, with the ceilings of `limits`.
 
-    A kernel whose work has no ceiling of its own is a group of its own. ValueError as for check_same_work.
+    A kernel whose work has no ceiling of its own makes its own group. ValueError as for check_same_work.
     """
     check_same_work(limits, run)
     groups: dict[tuple[str, str | None, tuple[str, ...]], list[Kernel]] = {}
@@ -101,14 +102,15 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
 
 
 def work_of_kernel(kernel: Kernel) -> str:
-    """Name of the work that a kernel does; its own short name where that is none of those known."""
+    """Returns the name of a kernel's work; for unknown work the kernel's own short name."""
     name = short_kernel_name(kernel["name"])
     known = (work for work, pattern, stage, _ in _WORK if pattern.search(name) and stage in (None, kernel["stage"]))
     return next(known, name)
 
 
 def work_table(limits: Limits, run: RunRecord) -> Table | None:
-    """The ten longest pieces of work of a profiled run, with their ceilings; None where the record has no kernels.
+    """Returns the ten longest pieces of work of a profiled run, with their ceilings; None where the record has no
+    kernels.
 
     ValueError as for work_of_kernels.
     """
@@ -125,12 +127,12 @@ def work_table(limits: Limits, run: RunRecord) -> Table | None:
 
 
 def best_cells(work: Work) -> tuple[str, str]:
-    """Cells of a table: the ceiling in microseconds, and how many times as long the work takes."""
+    """Returns two cells of a table: the ceiling in microseconds, and the ratio of the work's time to it."""
     return ("not known", "") if work.best_us is None else (f"{work.best_us:.1f}", f"{work.us / work.best_us:.1f} x")
 
 
 def check_same_work(limits: Limits, run: RunRecord) -> None:
-    """Refuses limits that were measured for other work than the record's: ValueError, naming the field.
+    """Raises ValueError, naming the field, for limits that were measured for other work than the record's.
 
     Smaller differences are caveats_of_floor.
     """
@@ -146,7 +148,7 @@ def check_same_work(limits: Limits, run: RunRecord) -> None:
 
 
 def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
-    """Reasons why the floor may not be that of a record which check_same_work accepts.
+    """Returns reasons why the floor may not be that of a record which check_same_work accepts.
 
     A field that one of the two lacks is no reason.
     """

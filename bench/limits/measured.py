@@ -1,8 +1,8 @@
-"""The ceilings of this machine, measured each alone, and the floor under an iteration that they make.
+"""Measures the ceilings of this machine into a limits record.
 
 dlrm-bench limits --preset launch-bound [--field value ...]; --from FILE and --above RECORD to use a measurement again.
 
-bench/limits/ceilings.py measures; here is what follows from it.
+bench/limits/ceilings.py does the measurements.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What Linux says of a node's processors. What it does not say is None."""
+"""Linux's facts about a node's processors; None where Linux does not give one."""
 
 import contextlib
 import os
@@ -13,43 +13,43 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def name() -> str | None:
-    """The model; ARM processors give no name."""
+    """Returns the model; ARM processors give no name."""
     names = _of_cpuinfo("model name")
     return names[0] if names else None
 
 
 def clocks_mhz() -> list[float] | None:
-    """[min, median, max] of the cores' clocks right now; virtual machines often see one constant."""
+    """Returns [min, median, max] of the cores' present clocks; virtual machines often see a constant."""
     clocks = [float(value) for value in _of_cpuinfo("cpu MHz")]
     return [round(value, 1) for value in (min(clocks), median(clocks), max(clocks))] if clocks else None
 
 
 def largest_clock_mhz() -> float | None:
-    """The largest clock of CPU 0."""
+    """Returns the largest clock of CPU 0."""
     text = _text(_CPUS / "cpu0/cpufreq/cpuinfo_max_freq")
     return int(text) / 1000 if text else None
 
 
 def governor() -> str | None:
-    """The scaling governors of all CPUs, one name where they agree."""
+    """Returns the scaling governors of all CPUs, one name where they agree."""
     found = sorted({text for path in _CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor") if (text := _text(path))})
     return " + ".join(found) or None
 
 
 def numa_nodes() -> list[str]:
-    """CPUs of each NUMA node, as ranges."""
+    """Returns the CPUs of each NUMA node, as ranges."""
     nodes = sorted(_NODES.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
     return [_text(node / "cpulist") or "" for node in nodes]
 
 
 def numa_node_of_pci(bus_id: str | None) -> int | None:
-    """NUMA node of a PCI device such as '00000000:1b:00.0'; None where Linux knows none."""
+    """Returns the NUMA node of a PCI device such as '00000000:1b:00.0'; None where Linux knows none."""
     text = _text(_PCI / bus_id.lower().removeprefix("0000") / "numa_node") if bus_id else None
     return int(text) if text and int(text) >= 0 else None
 
 
 def allowed_cpus() -> str | None:
-    """CPUs on which this process may run, as ranges."""
+    """Returns the CPUs on which this process may run, as ranges."""
     try:
         return ranges(sorted(os.sched_getaffinity(0)))
     except (AttributeError, OSError):  # not on Linux
@@ -57,12 +57,12 @@ def allowed_cpus() -> str | None:
 
 
 def boot_id() -> str | None:
-    """A random id that Linux makes at each boot."""
+    """Returns the random id that Linux makes at each boot."""
     return _text(_BOOT)
 
 
 def ranges(numbers: list[int]) -> str:
-    """Ranges of increasing numbers, as Linux writes them: '0-3,8'."""
+    """Returns ranges of increasing numbers, as Linux writes them: '0-3,8'."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

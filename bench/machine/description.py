@@ -1,6 +1,6 @@
-"""What a run ran on: hardware through NVML and Linux, and versions of the software.
+"""The machine of a run: hardware through NVML and Linux, and versions of the software.
 
-What cannot be read is None in the description, never a guess, and never stops a run.
+A fact that cannot be read is None, never a guess, and never stops a run.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class GpuState(NamedTuple):
-    """What a GPU does at one moment; None for what NVML does not say."""
+    """The state of a GPU at one moment; None where NVML does not know."""
 
     sm_clock_mhz: float | None
     temperature_c: float | None
@@ -39,8 +39,8 @@ class GpuState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where one rank runs: host name and number of its node, boot, UUID, name and NUMA node of its GPU, if it has one,
-    and its CPUs."""
+    """The place of one rank: host name and number of its node, boot, UUID, name and NUMA node of its GPU, if it has
+    one, and its CPUs."""
 
     host: str
     node: int
@@ -52,7 +52,7 @@ class _Place(NamedTuple):
 
 
 def describe_machine() -> Machine:
-    """The machine that this run's ranks share. Collective once the process group is initialised (gloo or NCCL).
+    """Returns the machine that this run's ranks share. Collective once the process group is initialised (gloo or NCCL).
 
     A rank's GPU is its current CUDA device; a process without a process group is a run of one rank.
     """
@@ -100,32 +100,34 @@ def describe_machine() -> Machine:
 
 
 def short_name(machine: Machine) -> str:
-    """Name for run ids: '8xh200', '2x8xh100' (two nodes of eight), 'cpu'."""
+    """Returns the machine's part of run ids: '8xh200', '2x8xh100' (two nodes of eight), 'cpu'."""
     if machine["gpu"] is None:
         return "cpu"
     return f"{_count(machine, 'x')}x{_model(machine['gpu'])}"
 
 
 def gpus_of_node() -> int:
-    """GPUs that CUDA would find on this node; creates no CUDA context on them."""
+    """Returns the number of GPUs that CUDA would find on this node; creates no CUDA context on them."""
     return torch.cuda.device_count()
 
 
 def short_name_of_node(gpus: int) -> str:
-    """short_name of a run on `gpus` GPUs of this node; asks NVML, because CUDA would take memory on one of them."""
+    """Returns short_name of a run on `gpus` GPUs of this node; asks NVML, because CUDA would take memory on one of
+    them."""
     with nvml_session() as works:
         name = readable(lambda: str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))) if works else None
     return "cpu" if name is None else f"{gpus}x{_model(name)}"
 
 
 def _model(gpu: str) -> str:
-    """The first word with a digit: 'h200' of 'NVIDIA H200', 'a100' of 'NVIDIA A100-SXM4-80GB'; else the last word."""
+    """Returns the first word with a digit: 'h200' of 'NVIDIA H200', 'a100' of 'NVIDIA A100-SXM4-80GB'; else the last
+    word."""
     words = re.findall(r"[a-z0-9]+", gpu.lower())
     return next((word for word in words if re.search(r"\d", word)), words[-1])
 
 
 def platform_name(machine: Machine) -> str:
-    """Name for the MLPerf log: '8 x NVIDIA H200', '2 x 8 x NVIDIA H100 80GB HBM3', or the CPU's name."""
+    """Returns the name for the MLPerf log: '8 x NVIDIA H200', '2 x 8 x NVIDIA H100 80GB HBM3', or the CPU's name."""
     if machine["gpu"] is None:
         return machine["cpu"] or "CPU"
     return f"{_count(machine, ' x ')} x {machine['gpu']}"
@@ -145,7 +147,7 @@ def _gather_places(place: _Place) -> list[_Place]:
 
 
 def _installed(*distributions: str) -> str | None:
-    """Version of the first of `distributions` that is installed; nothing is imported."""
+    """Returns the version of the first of `distributions` that is installed; nothing is imported."""
     for name in distributions:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -153,7 +155,8 @@ def _installed(*distributions: str) -> str | None:
 
 
 def readable(read: Callable[[], T]) -> T | None:
-    """What `read` returns, or None if it raises: drivers differ in what they refuse, and no description may fail."""
+    """Returns the result of `read`, or None if it raises: drivers differ in the queries that they refuse, and no
+    description may fail."""
     try:
         return read()
     except Exception:
@@ -177,13 +180,14 @@ def nvml_session() -> Iterator[bool]:
 
 
 def current_gpu() -> Any:
-    """NVML's handle of this rank's current CUDA device, within an nvml_session; None where there is none."""
+    """Returns NVML's handle of this rank's current CUDA device, within an nvml_session; None where there is none."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return _find_gpu(str(gpu.uuid), _pci_bus_id(gpu))
 
 
 def gpu_state(gpu: Any) -> GpuState:
-    """The state of the GPU that has this handle, within an nvml_session. Takes microseconds and does not disturb it."""
+    """Returns the state of the GPU of this handle, within an nvml_session. Takes microseconds and does not disturb
+    it."""
     return GpuState(
         sm_clock_mhz=readable(lambda: float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM))),
         temperature_c=readable(lambda: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))),
@@ -194,16 +198,16 @@ def gpu_state(gpu: Any) -> GpuState:
 
 
 def _find_gpu(uuid: str | None, bus_id: str | None) -> Any:
-    """NVML's handle of one GPU, by UUID, else by PCI bus id; None where NVML knows neither.
+    """Returns NVML's handle of one GPU, by UUID, else by PCI bus id; None where NVML knows neither.
 
-    Never by index: NVML counts all GPUs of the node, CUDA those in CUDA_VISIBLE_DEVICES and in an order of its own.
+    Never by index: NVML counts all GPUs of the node, CUDA those in CUDA_VISIBLE_DEVICES and in another order.
     """
     gpu = readable(lambda: pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     return gpu or readable(lambda: pynvml.nvmlDeviceGetHandleByPciBusId(bus_id))
 
 
 def _describe_gpu(uuid: str | None, bus_id: str | None) -> dict[str, Any]:
-    """NVML's view of one GPU."""
+    """Returns NVML's facts about one GPU."""
     with nvml_session() as works:
         if not works:
             return {}
@@ -220,7 +224,7 @@ def _describe_gpu(uuid: str | None, bus_id: str | None) -> dict[str, Any]:
 
 
 def _describe_links(gpu: Any) -> str | None:
-    """The NVLinks of one GPU, or its PCIe link where it has none active."""
+    """Describes the NVLinks of one GPU, or its PCIe link where no NVLink is active."""
     active = [link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if _link_is_active(gpu, link)]
     if not active:
         generation = readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))
@@ -241,6 +245,6 @@ def _link_is_active(gpu: Any, link: int) -> bool:
 
 
 def _link_speed_gb_s(gpu: Any) -> float | None:
-    """Speed of an active NVLink in one direction, GB/s."""
+    """Returns the speed of an active NVLink in one direction, GB/s."""
     (field,) = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
     return field.value.uiVal / 1000 if field.nvmlReturn == pynvml.NVML_SUCCESS else None

@@ -1,4 +1,5 @@
-"""What a run depends on beside machine, source and configuration: packages, environment, and how ranks were started."""
+"""The environment of a run beside machine, source and configuration: packages, variables, and the launcher of its
+ranks."""
 
 import multiprocessing
 import os
@@ -13,16 +14,17 @@ _READ_BY_LIBRARIES = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "TCMALLOC_", "LD_PRELOAD", "PYTHONHASHSEED"),
     *("PYTHONMALLOC", "PYTHON_GIL", "PYTHONOPTIMIZE", "SLURM_CPU", "SLURM_MPI"),
 )
-"""Beginnings of names of variables that change how fast a run is, or what it computes."""
+"""Beginnings of names of variables that change the speed of a run, or its results."""
 _OF_IMAGES = ("NVIDIA_REQUIRE", "NVIDIA_PRODUCT_NAME", "NVIDIA_DRIVER_CAPABILITIES")
-"""What NVIDIA's container images say of themselves in kilobytes; no library of a run reads it."""
+"""Beginnings of variables in which NVIDIA's container images describe themselves in kilobytes; no library of a run
+reads these."""
 _OF_LAUNCHERS = "TORCHELASTIC_"
 _NVIDIA = "nvidia"
-"""Folder of site-packages in which cuBLAS, cuDNN, NCCL and others lie, libraries that torch loads without an import."""
+"""Folder of site-packages with cuBLAS, cuDNN, NCCL and others, libraries that torch loads without an import."""
 
 
 def provenance() -> Provenance:
-    """That of this process, after all that it needs was imported."""
+    """Returns the provenance of this process, after all of its imports."""
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -32,7 +34,8 @@ def provenance() -> Provenance:
 
 
 def imported_packages() -> dict[str, str]:
-    """Version of each installed distribution of which a module is imported, and of NVIDIA's libraries for torch."""
+    """Returns the version of each installed distribution of which a module is imported, and of NVIDIA's libraries for
+    torch."""
     modules = {name.partition(".")[0] for name in sys.modules}
     versions = {}
     for module, distributions in metadata.packages_distributions().items():
@@ -42,7 +45,7 @@ def imported_packages() -> dict[str, str]:
 
 
 def started_by() -> StartedBy:
-    """The launcher, by what it leaves in the environment, and the command line of the process above."""
+    """Returns the launcher, by its variables in the environment, and the command line of the parent process."""
     launcher, above = "python", os.getppid()
     forked_by = multiprocessing.parent_process()
     if forked_by is not None and forked_by.pid is not None:

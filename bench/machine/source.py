@@ -18,20 +18,20 @@ from pathlib import Path
 from dlrm_bench.bench.records.schema import Git
 
 PROGRAM = ("bench", "dlrm", "kernels", "launch", "pipeline")
-"""Folders that a run's code is in."""
+"""Folders of a run's code."""
 _NOT_SOURCE = ("__pycache__", ".pyc", ".so", ".egg-info")
-"""Endings of what running, compiling and installing leave beside sources."""
+"""Endings of files that running, compiling and installing leave beside sources."""
 _BUILD = "build"
 """Folder that installing a product leaves in it."""
 _EMPTY = hashlib.sha1(b"tree 0\0").digest()
 
 
 def git_state(root: Path) -> Git:
-    """State of the source at `root`: its hash, its commit, and whether the two belong together.
+    """Returns the state of the source at `root`: its hash, its commit, and whether the two belong together.
 
-    The commit is that of the checkout at `root`, or the one that the environment variable SOURCE_COMMIT states, of a
-    tree that was copied to its host: dirty is then None, as nothing there can say whether it is true, unless a
-    checkout holds that commit. Untracked files in the program's folders make a checkout dirty: they can be imported.
+    The commit is that of the checkout at `root`, or that of the environment variable SOURCE_COMMIT, for a tree that was
+    copied to its host: dirty is then None, as it cannot be known there, unless a checkout holds that commit. Untracked
+    files in the program's folders make a checkout dirty: they can be imported.
     """
     source = source_hash(root)
     checkout = (root / ".git").exists()
@@ -48,13 +48,13 @@ def git_state(root: Path) -> Git:
 
 
 def source_hash(root: Path) -> str:
-    """Id of the git tree that holds the program's folders, from the files as they lie there."""
+    """Returns the id of the git tree of the program's folders, from their present files."""
     folders = [name for name in PROGRAM if (root / name).is_dir()]
     return _tree_id([(b"40000", name, _folder_id(root / name)) for name in folders])
 
 
 def source_of_commit(root: Path, commit: str) -> str | None:
-    """The same of a commit, from the checkout at `root`; None where git does not know the commit."""
+    """Returns the same id for a commit, from the checkout at `root`; None where git does not know the commit."""
     listed = git(root, "ls-tree", commit, *PROGRAM)
     if not listed:
         return None
@@ -68,8 +68,8 @@ def source_of_commit(root: Path, commit: str) -> str | None:
 
 
 def version(root: Path) -> str:
-    """Name and version of the program at `root`, its commit as `git_state` knows it, and its source's hash, in a
-    line."""
+    """Returns name and version of the program at `root`, its commit as `git_state` knows it, and its source's hash, in
+    a line."""
     project = root / "pyproject.toml"
     if project.exists():  # a checkout or a copy of one, whatever else is installed
         number = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
@@ -81,7 +81,7 @@ def version(root: Path) -> str:
 
 
 def git(root: Path, *arguments: str) -> str | None:
-    """What a git command prints; None if it fails, or there is no git."""
+    """Returns the output of a git command; None if it fails, or there is no git."""
     try:
         process = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -107,7 +107,7 @@ def _folder_id(folder: Path) -> bytes:
 
 
 def _tree_id(entries: list[tuple[bytes, str, bytes]]) -> str:
-    """entries: (mode, name, id). Git sorts folders as if their names ended in a slash."""
+    """Returns the id of a tree of (mode, name, id). Git sorts folders as if their names ended in a slash."""
     ordered = sorted(entries, key=lambda entry: entry[1].encode() + (b"/" if entry[0] == b"40000" else b""))
     content = b"".join(b"%s %s\0%s" % (mode, name.encode(), identity) for mode, name, identity in ordered)
     return hashlib.sha1(b"tree %d\0%s" % (len(content), content)).hexdigest()

@@ -1,1 +1,1 @@
-"""Runs under a profiler, and what their traces show."""
+"""Runs under a profiler, and the analysis of their traces."""

@@ -1,8 +1,8 @@
-"""What a GPU kernel's name tells: a name that a person can read, and its stage where no range around a launch does.
+"""Readable names of GPU kernels, and their stages where no range around a launch gives one.
 
 The kernels of a CUDA graph's replay all have one launch. Most names belong to one stage. Sorts, regrouping and
-all-to-alls belong to several: there the order of the replay tells, as far as the stages' dependencies fix it. Where
-they do not, the stage is OTHER.
+all-to-alls belong to several: there the order of the replay decides, as far as the stages' dependencies fix it, and
+else the stage is OTHER.
 """
 
 import re
@@ -19,7 +19,7 @@ OTHER = trace.OTHER
 
 _INPUT, _LOOKUP, _DENSE, _BACKWARD, _UPDATE = STAGES
 
-# Names in traces of earlier versions, whose functions have another name today.
+# Names in traces of earlier versions, whose functions have been renamed.
 _FORMER_NAMES = {
     "_fetch": "_fetch_next_kernel",
     "_copy_pieces": "_gather_segments_kernel",
@@ -49,10 +49,10 @@ _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
 _TABLE_UPDATE = re.compile(r"^(_sorted_adagrad_kernel|sorted_adagrad)$|embedding\w*_(backward|grad)")
 _TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
 _BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel")
-"""Kernels that write to other ranks' memory, after which a barrier makes it known."""
+"""Kernels that write to other ranks' memory, after which a barrier publishes the writes."""
 
 
-# What _functor and the families below make; a demangled C++ name has no blank before its parameters.
+# The results of _functor and the families below; a demangled C++ name has no blank before its parameters.
 _SHORT = re.compile(r"[\w, ]+ \([\w, ]+\)")
 
 
@@ -71,7 +71,7 @@ def _identifier(name: str) -> str:
 
 
 def _functor(name: str) -> str:
-    """The identifier, and of PyTorch's generic kernels what they compute."""
+    """Returns the identifier and, for PyTorch's generic kernels, their operation."""
     found = re.search(r"[<:, ](?:\w+::)*(\w*Functor\w*|\w+_kernel_(?:cuda|impl)\w*|\w+Op)\b", name)
     identifier = _identifier(name)
     return identifier if found is None or found[1] == identifier else f"{identifier} ({found[1]})"
@@ -113,9 +113,10 @@ _FAMILIES = (
 
 
 def short_kernel_name(name: str) -> str:
-    """`name` without templates, parameters and namespaces; kernels of one library's matrix products share one name.
+    """Returns `name` without templates, parameters and namespaces; kernels of one library's matrix products share one
+    name.
 
-    A short name stays as it is: records hold names that were shortened when they were made, by the rules of then.
+    A short name stays as it is: records hold names that were shortened by the rules of their time.
     """
     if _SHORT.fullmatch(name):
         return name
@@ -133,7 +134,7 @@ def _current(name: str) -> str:
 
 
 def stage_of_name(name: str) -> str:
-    """The stage that all kernels of this name belong to; OTHER if there is none."""
+    """Returns the stage of all kernels of this name; OTHER if there is none."""
     own = KERNELS.get(_current(name))
     if own is not None:
         return own[1] or OTHER
@@ -142,10 +143,12 @@ def stage_of_name(name: str) -> str:
 
 
 def stages_of_replay(events: Sequence[dict[str, Any]]) -> list[str]:
-    """The stage of each event of one replay of an iteration's graph; events have name, ts, dur and tid (the stream).
+    """Returns the stage of each event of one replay of an iteration's graph; events have name, ts, dur and tid (the
+    stream).
 
-    Facts used: what comes before the loss is forward and what comes after it is backward, but for the next batch's
-    input dist, which may be anywhere; an all-to-all runs behind what it sends and before what it receives is read.
+    Facts used: events before the loss are forward and events after it are backward, except for the next batch's input
+    dist, which may be anywhere; an all-to-all runs after its send buffer is written and before its receive buffer is
+    read.
     """
     events = [{**event, "name": _current(event["name"])} for event in events]
     order = _Order(events)
@@ -153,7 +156,7 @@ def stages_of_replay(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 class _Order:
-    """When the kernels that others depend on ran in one replay."""
+    """Times in one replay of the kernels that others depend on."""
 
     def __init__(self, events: Sequence[dict[str, Any]]) -> None:
         self._events = sorted(events, key=lambda event: event["ts"])
@@ -166,7 +169,7 @@ class _Order:
             "_row_sums_kernel" in names,
         )
         self._updates = bool(updates)
-        # What must lie within these is the pooled vectors' all-to-all, and that of their gradients.
+        # The only all-to-alls within these are that of the pooled vectors, and that of their gradients.
         self._within = {}
         if self._loss and lookups:
             self._within[_LOOKUP] = (min(end for _, end in lookups), self._loss[0])
@@ -186,7 +189,8 @@ class _Order:
         return stage_of_name(name)
 
     def _stage_of_barrier(self, event: dict[str, Any]) -> str:
-        """Before and behind each dense update, behind ids, behind pooled vectors, and behind their gradients."""
+        """Returns the stage of a barrier: before and behind each dense update, behind ids, behind pooled vectors, and
+        behind their gradients."""
         stream = [other for other in self._events if other["tid"] == event["tid"]]
         at = stream.index(event)
         if "_sharded_adagrad_kernel" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):
@@ -200,7 +204,7 @@ class _Order:
     def _stage_of_sort(self, event: dict[str, Any]) -> str:
         if self._presorts or (self._replicates and self._loss and event["ts"] < self._loss[1]):
             return _INPUT
-        # FBGEMM's backward sorts for itself; replicated tables sort in the input dist.
+        # FBGEMM's backward has its own sort; replicated tables sort in the input dist.
         return _BACKWARD if self._updates and not self._replicates else OTHER
 
     def _stage_of_all_to_all(self, event: dict[str, Any]) -> str:

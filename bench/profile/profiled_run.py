@@ -35,17 +35,17 @@ if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, 
     from dlrm_bench.pipeline.state import StateBlocks
 
 MEASURED = 50
-"""Iterations after the warm-up in which CPU time is measured, without the profiler."""
+"""Number of iterations after the warm-up in which CPU time is measured, without the profiler."""
 SETTLING = 3
-"""Iterations with the profiler on that do not count: its start slows them down."""
+"""Number of iterations with the profiler on that do not count: its start slows them down."""
 PROFILED = 5
-"""Iterations in the trace and in all counts."""
+"""Number of iterations in the trace and in all counts."""
 
 
 def profiled_config(config: RunConfig) -> RunConfig:
-    """The configuration of a profiled run: as many iterations as the profiler needs, and no evaluation.
+    """Returns the configuration of a profiled run: as many iterations as the profiler needs, and no evaluation.
 
-    Whether the data set is long enough, the run itself checks.
+    The run itself checks whether the data set is long enough.
     """
     iterations = config.warmup_iterations + MEASURED + SETTLING + PROFILED
     return dataclasses.replace(config, iterations=iterations, target_auc=None)
@@ -70,7 +70,7 @@ class ProfiledPipeline:
         if not nvtx:
             self._profiler = profiler.profile(
                 activities=[profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if cuda else [])],
-                # A second launching thread began before the profiler and would have no ranges.
+                # A second launching thread started before the profiler and would have no ranges.
                 experimental_config=_ExperimentalConfig(profile_all_threads=True),
             )
 
@@ -129,7 +129,7 @@ class ProfiledPipeline:
         self._pipeline.close()
 
     def profile(self) -> Profile:
-        """Writes the traces and returns what they say, as mean of the ranks. Collective, after training."""
+        """Writes the traces and returns their analysis, as mean of the ranks. Collective, after training."""
         wall_ms = self._wall_ms / MEASURED
         times = {"cpu_ms": self._cpu_ms / MEASURED, "launching_thread_ms": self._thread_ms / MEASURED}
         own = Profile(
@@ -187,11 +187,11 @@ class ProfiledPipeline:
 
 
 def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
-    """Mean of the ranks' profiles; kernels keep their extremes too.
+    """Returns the mean of the ranks' profiles; kernels keep their extremes too.
 
     A kernel that a rank did not have counts as zero there; times of a stage are means of the ranks that had it. The
-    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy. The
-    mean stands beside it, and each rank's own.
+    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy. The mean
+    stands beside it, and each rank's own.
     """
     spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
@@ -227,7 +227,7 @@ def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
 
 
 def _mean_by_name(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean by name, largest first; a name that a rank does not have counts as zero there."""
+    """Returns the mean by name, largest first; a name that a rank does not have counts as zero there."""
     total: defaultdict[str, float] = defaultdict(float)
     for rank in ranks:
         for name, ms in rank.items():

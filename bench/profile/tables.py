@@ -1,4 +1,4 @@
-"""Tables of what a profiled run measured."""
+"""Tables of a profiled run's results."""
 
 from rich import box
 from rich.table import Table
@@ -17,7 +17,7 @@ COUNTS = ("kernel_launches", "graph_launches", "stream_syncs", "memcpy_calls", "
 
 
 def host_table(run: RunRecord) -> Table:
-    """What a profiled run measured of host and GPU. ValueError if the record is of a timed run."""
+    """Returns a table of host and GPU in a profiled run. ValueError if the record is of a timed run."""
     host, gpu = run["host"], run["gpu"]
     stages, host_stages = run["stages_ms"], run.get("host_stages_ms")
     if host is None:
@@ -45,7 +45,7 @@ def host_table(run: RunRecord) -> Table:
 
 
 def timeline_table(run: RunRecord) -> Table | None:
-    """When each stage of an iteration ran; None where the record does not say."""
+    """Returns a table of each stage's span; None where the record has none."""
     timeline = run.get("timeline")
     if not timeline:
         return None
@@ -62,7 +62,7 @@ def timeline_table(run: RunRecord) -> Table | None:
 
 
 def kernel_table(run: RunRecord) -> Table | None:
-    """The longest kernels and copies of a profiled run on GPUs; None where the record has none."""
+    """Returns a table of the longest kernels and copies of a profiled run on GPUs; None where the record has none."""
     kernels = run.get("kernels")
     if not kernels:
         return None
@@ -86,6 +86,6 @@ def _extent(timeline: dict[str, Span]) -> tuple[float, float]:
 
 
 def _idle(gpu: dict[str, float]) -> str:
-    """GPU idle time: that of the worst rank, and the mean over the ranks where the record has it."""
+    """Returns the GPU idle time of the worst rank, and the mean over the ranks where the record has it."""
     mean = gpu.get("mean_idle_fraction")
     return f"{gpu['idle_fraction']:.0%} idle" + ("" if mean is None else f" (worst rank; mean {mean:.0%})")

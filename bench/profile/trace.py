@@ -1,4 +1,4 @@
-"""What a profiler trace of a few iterations says: host calls, GPU work by kernel, and the stage that each belongs to.
+"""Analysis of a profiler trace of a few iterations: host calls, GPU work by kernel, and their stages.
 
 The doctor's trace.py reads the file and the host's side; kernels outside of any range have the stages of their names.
 """
@@ -32,19 +32,19 @@ from dlrm_bench.bench.records.schema import Kernel, Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """What one rank's trace says of an iteration. Times in milliseconds; GPU fields are None without a GPU."""
+    """The analysis of one rank's trace, for an iteration. Times in milliseconds; GPU fields are None without a GPU."""
 
     calls: dict[str, float]
     """kernel_launches, graph_launches, stream_syncs, memcpy_calls, d2h_copies."""
     host_stages_ms: dict[str, float]
-    """Time that launching threads spent within each stage, waiting included; 'other' is the rest of the iteration."""
+    """Time of the launching threads within each stage, waiting included; 'other' is the rest of the iteration."""
     gpu_busy_ms: float | None
     """Time in which at least one kernel or copy ran. A collective that waits for other ranks counts as running."""
     gpu_computing_ms: float | None
-    """The same without collectives: what the GPU has to do, however long ranks wait for one another."""
+    """The same without collectives: the GPU's own work, however long ranks wait for one another."""
     gpu_idle_fraction: float | None
-    """Time without any kernel or copy, of that from the first to the end of the last. The profiler slows the host, and
-    so makes more of it where the GPU waits for the host."""
+    """Time without any kernel or copy, as a share of that from the first to the end of the last. The profiler slows the
+    host, and so enlarges it where the GPU waits for the host."""
     gpu_stages_ms: dict[str, float] | None
     """Sum of the durations of each stage's kernels and copies; overlapping ones add up to more than busy."""
     kernels: list[Kernel] | None
@@ -54,7 +54,7 @@ class TraceSummary:
 
 
 def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
-    """Averages over the iterations of a trace. ValueError if it has none."""
+    """Returns averages over the iterations of a trace. ValueError if it has none."""
     events, iterations = ordered(events)
     starts = [event["ts"] for event in iterations]
     n = len(iterations)
@@ -95,7 +95,7 @@ class _Work(NamedTuple):
 
 
 def _gpu_work(events: Sequence[dict[str, Any]], calls: dict[int, Call]) -> list[_Work]:
-    """All that the calls of the window launched, by its start."""
+    """Returns all work that the calls of the window launched, by its start."""
     work = []
     for correlation, launched in launched_by_call(events, calls).items():
         call = calls[correlation]
@@ -106,7 +106,8 @@ def _gpu_work(events: Sequence[dict[str, Any]], calls: dict[int, Call]) -> list[
 
 
 def _stages_of_call(call: Call, launched: Sequence[dict[str, Any]]) -> list[str]:
-    """The stage of each launched event: that of the range around the call, or by its kernels where there is none."""
+    """Returns the stage of each launched event: that of the range around the call, or by its kernels where there is
+    none."""
     if call.stage != OTHER:
         return [call.stage] * len(launched)
     return stages_of_replay(launched) if call.replays else [stage_of_name(event["name"]) for event in launched]
@@ -131,7 +132,7 @@ def _kernels(gpu: Sequence[_Work], n: int) -> list[Kernel]:
 
 
 def _gpu_timeline(gpu: Sequence[_Work], starts: Sequence[float]) -> dict[str, Span]:
-    """When each stage ran on the GPU; work counts to the iteration that launched it, whenever it runs."""
+    """Returns each stage's span on the GPU; work counts to the iteration that launched it, whenever it runs."""
     first: dict[int, float] = {}
     spans = []
     for work in gpu:
@@ -143,7 +144,7 @@ def _gpu_timeline(gpu: Sequence[_Work], starts: Sequence[float]) -> dict[str, Sp
 
 
 def _timeline(spans: Sequence[tuple[str, float, float, int]], zero: dict[int, float]) -> dict[str, Span]:
-    """When each stage ran, median over the iterations.
+    """Returns each stage's span, median over the iterations.
 
     spans: (stage, start, end, iteration), in microseconds. zero: when each iteration begins.
     """

@@ -1,7 +1,7 @@
-"""The form of a record's configuration: each field is one of a run's, and its value of that field's type.
+"""Checks the form of a record's configuration: each field is one of a run's, with a value of that field's type.
 
-A record may come from anybody, and its configuration becomes the command line of a rerun. What no field takes is
-refused here, before any code of any commit reads it.
+A record may come from anybody, and its configuration becomes the command line of a rerun. A value that no field takes
+is refused here, before any code of any commit reads it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 _OF_A_RECORD = {"world_size": int, "global_batch_size": int}
-"""What a record's configuration has beside the fields of RunConfig."""
+"""Keys of a record's configuration beside the fields of RunConfig."""
 
 
 def check_config(file: Path, config: dict[str, Any]) -> None:
@@ -50,8 +50,8 @@ def _wrong(config: dict[str, Any]) -> Iterator[str]:
 def _wrong_fields(
     values: dict[str, Any], form: type, prefix: str, blocks: Mapping[str, type] = MappingProxyType({})
 ) -> Iterator[str]:
-    """Yields a sentence about each value that is none of the dataclass's fields, or not of its field's type. blocks:
-    types of fields whose type the form leaves open."""
+    """Yields a sentence about each value that is no field of the dataclass, or not of its field's type. blocks: types
+    of fields whose type the form leaves open."""
     hints = {**get_type_hints(form), **blocks}
     for name, value in values.items():
         if name not in hints or name not in {field.name for field in dataclasses.fields(form)}:
@@ -66,7 +66,7 @@ def _wrong_fields(
 
 
 def _expected(value: Any, kind: Any) -> str | None:
-    """Says what a field of this type takes in JSON; None where `value` is that."""
+    """Returns the JSON value that a field of this type takes, in words; None where `value` is one."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     arguments = get_args(kind)
@@ -97,5 +97,5 @@ def _is(value: Any, kind: type) -> bool:
     if kind in (int, float):
         fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
         return fits and (isinstance(value, int) or math.isfinite(value))
-    # A text with a dash would be a flag to code that puts it behind one.
+    # Code that puts a text with a dash behind a flag would take it for a flag.
     return kind in (str, Path) and isinstance(value, str) and not value.startswith("-")

@@ -7,10 +7,10 @@ from dlrm_bench.bench.records.record import Record
 
 
 def record_key(record: Record) -> tuple[str, str, str]:
-    """Returns the run's id, when it ended, and a digest of its latencies and losses.
+    """Returns the run's id, the time of its end, and a digest of its latencies and losses.
 
-    They are equal for copies, and for them alone. The id by itself does not tell runs apart: those of a ladder are
-    named by round and rung.
+    They are equal for copies alone. The id by itself does not tell runs apart: those of a ladder are named by round and
+    rung.
     """
     digest = hashlib.sha256(record.iterations_ms.tobytes() + record.losses.tobytes()).hexdigest()
     return record.run["id"], record.run["created"], digest

@@ -1,4 +1,4 @@
-"""The JSON files that runs, ladders and limits leave: reading them, and checking that they have their form."""
+"""The JSON files of runs, ladders and limits: reading them, and checking their form."""
 
 import json
 import math
@@ -10,11 +10,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 _WAY_OUT = "restore the file or leave it out"
 _LINE = 118
-"""Columns of a line of `json_text`."""
+"""Number of columns of a line of `json_text`."""
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. ValueError, naming file and position, if it is corrupt; OSError if it cannot be read."""
+    """Returns the content of a JSON file. ValueError, naming file and position, if it is corrupt; OSError if it cannot
+    be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -30,8 +31,8 @@ def read_json(path: Path) -> Any:
 def json_text(value: Any, indent: int = 0) -> str:
     """Returns JSON with each object or list on one line where it fits there, and flat lists on one line always.
 
-    A record takes two thirds of the bytes that json.dumps(indent=2) makes of it, and is read more easily. ValueError
-    for a number that JSON cannot hold.
+    A record takes two thirds of the bytes of json.dumps(indent=2), and is read more easily. ValueError for a number
+    that JSON cannot hold.
     """
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     flat = isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
@@ -47,7 +48,7 @@ def json_text(value: Any, indent: int = 0) -> str:
 
 
 def check_form(path: Path, content: Any, form: type, schemas: Sequence[int]) -> None:
-    """Checks that the content of a JSON file is of a known schema and has all fields of a TypedDict, down to the last.
+    """Checks that the content of a JSON file is of a known schema and has all fields of a TypedDict, at all levels.
 
     form: the TypedDict; its annotations may hold TypedDicts, lists, dicts, literals, plain types, `| None` and Any.
     schemas: the values of the field `schema` that this version reads. Fields that `form` does not name are allowed.
@@ -68,7 +69,7 @@ def check_form(path: Path, content: Any, form: type, schemas: Sequence[int]) -> 
 
 
 def _missing(value: Any, kind: Any, field: str) -> Iterator[str]:
-    """Yields the path of each required field that is not there."""
+    """Yields the path of each missing required field."""
     kind = _without_none(kind)
     if is_typeddict(kind) and isinstance(value, dict):
         yield from (_join(field, name) for name in _hints(kind) if name in kind.__required_keys__ and name not in value)
@@ -88,7 +89,7 @@ def _wrong(value: Any, kind: Any, field: str) -> Iterator[str]:
 
 
 def _inner(value: Any, kind: Any, field: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yields path, value and type of each value within a value; the type is Any where none is known."""
+    """Yields path, value and type of each value within a value; the type is Any where it is unknown."""
     kind = _without_none(kind)
     arguments = get_args(kind)
     if isinstance(value, dict):
@@ -113,7 +114,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _without_none(kind: Any) -> Any:
-    """The type without None: X of X | None."""
+    """Returns the type without None: X of X | None."""
     if get_origin(kind) in (Union, UnionType):
         return next(argument for argument in get_args(kind) if argument is not type(None))
     return kind

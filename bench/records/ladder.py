@@ -15,21 +15,21 @@ PLAN_SCHEMA = 1
 
 
 class Plan(TypedDict):
-    """What plan.json holds, which is written first: all that it takes to resume an interrupted ladder."""
+    """The content of plan.json, which is written first: enough to resume an interrupted ladder."""
 
     schema: int
     command: str
     rungs: "list[PlannedRung]"
     rounds: int
-    """Rounds at most."""
+    """Number of rounds, or its limit."""
     detect: float | None
-    """Difference (0.02: 2 %) that ends the ladder once so many rounds find it; None for a fixed number of rounds."""
+    """Difference (0.02: 2 %) that ends the ladder once the rounds find it; None for a fixed number of rounds."""
     minutes: float | None
-    """Time after which no other round begins; None for no limit."""
+    """Minutes after which no other round begins; None for no limit."""
     seed: int
     processes: int
     launch: NotRequired[list[str]]
-    """Command that starts each run, in place of so many processes here."""
+    """Command that starts each run, in place of `processes` ranks on this machine."""
     flags: list[str]
     """Flags of launch/dlrm.py for all rungs."""
     host: bool
@@ -48,16 +48,17 @@ class PlannedRung(TypedDict):
 
 
 class Ladder(TypedDict):
-    """What ladder.json holds."""
+    """The content of ladder.json."""
 
     schema: int
     id: str
     created: str
     command: str
     rounds: int
-    """Rounds that were run."""
+    """Number of rounds that were run."""
     detect: NotRequired[float | None]
-    """Difference (0.02: 2 %) whose finding ended the ladder; None, or absent, where the rounds were fixed before."""
+    """Difference (0.02: 2 %) that ended the ladder when it was found; None, or absent, where the number of rounds was
+    fixed."""
     seed: int
     rungs: "list[RungResult]"
     order: list[str]
@@ -67,15 +68,15 @@ class Ladder(TypedDict):
 class RungResult(TypedDict):
     """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None where one round was run.
 
-    Speed-ups, intervals and `detectable` are over_first and over_previous in the form that people read.
+    Speed-ups, intervals and `detectable` restate over_first and over_previous for readers.
     """
 
     name: str
     flags: list[str]
     record: str
-    """The member whose median is the middle one."""
+    """Id of the member with the middle median."""
     records: list[str]
-    """One member of each round, in order."""
+    """Ids of one member of each round, in order."""
     median_ms: float
     """Geometric mean of the members' medians."""
     speedup_vs_first: float
@@ -88,13 +89,13 @@ class RungResult(TypedDict):
     p99_ms: NotRequired[float]
     """Geometric mean of the members' 99th percentiles. Older ladders lack this field and the following ones."""
     note: NotRequired[str]
-    """What the rung takes away, in a sentence; may be empty."""
+    """The change that the rung makes, in a sentence; may be empty."""
     detectable: NotRequired[float | None]
-    """Smallest difference from the first rung that so many rounds find; None for the first, and after one round."""
+    """Smallest difference from the first rung that the rounds find; None for the first, and after one round."""
     detectable_interval: NotRequired[list[float] | None]
-    """95 % interval of it: the spread of a few rounds is known badly."""
+    """95 % interval of `detectable`: the spread of a few rounds is poorly known."""
     over_first: NotRequired["Judged | None"]
-    """The comparison with the first rung; None of the first rung itself. Older ladders are judged anew when read."""
+    """The comparison with the first rung; None for the first rung itself. Older ladders are judged anew when read."""
     over_previous: NotRequired["Judged | None"]
     """The comparison with the rung before."""
     agrees_by_luck: NotRequired[str | None]
@@ -113,16 +114,16 @@ class RungResult(TypedDict):
 
 
 class Judged(TypedDict):
-    """One comparison of a ladder: a rung over another, less what a drift of the machine explains."""
+    """One comparison of a ladder: a rung with another, less the part that a drift of the machine explains."""
 
     log: float
     """Natural logarithm of the rung's time over the other's."""
     error: float | None
-    """Standard error of it; None after one round."""
+    """Standard error of `log`; None after one round."""
     freedom: float | None
     """Degrees of freedom of Student's t."""
     p_value: float | None
-    """Of no difference, corrected for all comparisons that the ladder's table shows (Holm)."""
+    """p value of no difference, corrected for all comparisons of the ladder's table (Holm)."""
     proven: bool
     """Whether p_value is below 1 - confidence."""
 
@@ -136,7 +137,7 @@ class RungSpread(TypedDict):
 
 
 class HostCost(TypedDict):
-    """What a rung's profiled run measured of an iteration, mean of the ranks."""
+    """The results of a rung's profiled run for an iteration, mean of the ranks."""
 
     record: str
     """Id of the profiled run."""
@@ -152,7 +153,7 @@ class HostCost(TypedDict):
 
 
 def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> tuple[Ladder, dict[str, list[Record]]]:
-    """ladder.json in `folder`, its optional fields filled in, and the members of each rung by its name.
+    """Returns ladder.json in `folder`, its optional fields filled in, and the members of each rung by its name.
 
     read: reads a member. ValueError, naming the file, if it or a member is missing or damaged.
     """
@@ -165,7 +166,7 @@ def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> t
 
 
 def members_of(folder: Path) -> dict[str, list[str]] | None:
-    """Returns the ids of each rung's timed runs that have ended, by its name; None if `folder` is no ladder's.
+    """Returns the ids of each rung's finished timed runs, by its name; None if `folder` is no ladder's.
 
     The ladder may have been interrupted, so that rungs differ in the number of their runs. ValueError, naming the file,
     if ladder.json, or the plan of an interrupted ladder, is damaged.
@@ -180,18 +181,18 @@ def members_of(folder: Path) -> dict[str, list[str]] | None:
 
 
 def ended_by_precision(folder: Path) -> bool:
-    """Whether the number of rounds of the ladder in `folder` follows from what they found (--rounds auto)."""
+    """Whether the number of rounds of the ladder in `folder` follows from their differences (--rounds auto)."""
     ladder = (folder / LADDER_JSON).exists()
     return (read_ladder_json(folder).get("detect") if ladder else read_plan(folder)["detect"]) is not None
 
 
 def run_id(number: int, rung: str) -> str:
-    """Id of a rung's timed run in round `number`, from 0 on."""
+    """Returns the id of a rung's timed run in round `number`, from 0 on."""
     return f"{number:02d}-{rung}"
 
 
 def read_plan(folder: Path) -> Plan:
-    """plan.json in `folder`; ValueError, naming the file, if it is missing or damaged."""
+    """Returns plan.json in `folder`; ValueError, naming the file, if it is missing or damaged."""
     file = folder / PLAN_JSON
     try:
         content: Any = read_json(file)
@@ -205,7 +206,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def read_ladder_json(folder: Path) -> Ladder:
-    """ladder.json in `folder`, without its members; an older one stays without p99_ms.
+    """Returns ladder.json in `folder`, without its members; an older one stays without p99_ms.
 
     ValueError, naming the file, if it is missing or damaged.
     """

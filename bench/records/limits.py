@@ -1,4 +1,4 @@
-"""The form of limits.json, reading it, and the floor that its ceilings make."""
+"""The form of limits.json, reading it, and the floor by its ceilings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ LIMITS_SCHEMA = 1
 
 
 class Limits(TypedDict):
-    """What limits.json holds."""
+    """The content of limits.json."""
 
     schema: int
     id: str
@@ -22,8 +22,8 @@ class Limits(TypedDict):
     git: Git
     machine: Machine
     config: dict[str, Any]
-    """What the sizes follow from: preset, world_size, local_batch_size, precision, model and, but in older files,
-    table_optimizer."""
+    """The configuration that the sizes follow from: preset, world_size, local_batch_size, precision, model and, but in
+    older files, table_optimizer."""
     ceilings: "list[Ceiling]"
     floor_ms: dict[str, float]
     """Least time of each stage, and of the whole under 'iteration': see floor()."""
@@ -34,11 +34,11 @@ class Ceiling(TypedDict):
 
     name: str
     stage: str | None
-    """The stage that it is part of; None for rates that belong to no stage."""
+    """The stage that it belongs to; None for rates of no stage."""
     ms: float
     """Time in one iteration, on the slowest rank."""
     amount: float
-    """What is moved or computed in that time on one rank."""
+    """Bytes or FLOP that one rank moves or computes in that time."""
     unit: str
     """B, FLOP or launches."""
 
@@ -54,17 +54,18 @@ ALL_GATHER = "all-gather: dense weights"
 LOOKUP = "memory traffic: table lookup"
 UPDATE = "memory traffic: table update"
 ADAGRAD = "memory traffic: dense update"
-# What the hardware does at most, at sizes that no iteration has.
+# The highest rates of the hardware, at sizes that no iteration has.
 LARGE_PRODUCT = "large matrix product"
 LARGE_COPY = "large copy, host to device"
 MEMORY_RATE = "memory: "
-"""Begins the names of ways to read and write memory."""
+"""Beginning of the names of ways to read and write memory."""
 ALL_TO_ALLS = (IDS, POOLED, GRADIENTS)
 MEMORY = (LOOKUP, UPDATE, ADAGRAD)
 
 
 def read_limits(path: Path) -> Limits:
-    """limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is missing or damaged."""
+    """Returns limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is missing or
+    damaged."""
     file = path / LIMITS_JSON if path.is_dir() else path
     try:
         content: Any = read_json(file)
@@ -76,19 +77,19 @@ def read_limits(path: Path) -> Limits:
 
 
 def best_rate(limits: Limits, name: str) -> float | None:
-    """The largest rate of ceilings whose names begin with `name`, in their unit a second; None where there are none."""
+    """Returns the largest rate of ceilings whose names begin with `name`, in their unit a second; None without any."""
     rates = [c["amount"] / c["ms"] * 1e3 for c in limits["ceilings"] if c["name"].startswith(name)]
     return max(rates, default=None)
 
 
 def floor(ceilings: Sequence[Ceiling]) -> dict[str, float]:
-    """The least time of each stage, and of an iteration: {stage: ms, ..., 'iteration': ms}.
+    """Returns the least time of each stage, and of an iteration: {stage: ms, ..., 'iteration': ms}.
 
     A stage takes at least the sum of its pieces, except that the all-reduce of the dense gradients can overlap the
     GEMMs: the longer of the two counts. In an iteration, input dist and dense update can overlap other stages entirely;
-    embedding forward, dense stage and embedding backward depend on each other. But overlapped work still uses the
-    links and the memory: an iteration takes at least as long as all its collectives together, as all its memory
-    traffic, and as its copy of a batch.
+    embedding forward, dense stage and embedding backward depend on each other. But overlapped work still uses the links
+    and the memory: an iteration takes at least as long as all its collectives together, as all its memory traffic, and
+    as its copy of a batch.
     """
     ms = dict.fromkeys(STAGES, 0.0)
     for ceiling in ceilings:

@@ -17,7 +17,7 @@ from dlrm_bench.bench.records.record import create_run_folder, of_numpy, summari
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, Machine, RunRecord
 
 PRESET = "own"
-"""What the configuration of such a record has as its preset: none of the harness's."""
+"""The preset in the configuration of such a record: none of the harness's."""
 UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
@@ -36,12 +36,11 @@ def write_timings(
 ) -> RunRecord:
     """Writes the record of one run and returns it.
 
-    folder: is made. times_ms: milliseconds of every iteration, [iterations] or [ranks, iterations], warm-up included
-    and nothing left out. name: of the program; equal for all runs of a side. samples: of an iteration, all ranks
-    together. warmup: first iterations that no figure is made of. finished: when the run ended, by default now;
-    compare takes runs for pairs by it. losses: [iterations]. machine: fields of Machine that are known, such as gpus,
-    gpu, hosts.
-    ValueError names the argument that cannot be used.
+    folder: must not exist. times_ms: milliseconds of every iteration, [iterations] or [ranks, iterations], warm-up
+    included and nothing left out. name: of the program; equal for all runs of a side. samples: number of samples of an
+    iteration, of all ranks together. warmup: number of first iterations that all figures leave out. finished: time at
+    which the run ended, by default now; compare pairs runs by it. losses: [iterations]. machine: known fields of
+    Machine, such as gpus, gpu, hosts. ValueError names the argument that cannot be used.
     """
     times = np.atleast_2d(np.asarray(times_ms, dtype=np.float32))
     if times.ndim != 2 or times.shape[1] <= warmup:
@@ -88,7 +87,7 @@ def write_timings(
 
 
 def read_times(file: Path, unit: str = "ms") -> np.ndarray:
-    """Times of a run in milliseconds, float64 [ranks, iterations], from a file of another program.
+    """Returns the times of a run in milliseconds, float64 [ranks, iterations], from a file of another program.
 
     A .npy file has [iterations] or [ranks, iterations]; any other file a line for each iteration, with a column for
     each rank, separated by commas or blanks, and at most one line of names above. ValueError names the file.
@@ -112,8 +111,8 @@ def read_times(file: Path, unit: str = "ms") -> np.ndarray:
 
 
 def time_of_end(file: Path, stated: str | None) -> datetime:
-    """When the run of a file of times ended: as stated in ISO 8601, or when the file was written. ValueError if neither
-    can be read."""
+    """Returns the time at which the run of a file of times ended: as stated in ISO 8601, or when the file was written.
+    ValueError if neither can be read."""
     if stated is None:
         return datetime.fromtimestamp(file.stat().st_mtime, UTC)
     try:
@@ -131,7 +130,7 @@ def _is_number(text: str) -> bool:
 
 
 def _machine(known: Mapping[str, Any]) -> Machine:
-    """A machine of which nothing else is known."""
+    """Returns a machine with these fields, and None for all others."""
     unknown = sorted(set(known) - set(Machine.__annotations__))
     if unknown:
         raise ValueError(f"machine has no {', '.join(unknown)}: its fields are {', '.join(Machine.__annotations__)}")

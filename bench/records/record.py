@@ -1,7 +1,7 @@
 """The record of one run: a folder with run.json and iterations.npz, written once and never edited.
 
-run.json says what ran, where, and how fast; iterations.npz holds every iteration's latency on every rank and its loss.
-run.json is written last: a folder without it is a run that did not finish.
+run.json holds program, machine, configuration and results; iterations.npz every iteration's latency on every rank and
+its loss. run.json is written last: a folder without it is an unfinished run.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """What the training loop knows at its end; the fields are those of Training."""
+    """The results of the training loop at its end; the fields are those of Training."""
 
     status: TrainingStatus
     epoch_num: float
@@ -73,7 +73,7 @@ class TrainingOutcome:
 
 
 def new_run_id(machine_short: str, preset: str, now: datetime) -> str:
-    """Name of a record folder, such as '20261121T004512Z-8xh200-launch-bound'; names sort by date (UTC)."""
+    """Returns the name of a record folder, such as '20261121T004512Z-8xh200-launch-bound'; names sort by date (UTC)."""
     assert now.tzinfo is not None, "a time without its zone cannot be told in UTC"
     return f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{machine_short}-{preset}"
 
@@ -93,7 +93,7 @@ def create_run_folder(results_dir: Path, run_id: str) -> Path:
 
 
 def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
-    """Takes as much of the disk as the record may need, until `release_room`. ValueError where there is not so much."""
+    """Reserves the disk space that the record may need, until `release_room`. ValueError where there is too little."""
     room = _ROOM_BYTES + 4 * (ranks + 2) * (iterations or 0)
     try:
         with (folder / _RESERVE).open("wb") as file:
@@ -105,14 +105,14 @@ def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
 
 
 def release_room(folder: Path) -> None:
-    """Gives back what `reserve_room` took, for the record to be written. Whoever writes it meets what makes that fail:
-    a folder that was made immutable, or is none any more."""
+    """Frees the space of `reserve_room` for the record. Its failures are left to the writer of the record: a folder
+    that was made immutable, or that is no folder any more."""
     with contextlib.suppress(OSError):
         (folder / _RESERVE).unlink(missing_ok=True)
 
 
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:
-    """Summary of latencies [ranks, iterations], in milliseconds, without the first `warmup` iterations.
+    """Returns the summary of latencies [ranks, iterations], in milliseconds, without the first `warmup` iterations.
 
     ValueError if nothing is left. Interval and drift are those of bench/stats/series.py.
     """
@@ -157,7 +157,7 @@ def build_record(
     warmup: int | None = None,
     sample_sizes: SampleSizes | None = None,
 ) -> RunRecord:
-    """Assembles run.json from what a run knows.
+    """Assembles run.json.
 
     iterations_ms: float32 [ranks, iterations]. losses: [iterations]. peak_memory_bytes: one number for each rank.
     profile: None unless the run is a profiled one. warmup: iterations that are not timed; None for as many as were
@@ -200,8 +200,8 @@ def write_record(
 ) -> None:
     """Writes iterations.npz and then, in one step, run.json into `folder`.
 
-    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. before: history_arrays of what a resumed
-    run went on from. ValueError if the folder holds a record already, or the record has a number that is not finite.
+    iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. before: history_arrays of the checkpoint that
+    a run resumed. ValueError if the folder holds a record already, or the record has a number that is not finite.
     """
     path = folder / RUN_JSON
     if path.exists():
@@ -226,10 +226,10 @@ def write_iterations(
     losses: np.ndarray | Sequence[float],
     before: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Writes iterations.npz alone, which a run leaves that does not finish.
+    """Writes iterations.npz alone, for a run that does not finish.
 
-    iterations_ms: float32 [ranks, iterations], raw. losses: of the first of these iterations, as far as they are known.
-    before: history_arrays of what a resumed run went on from.
+    iterations_ms: float32 [ranks, iterations], raw. losses: the known losses of the first of these iterations. before:
+    history_arrays of the checkpoint that a run resumed.
     """
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
     np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **(before or {}))

@@ -1,4 +1,4 @@
-"""The form of run.json: RunRecord, and its blocks in the order in which they stand there."""
+"""The form of run.json: RunRecord, and its blocks in their order in the file."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -7,7 +7,7 @@ READABLE_SCHEMAS = (1, 2)
 
 
 class RunRecord(TypedDict):
-    """What run.json holds."""
+    """The content of run.json."""
 
     schema: int
     id: str
@@ -19,17 +19,17 @@ class RunRecord(TypedDict):
     config: dict[str, Any]
     """The resolved RunConfig, with world_size and global_batch_size."""
     pipeline: dict[str, Any]
-    """What the pipeline decided by itself, such as its sharding plan."""
+    """Decisions of the pipeline, such as its sharding plan."""
     machine: "Machine"
     warmup_iterations: int
-    """First iterations, in iterations.npz, that the summaries leave out."""
+    """Number of first iterations, in iterations.npz, that the summaries leave out."""
     latency_ms: "LatencySummary | None"
     """None where the run ended within the warm-up."""
     samples_per_second: float | None
     """Global batch size over the time by the clock; evaluations do not count. Files of older records have it over the
     mean latency of the slowest ranks; read_record makes it anew."""
     efficiency: NotRequired["Efficiency | None"]
-    """None of profiled runs and without GPUs; older records have none."""
+    """None for profiled runs and without GPUs; absent in older records."""
     memory_gb: "Memory | None"
     host: dict[str, float] | None
     """This field and the following ones down to kernels are those of Profile; None in the record of a timed run."""
@@ -54,13 +54,13 @@ class Git(TypedDict):
 
     commit: str | None
     dirty: bool | None
-    """Whether the program's files, or tracked ones, differ from the commit; None where nothing can say."""
+    """Whether the program's files, or tracked ones, differ from the commit; None where it cannot be known."""
     source: NotRequired[str | None]
     """Hash of the program's files as they ran: see bench/machine/source.py. Older records have none."""
 
 
 class Provenance(TypedDict):
-    """What else a run depends on."""
+    """The environment of a run beside machine and source."""
 
     packages: dict[str, str]
     """Version of each installed distribution that the run had imported."""
@@ -83,24 +83,24 @@ class Machine(TypedDict):
     """The machine that a run used. All GPUs and nodes are taken to be like rank 0's; GB are 10^9 bytes."""
 
     nodes: int
-    """How many torchruns started ranks; in older records, how many distinct host names ranks have."""
+    """Number of torchruns that started ranks; in older records, number of distinct host names of the ranks."""
     hosts: NotRequired[list[str]]
-    """These names, in the order of their first ranks; older records have none."""
+    """Their host names, in the order of their first ranks; absent in older records."""
     gpus: int
-    """Distinct GPUs over all ranks; 0 on CPUs."""
+    """Number of distinct GPUs over all ranks; 0 on CPUs."""
     gpu: str | None
     """Name of the GPUs; where they differ, all names joined by ' + '."""
     gpu_memory_gb: float | None
     gpu_uuids: NotRequired[list[str]]
-    """UUIDs of the ranks' GPUs, in the order of the ranks: machines of one description are told apart by them. Older
-    records have neither these nor the fields below that are marked so."""
+    """UUIDs of the ranks' GPUs, in the order of the ranks, which tell machines of one description apart. Absent in
+    older records, as the fields below that are marked so."""
     gpu_numa: NotRequired[list[int | None] | None]
     """NUMA node of each rank's GPU, as Linux gives it."""
     boots: NotRequired[list[str]]
     """Linux's random id of each node's boot, which tells hosts of one name apart."""
     cpu: str | None
     cpu_governor: NotRequired[str | None]
-    """Which clock Linux asks for, such as 'performance'; None where it does not decide, as in virtual machines."""
+    """The clock that Linux asks for, such as 'performance'; None where it does not decide, as in virtual machines."""
     cpu_mhz: NotRequired[list[float] | None]
     """[min, median, max] over the cores' clocks at the time of the description."""
     cpu_max_mhz: NotRequired[float | None]
@@ -128,7 +128,7 @@ class Machine(TypedDict):
     """Clock of the SMs at the time of the description."""
     sm_clock_max_mhz: int | None
     topology: str | None
-    """How one GPU is linked to the others, such as 'nvlink: 18 links a GPU, 26.6 GB/s each, to NVSwitch'."""
+    """Links of one GPU to the others, such as 'nvlink: 18 links a GPU, 26.6 GB/s each, to NVSwitch'."""
 
 
 class LatencySummary(TypedDict):
@@ -144,44 +144,44 @@ class LatencySummary(TypedDict):
     p90: float
     p99: float
     ci95: list[float] | None
-    """[low, high] of the median, as far as one run can tell; None where it has too few iterations. Readers compute it
-    from the raw times: older versions of the harness made narrower ones."""
+    """[low, high] of the median by this one run; None where it has too few iterations. Readers compute it from the raw
+    times: older versions of the harness made narrower ones."""
     drift: NotRequired[float | None]
-    """Of the slowest and the fastest eighth, the later one's median over the earlier one's, minus 1; None where there
-    are too few iterations. Older records lack this field and the next, or say the last quarter's over the first's."""
+    """Of the slowest and the fastest eighth: the later one's median over the earlier one's, minus 1; None where there
+    are too few iterations. Older records lack this field and the next, or have the last quarter's over the first's."""
     steady: NotRequired[bool | None]
-    """Whether that change is none, or an accident of the iterations: see bench/stats/series.py."""
+    """Whether that change is no more than chance: see bench/stats/series.py."""
 
 
 class Memory(TypedDict):
     """GPU memory in GB (10^9 bytes)."""
 
     peak_allocated: list[float]
-    """Largest amount that tensors held at a time, for each rank."""
+    """Peak of the memory allocated for tensors, for each rank."""
 
 
 class Profile(TypedDict):
-    """What only a profiled run measures, per iteration and as mean of the ranks."""
+    """Results of a profiled run, per iteration and as mean of the ranks."""
 
     host: dict[str, float]
     """CPU and wall time in milliseconds, and the number of CUDA calls of each kind."""
     host_threads_ms: dict[str, float]
-    """CPU time of each thread but the launching one; empty where the kernel does not tell."""
+    """CPU time of each thread but the launching one; empty where the kernel does not give it."""
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
     """Time of each stage on the GPU; on the host where there is none. This field and the following ones are None in a
-    run for another profiler, which counts nothing."""
+    run for another profiler, without counts."""
     host_stages_ms: dict[str, float] | None
     timeline: "dict[str, Span] | None"
     """Stages that had work; on the host where there is no GPU."""
     kernels: "list[Kernel] | None"
     """Kernels and copies of the GPU, longest first."""
     gpu_of_ranks: "list[dict[str, float]] | None"
-    """The block `gpu` of each rank's trace; that one has their means, but the largest idle fraction."""
+    """The block `gpu` of each rank's trace; `gpu` has their means, but the largest idle fraction."""
 
 
 class Span(TypedDict):
-    """When a stage ran, in milliseconds from the iteration's beginning: that of its first kernel, or on the host."""
+    """The span of a stage, in milliseconds from the iteration's beginning: that of its first kernel, or on the host."""
 
     start_ms: float
     end_ms: float
@@ -193,47 +193,47 @@ class Kernel(TypedDict):
     """All kernels or copies of one name and stage, per iteration. Times in microseconds, as mean of the ranks."""
 
     name: str
-    """Short: see bench/profile/kernel_names.py."""
+    """Short name: see bench/profile/kernel_names.py."""
     stage: str
     calls: float
     us: float
-    """Sum of durations. A collective's hold its waiting for other ranks."""
+    """Sum of durations. Those of collectives include waiting for other ranks."""
     least_us: float
-    """Time on the rank with the least, and below with the most: far apart where work is out of balance."""
+    """Time on the rank with the least, and below with the most: far apart where work is imbalanced."""
     most_us: float
 
 
 class Telemetry(TypedDict):
-    """What happened to the machine during a run. The triples are [min, median, max] over all ranks and samples."""
+    """The state of the machine during a run. The triples are [min, median, max] over all ranks and samples."""
 
     interval_s: float
     """The longest time between two samples."""
     samples: int
-    """Samples of each rank; 0 where NVML does not work."""
+    """Number of samples of each rank; 0 where NVML does not work."""
     sm_clock_mhz: list[float] | None
     temperature_c: list[float] | None
     power_w: list[float] | None
     throttled: bool | None
-    """None where NVML does not say."""
+    """None where NVML does not know."""
     throttling: "list[Throttling]"
     clock_jump_s: NotRequired[float | None]
     """Seconds by which the wall clock went further than the monotonic one; None within a second."""
     gc_iterations: list[int]
     """Iterations, of any rank, in which Python's garbage collector ran."""
     ranks: NotRequired["list[SampleSeries]"]
-    """Samples of each rank; older records have none."""
+    """Samples of each rank; absent in older records."""
     joules_per_iteration: NotRequired[float | None]
     """Energy of all GPUs for an iteration after the warm-up, evaluations left out; None where NVML counts none. Records
     of evaluating runs before 23 November 2026 count evaluations in."""
 
 
 class Efficiency(TypedDict):
-    """What a timed run's GPUs made of their time and power."""
+    """Efficiency of a timed run's GPUs in time and power."""
 
     samples_per_second_per_gpu: float
     mfu: float | None
-    """FLOP of the model's GEMMs a second, as a share of what the maker states for the run's precision; None where that
-    is not known."""
+    """FLOP of the model's GEMMs a second, as a share of the maker's figure for the run's precision; None where that is
+    unknown."""
     joules_per_sample: float | None
     """None where NVML counts no energy."""
 
@@ -249,11 +249,11 @@ class SampleSeries(TypedDict):
     clocks_event_reasons: list[int | None]
     """Bits of nvmlClocksEventReasons."""
     energy_j: list[float | None]
-    """Since the driver was loaded."""
+    """Energy since the driver was loaded."""
 
 
 class Throttling(TypedDict):
-    """A span of iterations in which a GPU was throttled, as far as samples can tell."""
+    """A span of iterations in which a GPU was throttled, by its samples."""
 
     rank: int
     reason: str
@@ -262,7 +262,7 @@ class Throttling(TypedDict):
 
 
 class Checkpointing(TypedDict):
-    """What a run saved, and what it went on from."""
+    """The checkpoints that a run wrote, and the one that it resumed."""
 
     saved: "list[SavedCheckpoint]"
     resumed: "ResumedFrom | None"
@@ -273,23 +273,24 @@ class SavedCheckpoint(TypedDict):
 
     iteration: int
     gb: float
-    """Weights and optimizer state of all ranks."""
+    """Size of weights and optimizer state of all ranks."""
     paused_s: float
     """Seconds for which the training waited."""
     write_s: float
-    """Seconds until all was on disk; those that the training waited for are among them where it waited for all."""
+    """Seconds until all was on disk, with those of `paused_s` where the training waited for all of it."""
 
 
 class ResumedFrom(TypedDict):
-    """The checkpoint that a run went on from. Losses and latencies of the record are those of its own iterations;
-    iterations.npz has the losses before as `loss_before`, and in `samples_before` the samples trained on after each."""
+    """The checkpoint that a run resumed. Losses and latencies of the record are those of its own iterations;
+    iterations.npz has the earlier losses as `loss_before`, and in `samples_before` the number of samples trained on
+    after each."""
 
     run_id: str
-    """The run that wrote it."""
+    """Id of the run that wrote it."""
     iteration: int
-    """Iterations of this run's global batch size that had been trained."""
+    """Number of iterations of this run's global batch size that had been trained."""
     samples: NotRequired[int]
-    """Samples that had been trained on."""
+    """Number of samples that had been trained on."""
     read_s: float
     """Seconds to read it."""
 
@@ -299,16 +300,16 @@ TrainingStatus = Literal["success", "aborted", "no_target"]
 
 
 class Training(TypedDict):
-    """How the training went."""
+    """The outcome of the training."""
 
     losses: "Losses"
     auc: float | None
     """AUC of the last evaluation."""
     target: float | None
     best_auc: float | None
-    """The best AUC that any model can reach on this data, where that is known."""
+    """The best AUC that any model can reach on this data, where it is known."""
     epoch_num: float
-    """Fraction of the epoch trained; of the planned iterations where random batches have none (0 in older records)."""
+    """Fraction of the epoch trained; for random batches, of the planned iterations (0 in older records)."""
     status: TrainingStatus
 
 

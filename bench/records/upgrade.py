@@ -1,4 +1,4 @@
-"""Reads configurations of older records as if today's harness had written them."""
+"""Upgrades configurations of older records to the form of today's harness."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -12,7 +12,7 @@ _FLAT = (
     *("launch_threads", "trim_input_dist", "graph_dists", "inplace_copy", "quantized_comms", "overlap", "presort_ids"),
     "peer_memory",
 )
-"""What schema 1 has of the pipeline, beside fields of the run; `pipeline` there is a schedule's name, or None."""
+"""Keys of the pipeline in schema 1, beside fields of the run; `pipeline` there is a schedule's name, or None."""
 
 _FIRST = "dlrm_dcnv2"
 """The only benchmark before records named theirs."""
@@ -20,16 +20,16 @@ _BEFORE: dict[str, dict[str, Any]] = {
     "optimizer": {"embedding": "adagrad"},
     "data": {"random_ids": "uniform"},
 }
-"""What runs did whose records are older than the field."""
+"""Values of fields in runs whose records are older than the field."""
 _REMOVED = {"data": ("variable_lengths",)}
-"""Fields of former versions, which had one value in all records."""
+"""Fields of former versions that had one value in all records."""
 _SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
-"""What schema 1 called TorchRec's default schedule."""
+"""Schema 1's name of TorchRec's default schedule."""
 _WAY_OUT = "restore the file or leave it out"
 
 
 def check_readable(file: Path, config: Mapping[str, Any], schema: int) -> None:
-    """Checks that a configuration has what `upgraded` reads; ValueError names the file and the field."""
+    """Checks that a configuration has the keys that `upgraded` reads; ValueError names the file and the field."""
     pipeline = config.get("pipeline")
     if schema == 1:
         if not isinstance(pipeline, str | None):
@@ -42,7 +42,8 @@ def check_readable(file: Path, config: Mapping[str, Any], schema: int) -> None:
 
 
 def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
-    """The configuration of run.json as the current schema has it; options that it does not name have their defaults."""
+    """Returns the configuration of run.json in the current schema; options that it does not name have their
+    defaults."""
     options = _options_of_schema_1(config) if schema == 1 else dict(config["pipeline"])
     rest = {name: value for name, value in config.items() if schema != 1 or name not in _FLAT}
     for block, before in _BEFORE.items():
@@ -63,7 +64,7 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
 
 
 def defaults(pipeline: str) -> dict[str, Any]:
-    """The default of each option of a pipeline; empty for a pipeline that this version does not know."""
+    """Returns the default of each option of a pipeline; empty for a pipeline that this version does not know."""
     if pipeline not in PIPELINES:
         return {}
     return {field.name: field.default for field in fields(PIPELINES[pipeline]) if field.default is not MISSING}

@@ -1,4 +1,5 @@
-"""Arguments of `dlrm-bench report` and `dlrm-bench tables`. Starts at once: what a command needs it imports itself."""
+"""Arguments of `dlrm-bench report` and `dlrm-bench tables`. Starts at once: a command imports its modules when it
+runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Report:
-    """Writes one self-contained HTML page, and its pictures, from all records found in the folders named.
+    """Writes one self-contained HTML page, and its pictures, from all records in the named folders.
 
     The page opens with the ladder after --first, or else with the newest ladder of the first folder in which a ladder
     proves that its last rung is faster than its first.
@@ -44,13 +45,13 @@ class Report:
 class Tables:
     """Renders the tables of Markdown files anew from the records that they name: dlrm-bench tables README.md results
 
-    Tables stand between two comments; bench/report/markdown.py says how to write one.
+    Tables stand between two comments, whose form bench/report/markdown.py describes.
     """
 
     files: Positional[tuple[Path, ...]]
     """Markdown files, or folders: their README.md and those of the folders in them."""
     check: bool = False
-    """Change nothing; exit with status 1 if a table is not what its records say."""
+    """Change nothing; exit with status 1 if a table differs from its records."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Writes the files whose tables changed, or names them; returns the exit status."""

@@ -1,7 +1,7 @@
 """Families of runs that a report shows together: each ladder, and the runs in no ladder, in the order of the page.
 
-The page opens with the ladder that the user names, or with the newest one that proves a gain. What lies in the folder
-named first, the user's own, comes before what lies in the others.
+The page opens with the ladder that the user names, or with the newest one that proves a gain. Families of the folder
+named first, the user's own, come before those of the others.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class Family:
     name: str
     ladder: Ladder | None
     origin: int = 0
-    """Place of the folder that it was found in among those named for the report."""
+    """Place of its folder among those named for the report."""
     sides: dict[str, Side] = field(default_factory=dict)
     timed: dict[str, list[Record]] = field(default_factory=dict)
     profiled: dict[str, Record] = field(default_factory=dict)
@@ -49,12 +49,13 @@ class Family:
         return next(self.records())
 
     def efficiency(self) -> dict[str, Efficiency]:
-        """Returns what is known of GPUs' time and power, by configuration, medians of its runs; others have none."""
+        """Returns the efficiency of each configuration in time and power, medians of its runs; configurations without
+        one are absent."""
         found = {name: efficiency_of_runs([record.run for record in records]) for name, records in self.timed.items()}
         return {name: each for name, each in found.items() if each is not None}
 
     def title(self) -> str:
-        """Says machine and preset in words, and of a ladder its size."""
+        """Returns machine and preset in words, and the size of a ladder."""
         if self.ladder is None:
             return "Runs in no ladder"
         run = self.first().run
@@ -68,7 +69,7 @@ def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = 
 
     paths: the folders named for the report; ladders of earlier ones come first. first: the folder of the headline
     ladder; by default the newest of the first folder that proves its last rung faster than its first one, or the newest
-    if none does. ValueError if `first` is no ladder that was found.
+    if none does. ValueError if `first` is no ladder of the sources.
     """
     by_folder = {
         runs.folder.resolve(): Family(
@@ -124,14 +125,14 @@ def machines(shown: Sequence[Family], sources: Sources) -> dict[str, list[dict[s
 def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[Work]]]:
     """Returns the kernels of each profiled run, and the name of the limits beside them if some are of its work.
 
-    What makes the limits doubtful follows their name.
+    Caveats of the limits follow their name.
     """
     found: dict[str, tuple[str | None, list[Work]]] = {}
     for label, profiled in family.profiled.items():
         kernels = profiled.run.get("kernels")
         precision = profiled.run["config"]["precision"]
         fitting = [limits for limits in sources.limits if same_work(limits, [profiled])]
-        # Those of its precision come first, then the least doubtful, then the newest.
+        # Limits of its precision come first, then the least doubtful, then the newest.
         limits = max(
             fitting,
             key=lambda x: (
@@ -154,7 +155,7 @@ def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[
 
 
 def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
-    """Returns those whose work the limits were measured for."""
+    """Returns the records whose work the limits were measured for."""
     same = []
     for record in records:
         try:
@@ -166,7 +167,8 @@ def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
 
 
 def _name(runs: LadderRuns, paths: Sequence[Path]) -> str:
-    """Returns the name of a ladder's folder; of one deeper in a folder of the report, with that of the folder above."""
+    """Returns the name of a ladder's folder, with that of the folder above where it is not directly in a folder of the
+    report."""
     above = runs.folder.resolve().parent
     roots = {path.resolve() for path in paths}
     deeper = above not in roots and any(above.is_relative_to(root) for root in roots)
@@ -197,7 +199,7 @@ def _gpus(family: Family) -> int:
 
 
 def _kind(family: Family) -> tuple[int, str]:
-    """Machines with the most GPUs come first."""
+    """Returns a key by which machines with the most GPUs come first."""
     return -_gpus(family), machine_in_words(family.first().run["machine"])
 
 
@@ -218,7 +220,7 @@ def _in_no_ladder(sources: Sources, paths: Sequence[Path]) -> Family:
 
 
 def _by_name(runs: Sequence[tuple[Record, _T]]) -> dict[str, _T]:
-    """Names each value by the folder of its record; a second one of that name has a number."""
+    """Names each value by the folder of its record; a second one of that name gets a number."""
     found: dict[str, _T] = {}
     for record, value in runs:
         name = record.folder.resolve().name

@@ -22,7 +22,7 @@ _OPENING = "<!-- table:"
 
 
 def markdown_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files named, and README.md of each folder named and of the folders in it.
+    """Returns the named files, and README.md of each named folder and of the folders in it.
 
     ValueError names a path that is neither.
     """
@@ -59,6 +59,6 @@ def rendered(path: Path) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows, of which the first has the headings, as a Markdown table that ends in a new line."""
+    """Returns rows, of which the first holds the headings, as a Markdown table that ends in a new line."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"

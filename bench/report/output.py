@@ -7,18 +7,18 @@ from pathlib import Path
 from dlrm_bench.bench.records.json_file import read_json
 
 MANIFEST = "report.json"
-"""Names the files that a report wrote."""
+"""Name of the file that lists a report's files."""
 
 
 def check_output(out: Path) -> None:
-    """ValueError if `out` is no folder, or if its manifest cannot be read."""
+    """Raises ValueError if `out` is no folder, or if its manifest cannot be read."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder after --out")
     _written_before(out)
 
 
 def write_files(out: Path, files: Mapping[str, bytes]) -> list[str]:
-    """Writes `files` by name into `out` and removes what an earlier report wrote and this one does not.
+    """Writes `files` by name into `out` and removes files of an earlier report that this one lacks.
 
     Returns the names of all other files there, which are left alone. ValueError, before anything is written, if one of
     them has a name that is needed.
@@ -32,7 +32,7 @@ def write_files(out: Path, files: Mapping[str, bytes]) -> list[str]:
             f"{out / taken[0]} was not written by `dlrm-bench report` and is left as it is: move it, or choose another "
             "--out"
         )
-    # Named before they are written, so that a report which is cut short is recognized by the next one.
+    # Listed before they are written, so that the next report recognises one that was cut short.
     _write_manifest(out, before | files.keys())
     for name in before - files.keys():
         (out / name).unlink(missing_ok=True)

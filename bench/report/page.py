@@ -41,7 +41,7 @@ class WrittenReport:
 
     page: Path
     notes: list[str]
-    """Sentences on what was left out, and on files of the folder that are not the report's."""
+    """Sentences on omissions, and on files of the folder that are not the report's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Section:
     pictures: list[Picture]
 
     def of_kind(self, *kinds: str) -> list[Picture]:
-        """Its pictures of these kinds."""
+        """Returns its pictures of these kinds."""
         return [picture for picture in self.pictures if picture.kind in kinds]
 
 
@@ -135,7 +135,7 @@ def _render(sources: Sources, sections: list[Section], published: Picture | None
 
 
 def _png(figure: Figure) -> bytes:
-    """The figure with a palette, which the few colours of a chart fit into: a third of the bytes."""
+    """Returns the figure as a PNG with a palette, enough for the few colours of a chart: a third of the bytes."""
     drawn, buffer = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI)
     Image.open(drawn).convert("RGB").quantize(64).save(buffer, format="png", optimize=True)

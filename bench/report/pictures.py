@@ -1,4 +1,4 @@
-"""The pictures of a report: which there are, what they show and how they are named. plots.py draws them."""
+"""The pictures of a report: their kinds, content and names. plots.py draws them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from dlrm_bench.bench.report.published import BENCHMARK, PUBLISHED
 from dlrm_bench.bench.report.roofline import roofline
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
-"""The type of what families.works returns."""
+"""The result of families.works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,9 @@ class Picture:
     """A figure with its words, not yet drawn."""
 
     kind: str
-    """Says what it shows: 'ladder', 'distributions', 'kernels', ..."""
+    """Its kind: 'ladder', 'distributions', 'kernels', ..."""
     name: str
-    """Names the PNG file, without extension."""
+    """Name of the PNG file, without extension."""
     alt: str
     caption: str
     draw: Callable[[], Figure]
@@ -42,7 +42,7 @@ class Picture:
 def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: bool) -> list[Picture]:
     """Returns the pictures of a ladder, or of the runs in no ladder; those of the headline have fixed names.
 
-    A ladder that is not the headline has fewer: its tables say the rest.
+    A ladder that is not the headline has fewer: its tables have the rest.
     """
     place = "headline" if headline else file_name(family.name)
     drawn = [*_ladder(family, place), *_distributions(family, place), *_timelines(family, place)]
@@ -55,7 +55,7 @@ def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: 
 
 
 def file_name(text: str) -> str:
-    """Returns `text` with a dash for what does not belong into the name of a file."""
+    """Returns `text` with a dash in place of each character that does not belong into a file's name."""
     return re.sub(r"[^\w.-]+", "-", text)
 
 
@@ -87,7 +87,8 @@ def _distributions(family: Family, place: str) -> Iterator[Picture]:
 
 
 def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
-    """Shows the last profiled run whose ceilings are known, or the last: a ceiling says more than another kernel."""
+    """Yields a picture of the last profiled run whose ceilings are known, or the last one: a ceiling is worth more than
+    another kernel."""
     shown = [label for label, (beside, _) in works.items() if beside is not None] or list(works)
     if shown:
         label = shown[-1]
@@ -104,7 +105,7 @@ def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
 
 
 def _roofline(family: Family, place: str) -> Iterator[Picture]:
-    """Shows the last profiled run of a GPU whose rates are known, and of work whose FLOP and bytes are."""
+    """Yields a picture of the last profiled run of a GPU with known rates, and of work with known FLOP and bytes."""
     for label, profiled in reversed(family.profiled.items()):
         found = roofline_points(profiled.run)
         if found is not None and found[0]:
@@ -150,7 +151,7 @@ def _timelines(family: Family, place: str) -> Iterator[Picture]:
 
 
 def _floors(family: Family, place: str, limits: Sequence[Limits]) -> Iterator[Picture]:
-    """Shows the newest limits of the family's work."""
+    """Yields a picture of the newest limits of the family's work."""
     for each in sorted(limits, key=lambda one: one["created"], reverse=True):
         same = {name: fit for name, records in family.timed.items() if (fit := same_work(each, records))}
         stages = {name: p for name, p in family.profiled.items() if same_work(each, [p]) and p.run["stages_ms"]}
@@ -181,7 +182,7 @@ def _floors(family: Family, place: str, limits: Sequence[Limits]) -> Iterator[Pi
 
 
 def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
-    """Says why the floor may not be that of these records, by label; empty where there is no reason."""
+    """Returns why the floor may not be that of these records, by label; empty without a reason."""
     found: dict[str, list[str]] = {}
     for label, records in beside.items():
         for doubt in dict.fromkeys(doubt for record in records for doubt in caveats_of_floor(limits, record.run)):
@@ -190,7 +191,7 @@ def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
 
 
 def _series(family: Family, place: str) -> Iterator[Picture]:
-    """Shows every iteration of the middle run of the first configuration and of the last."""
+    """Yields a picture of every iteration of the middle run of the first configuration and of the last."""
     for name in dict.fromkeys((*list(family.timed)[:1], *list(family.timed)[-1:])):
         records = family.timed[name]
         record = records[len(records) // 2]
@@ -226,7 +227,7 @@ def _conditions_in_words(record: Record) -> str:
 
 
 def series_marks(record: Record) -> plots.SeriesMarks:
-    """Returns what happened in a run, in iterations. The MLPerf log has evaluations by their share of the epoch."""
+    """Returns the events of a run, in iterations. The MLPerf log has evaluations by their fraction of the epoch."""
     conditions, training, n = record.run.get("conditions"), record.run["training"], record.iterations_ms.shape[1]
     evals: list[int] = []
     log = record.folder / "result_0.txt"
@@ -241,7 +242,7 @@ def series_marks(record: Record) -> plots.SeriesMarks:
 
 
 def published(shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
-    """Shows results of one global batch beside one another, published ones and ours; None where none compares."""
+    """Returns results of one global batch beside one another, published ones and ours; None where none compares."""
     same_work = [log for log in logs if log.settings["benchmark"] in ([], [BENCHMARK])]
     ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown)
     rows: list[tuple[str, float, bool]] = []
@@ -262,7 +263,8 @@ def published(shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
 
 
 def _fastest(shown: Sequence[Family]) -> list[tuple[str, Side]]:
-    """For each number of GPUs and global batch, first and fastest rung of the newest ladder, or the fastest run alone.
+    """Returns, for each number of GPUs and global batch, first and fastest rung of the newest ladder, or the fastest
+    run alone.
 
     Only runs on GPUs with full-size tables; each with its name.
     """

@@ -18,7 +18,7 @@ from dlrm_bench.bench.report.rounding import milliseconds, times
 from dlrm_bench.bench.stats.series import Metric
 
 WIDTH = 5.2
-"""Inches. At the width of a phone's screen a font of this size is still readable."""
+"""Width in inches. At the width of a phone's screen a font of this size is still readable."""
 _FONT = 8
 _DARK, _MID, _LIGHT = "#1b3a57", "#5b8db8", "#c4d7e6"
 _STAGE_COLOURS = ("#dfe9f1", "#9dbfd9", "#5b8db8", "#2f6690", "#16324f", "#ffffff")
@@ -36,7 +36,7 @@ class SeriesMarks:
 
 
 def distributions(series: Mapping[str, tuple[np.ndarray, Mapping[Metric, float]]]) -> Figure:
-    """Latencies [n] and metrics of each name, ms: range, p10 to p90, median and p99, on a logarithmic axis."""
+    """Draws latencies [n] and metrics of each name, ms: range, p10 to p90, median and p99, on a logarithmic axis."""
     figure, axes = _rows(list(series))
     for y, (values, metrics) in enumerate(series.values()):
         low, p10, p90, high = np.percentile(values, (0, 10, 90, 100))
@@ -52,7 +52,7 @@ def distributions(series: Mapping[str, tuple[np.ndarray, Mapping[Metric, float]]
 
 
 def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesMarks) -> Figure:
-    """Draws every iteration [n] of one run, ms, with the warm-up shaded and the marks that it has."""
+    """Draws every iteration [n] of one run, ms, with the warm-up shaded and its marks."""
     figure, axes = _figure(2.2)
     axes.plot(np.arange(len(latencies_ms)), latencies_ms, color=_DARK, linewidth=0.7, rasterized=True)
     axes.axvspan(0, warmup, facecolor=_LIGHT, hatch="//", edgecolor=_MID, linewidth=0, label="warm-up")
@@ -72,7 +72,7 @@ def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesM
 
 
 def stages(profiled: dict[str, dict[str, float]]) -> Figure:
-    """Milliseconds of each stage for each name, stacked."""
+    """Draws milliseconds of each stage for each name, stacked."""
     figure, axes = _rows(list(profiled), inches=0.4, around=1.2)
     for y, spent in enumerate(profiled.values()):
         left = 0.0
@@ -89,7 +89,7 @@ def stages(profiled: dict[str, dict[str, float]]) -> Figure:
 
 
 def timelines(profiled: dict[str, dict[str, Span]]) -> Figure:
-    """Spans of the stages of one iteration for each name, below one another on time scales of their own."""
+    """Draws spans of the stages of one iteration for each name, one below the other, each on its own time scale."""
     heights = [0.2 * len(timeline) + 0.75 for timeline in profiled.values()]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.2), layout="constrained")
     grid = figure.add_gridspec(len(profiled), 1, height_ratios=heights)
@@ -111,7 +111,7 @@ def timelines(profiled: dict[str, dict[str, Span]]) -> Figure:
 
 
 def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
-    """(name, us, us at best or None) of kernels, measured beside best."""
+    """Draws (name, us, best us or None) of kernels, measured beside best."""
     figure, axes = _rows([name for name, _, _ in rows], inches=0.34)
     for y, (_, us, best) in enumerate(rows):
         axes.barh(y, us, height=0.62, facecolor=_LIGHT, edgecolor=_DARK, hatch="///", linewidth=0.8)
@@ -123,7 +123,7 @@ def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
 
 
 def waterfall(ladder: Ladder) -> Figure:
-    """Median of each rung, what it saves of the one before it, and the ratio to the first."""
+    """Draws the median of each rung, its saving from the rung before, and the ratio to the first."""
     rungs = ladder["rungs"]
     figure, axes = _rows([rung["name"] for rung in rungs])
     before, is_proven = rungs[0]["median_ms"], proven(ladder, "previous")
@@ -147,7 +147,7 @@ def waterfall(ladder: Ladder) -> Figure:
 
 
 def above_floor(rows: Sequence[tuple[str, float, float]]) -> Figure:
-    """(name, floor, measured) in milliseconds, side by side."""
+    """Draws (name, floor, measured) in milliseconds, side by side."""
     figure, axes = _rows([name.replace("_", " ") for name, _, _ in rows], inches=0.4, around=1.1)
     for y, (_, least, now) in enumerate(rows):
         first = y == 0
@@ -162,7 +162,7 @@ def above_floor(rows: Sequence[tuple[str, float, float]]) -> Figure:
 
 
 def published(rows: Sequence[tuple[str, float, bool]]) -> Figure:
-    """(name, ms per iteration, whether ours): published records and ours."""
+    """Draws (name, ms per iteration, whether ours): published records and ours."""
     figure, axes = _rows([name for name, _, _ in rows], wrap=32)
     for y, (_, ms, ours) in enumerate(rows):
         style: dict[str, Any] = {"facecolor": _DARK} if ours else {"facecolor": _LIGHT, "hatch": "///"}
@@ -177,7 +177,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _rows(names: list[str], inches: float = 0.3, around: float = 0.9, wrap: int = 24) -> tuple[Figure, Axes]:
-    """A figure with a row of `inches` for each name, more where its lines of `wrap` characters need more."""
+    """Returns a figure with a row of `inches` for each name, more where its lines of `wrap` characters need more."""
     lines = max(len(textwrap.wrap(name, wrap)) for name in names)
     figure, axes = _figure(max(inches, 0.17 * lines) * len(names) + around)
     _names(axes, names, wrap)

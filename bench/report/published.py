@@ -1,4 +1,4 @@
-"""Published MLPerf results, to set beside ours."""
+"""Published MLPerf results, for comparison with ours."""
 
 from typing import NamedTuple
 

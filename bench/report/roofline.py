@@ -1,7 +1,7 @@
-"""A roofline picture: what kernels compute in a second beside what they compute for a byte of memory.
+"""A roofline plot: FLOP of kernels a second beside their FLOP a byte of memory.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore architectures",
-2009. A kernel under the slope waits for memory at best, one under the flat roof for the tensor cores.
+2009. A kernel under the slope is bound by memory, one under the flat roof by the tensor cores.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dlrm_bench.bench.limits.bound import NO_BOUND, Rates, RooflinePoint, bound_table, roofline_points
+from dlrm_bench.bench.limits.bound import NO_BOUND, RooflinePoint, bound_table, roofline_points
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.report.plots import WIDTH
+from dlrm_bench.dlrm.runtime.gpu_types import GpuRates
 
 _FONT = 8
 _DPI = 160
@@ -23,9 +24,9 @@ _DPI = 160
 def print_bounds(
     console: Console, runs: Sequence[RunRecord], picture: Path | None = None, limits: Limits | None = None
 ) -> int:
-    """Prints each record's bound_table, and draws the picture; returns the exit status. ValueError if there is none.
+    """Prints each record's bound_table, and draws the plot; returns the exit status. ValueError without a bound.
 
-    limits: as of bound_of.
+    limits: as for bound_of.
     """
     if picture is not None:
         write_roofline(runs, picture)
@@ -38,7 +39,7 @@ def print_bounds(
 
 
 def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
-    """Draws the first profiled run of a GPU whose rates are known. ValueError if there is none."""
+    """Draws the first profiled run of a GPU with known rates. ValueError without one."""
     for run in runs:
         found = roofline_points(run)
         if found is not None:
@@ -48,8 +49,8 @@ def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
     raise ValueError("--roofline needs a profiled run of a GPU whose rates are known in --above: see dlrm-bench host")
 
 
-def roofline(name: str, points: Sequence[RooflinePoint], rates: Rates, precision: str) -> Figure:
-    """The roofs of a GPU, and each piece of work as a point."""
+def roofline(name: str, points: Sequence[RooflinePoint], rates: GpuRates, precision: str) -> Figure:
+    """Returns the roofs of a GPU, and each piece of work as a point."""
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     most = rates.flop[precision]

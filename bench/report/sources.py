@@ -22,12 +22,12 @@ class LadderRuns:
     """A ladder and its runs, by rung."""
 
     name: str
-    """The name of its folder, which may say more than its id."""
+    """The name of its folder, which may be longer than its id."""
     folder: Path
     ladder: Ladder
     sides: dict[str, Side]
     timed: dict[str, list[Record]]
-    """One run of each round."""
+    """Runs of each rung, one of each round."""
     profiled: dict[str, Record]
     """Profiled runs; a rung may have none."""
 
@@ -44,17 +44,17 @@ class Sources:
     limits: list[Limits] = field(default_factory=list)
     logs: list[Side] = field(default_factory=list)
     unfinished: list[Path] = field(default_factory=list)
-    """Folders of runs that did not finish: they have an MLPerf log and no record."""
+    """Folders of unfinished runs, with an MLPerf log and no record."""
     copies: list[str] = field(default_factory=list)
-    """Sentences on what was found more than once."""
+    """Sentences on duplicates."""
 
     def notes(self) -> list[str]:
-        """Returns sentences on what was left out, and why."""
+        """Returns sentences on omissions, with reasons."""
         return [f"{folder} is an unfinished run, and left out" for folder in self.unfinished] + self.copies
 
 
 def find(paths: Sequence[Path]) -> list[tuple[Kind, Path]]:
-    """Returns what lies in or under `paths`, with its kind. No folder is entered twice, whatever links lead to it.
+    """Returns sources in or under `paths`, with their kind. No folder is entered twice, whatever links lead to it.
 
     ValueError names a path that does not exist.
     """
@@ -114,7 +114,7 @@ def _find(path: Path, entered: set[Path]) -> Iterator[tuple[Kind, Path]]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Returns the folders in it, links after what they may lead to."""
+    """Returns the folders in it, links last."""
     return sorted((folder for folder in path.iterdir() if folder.is_dir()), key=lambda p: (p.is_symlink(), p.name))
 
 
@@ -156,7 +156,7 @@ def _add_limits(limits: Limits, path: Path, sources: Sources) -> None:
 
 
 def _without_copies(sources: Sources) -> Sources:
-    """Leaves out members of ladders that lie elsewhere too, and records that lie in several folders."""
+    """Leaves out members of ladders that are stored elsewhere too, and records that are stored in several folders."""
     of_ladders = [
         record
         for runs in sources.ladders

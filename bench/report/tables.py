@@ -1,8 +1,8 @@
-"""Tables from records, as rows of cells: what a Markdown file shows where it asks for them (markdown.py).
+"""Tables from records, as rows of cells: the content of a Markdown file's tables (markdown.py).
 
-Each kind takes the folder of the file and the lines of its comment, and returns rows, of which the first has the
-headings. ValueError says what a line or a record lacks. Bold is proven: as the ladder judges it where its own
-table has the comparison, else by `compare`, with Holm's correction over all such comparisons of a table.
+Each kind takes the folder of the file and the lines of its comment, and returns rows, of which the first holds the
+headings. ValueError names what a line or a record lacks. Bold is proven: as the ladder judges it where its own table
+has the comparison, else by `compare`, with Holm's correction over all such comparisons of a table.
 """
 
 import re
@@ -97,7 +97,7 @@ def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
 
 
 def _as_in_ladder(record: Path, a: Side, b: Side) -> str | None:
-    """The cell that the ladder's own table has for two of its rungs; None where it has none."""
+    """Returns the cell of the ladder's own table for two of its rungs; None where it has none."""
     if not (record / LADDER_JSON).exists():
         return None
     ladder, _ = read_judged_ladder(record)
@@ -134,7 +134,7 @@ def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
 
 
 def _over(ladder: Ladder, against: Literal["first", "previous"]) -> list[str]:
-    """A cell for each rung but the first."""
+    """Returns a cell for each rung but the first."""
     found, told = proven(ladder, against), " ".join(lucky(ladder))
     cells = []
     for rung in ladder["rungs"][1:]:
@@ -202,7 +202,7 @@ def _records(folder: Path, lines: Sequence[str]) -> Rows:
 
 
 def _result(record: Path, text: str) -> str:
-    """The record's own line '- Result: ...', or its AUC, or its first comparison, or the ends of its ladder."""
+    """Returns the record's own line '- Result: ...', or its AUC, or its first comparison, or the ends of its ladder."""
     own = re.search(r"^- Result: ((?:.+\n)(?:  .+\n)*)", text, re.MULTILINE)
     if own is not None:
         return " ".join(own[1].split())
@@ -229,7 +229,7 @@ def _pair(folder: Path, line: str) -> tuple[Path, tuple[str, Side, Side]]:
 
 
 def _typical(side: Side) -> float:
-    """Median latency, ms, or the mean where that is all that is known."""
+    """Returns the median latency in ms, or the mean where only that is known."""
     return side.metrics()["mean" if side.mean_only else "p50"]
 
 
@@ -241,10 +241,9 @@ def _faster(result: Result) -> str:
 
 
 def _ratio_cell(value: float, interval: Sequence[float] | None, is_proven: bool, by_luck: bool) -> str:
-    """How many times faster: bold where proven, and the ratio alone after one run.
+    """Returns the ratio of times in a cell: bold where proven, and the ratio alone after one run.
 
-    A dagger says that runs agree better than their iterations let expect: the interval may be too narrow, and proves
-    less than it seems to.
+    A dagger marks runs that agree better than their iterations let expect: the interval may be too narrow.
     """
     if interval is None:
         return times(value)
@@ -253,7 +252,7 @@ def _ratio_cell(value: float, interval: Sequence[float] | None, is_proven: bool,
 
 
 def _speedup(result: Result) -> Ratio:
-    """How many times faster B is than A, from the estimate of B's time over A's."""
+    """Returns A's time over B's, from the estimate of B's time over A's."""
     ratio = result.estimate.ratio()
     return Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
 

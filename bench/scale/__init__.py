@@ -1,1 +1,1 @@
-"""What an iteration would take on many nodes: a model fitted to records, never a measurement. Imports no torch."""
+"""Predicts iteration times on many nodes by a model fitted to records, never a measurement. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Prints and draws what the model says: dlrm-bench scale."""
+"""Prints and plots the predictions of the model: dlrm-bench scale."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,39 +13,28 @@ from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.bench.scale.scaling import (
     NEAR_IDEAL,
     Point,
     Scaling,
-    exchanged_bytes_of,
     fit,
     kind_of,
     period_ms,
     prediction,
-    tables_of,
     topology_of,
 )
 from dlrm_bench.bench.scale.work import System
-from dlrm_bench.dlrm.runtime.gpu_costs import H200, GpuCosts, costs_of
+from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import NETWORKS, Network, Topology
 
-# What is stated of an H100 beside an H200: the memory's rate, 3.35 of 4.8 TB/s, and its size. The multiprocessors and
-# NVLink are the same.
-_H100_MEMORY = 3.35 / 4.8
-H100 = replace(
-    H200.at_memory_rate(
-        H200.memory_bytes_per_us * _H100_MEMORY,
-        "NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
-    ),
-    memory_bytes=80_000_000_000,
-)
 # The published TorchRec work of 2024, on 16 DGX H100.
 _TORCHREC_H100 = ("128 x H100", "TorchRec, after the published work", 65536, 3.4)
 
 NOT_KNOWN = (
-    "The model knows no contention in the network's switches, no stragglers, no reading of data, and of TorchRec's "
-    "pipelines only the host time of the record: its planner's balance, and exchanges whose sizes depend on the ids, "
-    "are taken to be as good as the static pipeline's. Network figures are stated, not measured, but for p2p."
+    "The model leaves out contention in the network's switches, stragglers and the reading of data. Of TorchRec's "
+    "pipelines it has the host time of the record alone: its planner's balance, and exchanges whose sizes depend on "
+    "the ids, are taken to be as good as the static pipeline's. Network figures are stated, not measured, but for p2p."
 )
 KNOWN_ERRORS = (
     "Known errors. Fitted to one GPU of record 40, the model is 8 to 9 % below the period of four GPUs there, and 11 "
@@ -57,51 +46,38 @@ KNOWN_ERRORS = (
 """What records and published logs show of the model; tests/bench/scale/test_scaling.py computes it anew."""
 
 
-def scale(
-    console: Console,
-    limits_path: Path,
-    records: Sequence[Path],
-    checks: Sequence[Path],
-    nodes: Sequence[int],
-    gpus_per_node: int,
-    network: str,
-    network_gb_s: float | None,
-    network_us: float | None,
-    global_batch_size: int | None,
-    published: bool,
-    picture: Path | None,
-) -> int:
-    """Prints a table for each record, the checks, and what is not known; draws the picture. Returns the exit status."""
-    if not records:
+def scale(console: Console, asked: Scale) -> int:
+    """Prints a table for each record, the checks, and the model's limits; draws the plot. Returns the exit status."""
+    if not asked.records:
         raise ValueError("name at least one record: dlrm-bench scale --limits LIMITS RECORD ...")
-    if min(nodes, default=0) < 1 or gpus_per_node < 1:
+    if min(asked.nodes, default=0) < 1 or asked.gpus_per_node < 1:
         raise ValueError("--nodes and --gpus-per-node: whole numbers from 1 on")
-    joined = _network(network, network_gb_s, network_us)
-    limits = read_limits(limits_path)
+    network = _network(asked.network, asked.network_gb_s, asked.network_us)
+    limits = read_limits(asked.limits)
     costs = costs_of(limits["machine"]["gpu"])
-    topologies = [Topology(nodes=n, gpus_per_node=gpus_per_node, network=joined) for n in nodes]
+    topologies = [Topology(nodes=n, gpus_per_node=asked.gpus_per_node, network=network) for n in asked.nodes]
     console.print(
-        f"a model, not a measurement: {joined.name}: {joined.bytes_per_us / 1e3:g} GB/s a GPU, {joined.latency_us:g} "
-        f"us a collective between nodes, by the costs of {costs.measured_on}",
+        f"a model, not a measurement: {network.name}: {network.bytes_per_us / 1e3:g} GB/s a GPU, "
+        f"{network.latency_us:g} us a collective between nodes, by the costs of {costs.measured_on}",
         soft_wrap=True,
     )
-    read = [read_record(path) for path in records]
-    scalings = [fit(record, limits, costs, tables_of(record.run)) for record in read]
+    read = [read_record(path) for path in asked.records]
+    scalings = [fit(record, limits, costs) for record in read]
     curves: dict[str, list[Point]] = {}
     for scaling in scalings:
-        curves[f"{scaling.kind} ({scaling.fitted_to})"] = found = [
-            scaling.point(topology, _local_batch(global_batch_size, topology)) for topology in topologies
+        curves[f"{scaling.kind} ({scaling.fitted_to})"] = points = [
+            scaling.point(topology, _local_batch(asked.global_batch_size, topology)) for topology in topologies
         ]
-        console.print(_table(scaling, found))
-    beside = _published(scalings, costs, joined) if published else None
-    for table in (_checks(scalings, [read_record(path) for path in checks], joined), beside):
+        console.print(_table(scaling, points))
+    published = _published(scalings, costs, network) if asked.published else None
+    for table in (_checks(scalings, [read_record(path) for path in asked.check], network), published):
         if table is not None:
             console.print(table)
     for text in (KNOWN_ERRORS, NOT_KNOWN):
         console.print(text, soft_wrap=True, markup=False, highlight=False)
-    if picture is not None:
-        _draw(curves, picture)
-        console.print(f"picture {picture}", soft_wrap=True)
+    if asked.picture is not None:
+        _draw(curves, asked.picture)
+        console.print(f"picture {asked.picture}", soft_wrap=True)
     return 0
 
 
@@ -123,14 +99,14 @@ def _local_batch(global_batch_size: int | None, topology: Topology) -> int | Non
     return global_batch_size // topology.world_size
 
 
-def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
+def _table(scaling: Scaling, points: Sequence[Point]) -> Table:
     fitted = scaling.fit
     how = f"GPU work x {fitted.gpu:.2f}" if scaling.kind == "static" else f"host time {fitted.host_us / 1e3:.2f} ms"
     table = Table(
         title=f"{scaling.kind}, fitted to {scaling.fitted_to}: {how}",
         caption=(
-            "bound by: what is busy all the time; dependencies: nothing is, its tasks wait for one another\n"
-            f"stages: their tasks' us, which overlap; needed for {NEAR_IDEAL - 1:.0%} above no network: GB/s a GPU,\n"
+            "bound by: the resource that is busy all the time; dependencies: none is, tasks wait for one another\n"
+            f"stages: us of their tasks, which overlap; needed for {NEAR_IDEAL - 1:.0%} above no network: GB/s a GPU,\n"
             "or, where no rate is enough, us a collective"
         ),
         title_justify="left",
@@ -139,7 +115,7 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
     )
     for name in ("nodes", "GPUs", "global batch", "ms", "bound by", *(s.replace("_", " ") for s in STAGES), "needed"):
         table.add_column(name, justify="left" if name == "bound by" else "right", no_wrap=name == "bound by")
-    for point in found:
+    for point in points:
         steady = point.steady
         needed = f"{point.needed_us:g} us" if point.needed_gb_s is None else f"{point.needed_gb_s:g}"
         table.add_row(
@@ -155,17 +131,18 @@ def _table(scaling: Scaling, found: Sequence[Point]) -> Table:
 
 
 def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Network) -> Table | None:
-    """Other records, and what the models of the same pipeline and format say of them, over this network."""
+    """Returns other records beside the predictions of models of the same pipeline and precision; None without any."""
     rows = []
     for record in records:
         run = record.run
         for scaling in scalings:
             batch = run["config"]["local_batch_size"]
-            # TorchRec's pipelines are fitted by their host time, which is of one batch size.
-            same_batch = scaling.kind == "static" or scaling.local_batch_size == batch
-            if (scaling.kind, scaling.exchanged_bytes) == (kind_of(run), exchanged_bytes_of(run)) and same_batch:
-                said, latency = prediction(scaling, run, network), float(np.median(record.latencies_ms))
-                rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, said, period_ms(record), latency))
+            # A model of TorchRec's pipelines is fitted by host time, which belongs to one batch size.
+            same_batch = scaling.kind == "static" or scaling.training.local_batch_size == batch
+            if (scaling.kind, scaling.training.precision) == (kind_of(run), run["config"]["precision"]) and same_batch:
+                predicted, latency = prediction(scaling, run, network), float(np.median(record.latencies_ms))
+                measured = period_ms(record), latency
+                rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, predicted, measured))
     if not rows:
         return None
     table = Table(
@@ -181,17 +158,18 @@ def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Net
     columns = ("record", "nodes", "GPUs", "local batch", "fitted to", "model, ms")
     for name in (*columns, "period, ms", "off by", "latency, ms", "off by"):
         table.add_column(name, justify="left" if name in ("record", "fitted to") else "right")
-    for name, topology, batch, fitted_to, said, *measured in rows:
+    for name, topology, batch, fitted_to, predicted, measured in rows:
         sizes = (str(number) for number in (topology.nodes, topology.world_size, batch))
-        beside = [cell for ms in measured for cell in (f"{ms:.3f}", f"{said / ms - 1:+.1%}")]
-        table.add_row(name, *sizes, fitted_to, f"{said:.3f}", *beside)
+        compared = [cell for ms in measured for cell in (f"{ms:.3f}", f"{predicted / ms - 1:+.1%}")]
+        table.add_row(name, *sizes, fitted_to, f"{predicted:.3f}", *compared)
     return table
 
 
 def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -> Table | None:
-    """The static pipeline's model with an H100's figures beside published results of several nodes."""
+    """Returns predictions for the static pipeline on H100s beside published results of several nodes; None without a
+    record of the static pipeline on H200s."""
     of_static = [scaling for scaling in scalings if scaling.kind == "static"]
-    if not of_static or costs is not H200:
+    if not of_static or costs is not H200.costs:
         return None
     table = Table(title="beside published results: other programs", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("system", "program", "global batch", "published, ms", "model, ms", "bound by"):
@@ -202,9 +180,9 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
         if gpu != "H100" or int(gpus) <= 8:
             continue
         topology = Topology.of(int(gpus), 8, network)
-        # The nearest batch: a factor on the GPU's work is of one batch size.
-        nearest = min(of_static, key=lambda s: abs(s.local_batch_size - batch / topology.world_size))
-        scaling = replace(nearest, system=System(limits=nearest.system.limits, costs=H100))
+        # The factor on the GPU's work belongs to one batch size, so the nearest one is taken.
+        nearest = min(of_static, key=lambda s: abs(s.training.local_batch_size - batch / topology.world_size))
+        scaling = replace(nearest, system=System(limits=nearest.system.limits, costs=H100_STATED))
         steady = scaling.point(topology, batch // topology.world_size).steady
         table.add_row(system, program, str(batch), f"{ms:.2f}", f"{steady.iteration_us / 1e3:.2f}", steady.bound_by)
     return table
@@ -216,8 +194,8 @@ def _draw(curves: dict[str, list[Point]], path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    for (name, found), style in zip(curves.items(), ("-o", "--s", ":^", "-.d") * len(curves), strict=False):
-        nodes, ms = [p.topology.nodes for p in found], [p.steady.iteration_us / 1e3 for p in found]
+    for (name, points), style in zip(curves.items(), ("-o", "--s", ":^", "-.d") * len(curves), strict=False):
+        nodes, ms = [p.topology.nodes for p in points], [p.steady.iteration_us / 1e3 for p in points]
         axes.plot(nodes, ms, style, color="#1b3a57", label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

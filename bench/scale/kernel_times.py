@@ -1,21 +1,21 @@
-"""Times of work beside the tables' kernels on one GPU: what of the dense network is no GEMM, and FBGEMM's tables."""
+"""Times on one GPU of the dense network beside its GEMMs, and of FBGEMM's lookup and update of tables."""
 
 from collections.abc import Sequence
 
-from dlrm_bench.dlrm.runtime.gpu_costs import H200, GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_types import H200, GpuCosts
 from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 
-# Of the dense network with weight gradients, alone as a graph on an H200: 307 us at 512 samples, 1520 at 6912
+# The dense network with weight gradients, alone as a graph on an H200: 307 us at 512 samples, 1520 at 6912
 # (results/LABBOOK.md, "Kernels of the static engine").
 _ELEMENTWISE_US, _ELEMENTWISE_US_PER_SAMPLE = 65.0, 0.047
 # One H200, fbgemm-gpu 1.6.0, exact Adagrad, bf16 output: FBGEMM's forward and backward on a 40M-row table at 5.5
 # million uniform ids, by columns, and for each call. Single tables of 0.4 to 1.5 million ids are predicted within 10 %.
 _FBGEMM_US_PER_MILLION_IDS = {16: 196.0, 32: 228.0, 64: 376.0, 128: 674.0}
 _FBGEMM_US = 180.0
-# An id whose row another id of the batch names as well, relative to an id of a row of its own. Ten one-hot tables of 3
-# to 17295 rows in one call: 396 us at 55296 samples.
+# The time of an id whose row other ids of the batch name too, relative to that of a distinct row's. Ten one-hot tables
+# of 3 to 17295 rows in one call: 396 us at 55296 samples.
 _FBGEMM_REPEATED_ID = 0.57
 
 
@@ -30,9 +30,9 @@ def fbgemm_us(
         distinct = ids.distinct_rows(tables.rows[shard.table], hot, global_batch_size)
         million = (distinct + _FBGEMM_REPEATED_ID * (global_batch_size * hot - distinct)) / 1e6 / shard.row_parts
         us += million * _FBGEMM_US_PER_MILLION_IDS[width] * max(1.0, shard.columns / widths[-1])
-    return _FBGEMM_US + us * H200.memory_bytes_per_us / costs.memory_bytes_per_us
+    return _FBGEMM_US + us * H200.costs.memory_bytes_per_us / costs.memory_bytes_per_us
 
 
 def elementwise_us(batch: int) -> float:
-    """Returns what the dense network takes beside its GEMMs, of so many local samples."""
+    """Returns the microseconds of the dense network beside its GEMMs for a local batch."""
     return _ELEMENTWISE_US + _ELEMENTWISE_US_PER_SAMPLE * batch

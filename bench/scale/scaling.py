@@ -1,4 +1,4 @@
-"""The model fitted to records, and what it says of other numbers of nodes."""
+"""The model fitted to records, and its predictions for other numbers of nodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,37 +8,39 @@ import numpy as np
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.records.schema import RunRecord
-from dlrm_bench.bench.scale.simulation import Steady, simulate
+from dlrm_bench.bench.scale.simulation import Steady, Task, simulate
 from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_of, plan_on, tasks_of
-from dlrm_bench.dlrm.benchmarks import restored
-from dlrm_bench.dlrm.runtime.gpu_costs import GpuCosts
+from dlrm_bench.dlrm.benchmark import Benchmark
+from dlrm_bench.dlrm.benchmarks import benchmark_of, restored
+from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
-from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1
-"""How near to the ideal network's time is near enough."""
+"""An iteration of at most this many times the ideal network's time counts as near it."""
 _FASTEST_GB_S = 1000.0
-"""No network of today, nor NVLink, brings a GPU so much in one direction."""
+"""GB/s in one direction that neither a network of today nor NVLink brings a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What the model says of one pipeline on one number of nodes."""
+    """The prediction for one pipeline on one number of nodes."""
 
     topology: Topology
     global_batch_size: int
     steady: Steady
     stages_us: dict[str, float]
-    """Time of each stage's tasks, on whatever resource; stages overlap."""
+    """Time of each stage's tasks, on all resources; stages overlap."""
     needed_gb_s: float | None
-    """GB/s a GPU at which an iteration is within NEAR_IDEAL of the ideal network's; 0 on one node, None where none of
-    up to 1000 is enough, because the latencies take too long."""
+    """GB/s a GPU at which an iteration takes NEAR_IDEAL times the ideal network's; 0 on one node, None where 1000 GB/s
+    are not enough, because the latencies take too long."""
     needed_us: float | None
-    """Where no rate is enough: microseconds of a collective between two nodes with which one is, were the rate without
-    limit; further nodes' messages shorten with it."""
+    """Where no rate is enough: microseconds of a collective between two nodes that are, at an unlimited rate; the time
+    of further nodes' messages shrinks in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,40 +48,49 @@ class Scaling:
     """The model of one pipeline, fitted to one record."""
 
     kind: Kind
-    tables: Tables
-    local_batch_size: int
-    exchanged_bytes: int
+    benchmark: Benchmark
+    training: TrainingConfig
+    """The configuration that the record trained."""
     system: System
     fit: Fit
     fitted_to: str
-    ids: IdStatistics = UNIFORM
-    peer_memory: bool = False
-    """Whether what the ranks of a node exchange goes through peer memory."""
+    peer_memory: bool
+    """Whether the ranks of a node exchange through peer memory."""
 
     def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
-        """Returns the load on these nodes by the plan that the pipeline would make of them."""
-        batch = local_batch_size or self.local_batch_size
-        of = (topology, self.tables, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
-        return load_of(plan_on(*of), *of)
+        """Returns the load on these nodes by the plan that the pipeline makes for them."""
+        training = replace(self.training, local_batch_size=local_batch_size or self.training.local_batch_size)
+        options = StaticOptions(presort_ids=True, peer_memory=self.peer_memory)
+        plan = plan_on(topology, training, self.system.costs, options)
+        return load_of(plan, topology, training, self.system.costs, self.peer_memory)
 
     def load_in(self, record: RunRecord, topology: Topology) -> Load:
-        """Returns the load in a record, whose plan a planner of today may not make."""
+        """Returns the load in a record, whose plan today's planner may not make."""
         plan, batch = plan_in(record), record["config"]["local_batch_size"]
         if plan is None:
             return self.load(topology, batch)
-        of = (topology, self.tables, batch, self.exchanged_bytes, self.system.costs, self.ids, self.peer_memory)
-        return load_of(plan, *of)
+        training = replace(self.training, local_batch_size=batch)
+        return load_of(plan, topology, training, self.system.costs, self.peer_memory)
+
+    def tasks(self, load: Load, topology: Topology) -> list[Task]:
+        """Returns the tasks of an iteration of a load."""
+        parts = 1
+        if self.kind == "static":
+            assert self.benchmark.static_parts is not None  # the static pipeline trained it
+            options = StaticOptions(presort_ids=True, peer_memory=self.peer_memory)
+            parts = self.benchmark.static_parts(load.local_batch_size, options.dense)
+        return tasks_of(self.kind, load, topology, self.system, self.fit, parts)
 
     def steady(self, load: Load, topology: Topology) -> Steady:
-        """Returns an iteration as the model has it."""
-        return simulate(tasks_of(self.kind, load, topology, self.system, self.fit))
+        """Returns an iteration of a load."""
+        return simulate(self.tasks(load, topology))
 
     def point(self, topology: Topology, local_batch_size: int | None = None) -> Point:
-        """Returns what the model says of these nodes."""
+        """Returns the prediction for these nodes."""
         load = self.load(topology, local_batch_size)
         stages: dict[str, float] = {}
         needed_gb_s, needed_us = self._needed(load, topology)
-        for task in tasks_of(self.kind, load, topology, self.system, self.fit):
+        for task in self.tasks(load, topology):
             if task.stage is not None and task.resource != HOST:
                 stages[task.stage] = stages.get(task.stage, 0.0) + task.us
         return Point(
@@ -92,7 +103,7 @@ class Scaling:
         )
 
     def _needed(self, load: Load, topology: Topology) -> tuple[float | None, float | None]:
-        """Returns the rate, or the latency, of Point."""
+        """Returns needed_gb_s and needed_us of Point."""
         if topology.nodes == 1:
             return 0.0, None
         stated = topology.network
@@ -114,24 +125,23 @@ class Scaling:
         return None, round(stated.latency_us / _smallest(at_latency, 1.0, 1e4), 1)
 
 
-def fit(read: Record, limits: Limits, costs: GpuCosts, tables: Tables) -> Scaling:
+def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
     """Returns the model of a record's pipeline, fitted to its `period_ms`.
 
-    The static pipeline's, which replays a graph, by a factor on the GPU's work; the others' by their host time, as the
-    GPU waits for the host. ValueError where that cannot be: the model then takes longer without any.
+    The model of the static pipeline, which replays a graph, is fitted by a factor on the GPU's work, the other models
+    by the host time, as the GPU waits for the host. ValueError where the links alone take longer than the record.
     """
     record = read.run
-    config = record["config"]
-    kind = kind_of(record)
+    kind, benchmark = kind_of(record), benchmark_of(record["config"])
+    if benchmark is None:
+        raise ValueError(f"record {record['id']} is of a benchmark that this version does not have")
     scaling = Scaling(
         kind=kind,
-        tables=tables,
-        local_batch_size=config["local_batch_size"],
-        exchanged_bytes=exchanged_bytes_of(record),
+        benchmark=benchmark,
+        training=benchmark.restored(record["config"]),
         system=System(limits=limits, costs=costs),
         fit=Fit(),
         fitted_to=record["id"],
-        ids=ids_of(record),
         peer_memory=peer_memory_of(record),
     )
     topology, target = topology_of(record), period_ms(read) * 1e3
@@ -151,7 +161,7 @@ def fit(read: Record, limits: Limits, costs: GpuCosts, tables: Tables) -> Scalin
 
 
 def kind_of(record: RunRecord) -> Kind:
-    """Returns the pipeline of a record, which older ones call by other names; ValueError where it is none of ours."""
+    """Returns the pipeline of a record, which older records call by other names; ValueError of an unknown one."""
     options = record["config"]["pipeline"]
     name, ebc = options["name"], options.get("ebc")
     if name == "static" or ebc == "static":
@@ -163,22 +173,18 @@ def kind_of(record: RunRecord) -> Kind:
     raise ValueError(f"record {record['id']} is of pipeline {name!r}: scale knows torchrec, five-stage and static")
 
 
-def exchanged_bytes_of(record: RunRecord) -> int:
-    """Returns the bytes of an element of pooled vectors and gradients: the static pipeline's in bf16 are 2."""
-    return 2 if record["config"]["precision"] == "bf16" else 4
-
-
 def peer_memory_of(record: RunRecord) -> bool:
     """Returns whether a record's ranks exchange through peer memory."""
     return bool(record["config"]["pipeline"].get("peer_memory"))
 
 
 def period_ms(read: Record) -> float:
-    """Returns how far apart iterations are: the median over iterations of the mean over ranks.
+    """Returns the milliseconds between iterations, which the model predicts: the median over iterations of the mean
+    over ranks.
 
-    It is what the model has. An iteration's latency, that of its slowest rank, is more: the slowest rank of one is the
-    fastest of the next, and the more ranks there are, the more so (by 3 % on four in record 40, 1 % on two).
-    ValueError where the record has too few iterations.
+    An iteration's latency, that of its slowest rank, is longer: the slowest rank of one iteration is the fastest of the
+    next, the more so the more ranks there are (by 3 % on four in record 40, 1 % on two). ValueError where the record
+    has too few iterations.
     """
     times = read.iterations_ms[:, read.run["warmup_iterations"] :]
     if times.size == 0:
@@ -187,7 +193,7 @@ def period_ms(read: Record) -> float:
 
 
 def plan_in(record: RunRecord) -> Plan | None:
-    """Returns the plan that a record of the static pipeline trained by; None of another pipeline."""
+    """Returns the plan of a record of the static pipeline; None for another pipeline."""
     if kind_of(record) != "static":
         return None
     place = {name: table for table, name in enumerate(tables_of(record).names)}
@@ -201,7 +207,7 @@ def plan_in(record: RunRecord) -> Plan | None:
 
 
 def topology_of(record: RunRecord, network: Network = INFINIBAND_400G) -> Topology:
-    """Returns the nodes of a record, joined by this network."""
+    """Returns the nodes and ranks of a record, with this network between the nodes."""
     world_size, nodes = record["config"]["world_size"], record["machine"]["nodes"]
     return Topology.of(world_size, world_size // nodes, network)
 
@@ -211,21 +217,16 @@ def tables_of(record: RunRecord) -> Tables:
     return restored(record["config"]).model.tables
 
 
-def ids_of(record: RunRecord) -> IdStatistics:
-    """Returns how often a record's ids name the same rows."""
-    return restored(record["config"]).data.id_statistics
-
-
 def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAND_400G) -> float:
-    """Returns the milliseconds that the model says of another record's nodes, joined by this network, batch, tables,
-    plan and ids."""
+    """Returns the milliseconds that the model predicts for another record's nodes, joined by this network, and for its
+    configuration and plan."""
     topology = topology_of(record, network)
-    of_record = replace(scaling, tables=tables_of(record), ids=ids_of(record), peer_memory=peer_memory_of(record))
+    of_record = replace(scaling, training=restored(record["config"]), peer_memory=peer_memory_of(record))
     return of_record.steady(of_record.load_in(record, topology), topology).iteration_us / 1e3
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the smallest value, within a thousandth, from which on `holds` does; `high` where it never does."""
+    """Returns, within a thousandth, the smallest value from which on `holds` is true; `high` where it never is."""
     if holds(low):
         return low
     while high / low > 1.001:

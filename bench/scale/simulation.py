@@ -1,7 +1,7 @@
-"""Event simulation of work that shares resources: what starts when, and how long all of it takes.
+"""Event simulation of tasks that share resources: when each starts, and how long an iteration takes.
 
-A resource does one piece of work at a time. Where several are ready, those of earlier iterations go first, and within
-an iteration in the order of the list of tasks, which is that of their launches.
+A resource does one task at a time. Of several that are ready, tasks of earlier iterations go first, and within an
+iteration the order is that of the list of tasks, in which they are launched.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A piece of work of one iteration."""
+    """A task of one iteration."""
 
     name: str
     resource: str
@@ -20,27 +20,27 @@ class Task:
     after: tuple[str, ...] = ()
     """Tasks of the same iteration that end before it starts."""
     after_last: tuple[str, ...] = ()
-    """Tasks of the iteration before that end before it starts."""
+    """Tasks of the previous iteration that end before it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steady:
-    """An iteration among equal ones."""
+    """An iteration in the steady state."""
 
     iteration_us: float
     busy_us: dict[str, float]
-    """What each resource has to do in an iteration."""
+    """Microseconds of tasks of each resource in an iteration."""
 
     @property
     def bound_by(self) -> str:
-        """The resource that has most to do, where that is nearly the iteration; otherwise its tasks wait for one
-        another: 'dependencies'."""
+        """The resource with the longest busy time, where that is nearly the whole iteration; otherwise
+        'dependencies', as tasks wait for one another."""
         name = max(self.busy_us, key=lambda resource: self.busy_us[resource])
         return name if self.busy_us[name] > 0.9 * self.iteration_us else "dependencies"
 
 
 def simulate(tasks: Sequence[Task], iterations: int = 12) -> Steady:
-    """Returns an iteration of the second half of so many: by then each waits for the ones before as all later do."""
+    """Returns the mean iteration of the second half of `iterations`, when the schedule no longer changes."""
     names = [task.name for task in tasks]
     assert len(set(names)) == len(names), "names are keys"
     number = {name: i for i, name in enumerate(names)}

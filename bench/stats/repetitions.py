@@ -1,7 +1,7 @@
-"""How often to run what, in which order, and what so many runs can show.
+"""Number and order of runs, and the differences that a number of runs can find.
 
-A run is the unit here: its metric (a median, say) is one number, and runs of one program differ. What runs can show
-follows from that difference alone, however many iterations each has.
+A run is the unit here: its metric (a median, say) is one number, and runs of one program differ. The differences that
+runs find follow from that spread alone, however many iterations each has.
 """
 
 import math
@@ -15,17 +15,17 @@ from .statistics import Estimate, student_t
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
 _USELESS = 100.0
-"""A detectable factor from which on its digits say nothing: two rounds of noisy runs give 13 of them."""
+"""A detectable factor from which on its digits mean nothing: two rounds of noisy runs give 13 of them."""
 
 
 def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
-    """The smallest relative difference that `runs` runs a side find with a probability of 80 %.
+    """Returns the smallest relative difference that `runs` runs a side find with a probability of 80 %; 0.02 means 2 %,
+    inf with one run.
 
     spread: standard deviation of the logarithms of the runs' metric on one side; if paired, of their differences within
-    a pair. comparisons: how many are looked at together; the one with the smallest p value must then pass 0.05 / that
-    many (Holm). confidence: of the interval that must leave out 1. 0.02 means 2 %; inf with one run. From the
-    noncentral t distribution of the test's statistic (Chow, Shao and Wang, Sample Size Calculations in Clinical
-    Research, 2008, section 3.2).
+    a pair. comparisons: number of those looked at together; the one with the smallest p value must then pass 0.05 /
+    that number (Holm). confidence: of the interval that must leave out 1. From the noncentral t distribution of the
+    test's statistic (Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
     """
     if runs < 2:
         return math.inf
@@ -35,7 +35,8 @@ def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, con
 
 
 def detectable_by(estimate: Estimate, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
-    """The smallest relative difference that an estimate of this error finds with 80 %; arguments as of detectable."""
+    """Returns the smallest relative difference that an estimate with this error finds with a probability of 80 %;
+    arguments as for detectable."""
     from scipy.special import nctdtrinc
 
     least = student_t(1 - (1 - confidence) / 2 / comparisons, estimate.freedom)
@@ -45,9 +46,9 @@ def detectable_by(estimate: Estimate, comparisons: int = 1, confidence: float = 
 def detectable_range(
     estimate: Estimate, comparisons: int = 1, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
-    """Returns (low, value, high): what an estimate finds, and the 95 % interval of that.
+    """Returns (low, value, high): the difference that an estimate finds, and its 95 % interval.
 
-    The spread of a few runs is known badly: of two rounds its interval reaches from 0.45 to 32 times the value seen
+    The spread of a few runs is poorly known: of two rounds its interval reaches from 0.45 to 32 times the value seen
     (chi-squared).
     """
     from scipy.special import gammaincinv
@@ -70,7 +71,8 @@ def runs_needed(
     confidence: float = CONFIDENCE,
     most: int = 10_000,
 ) -> int | None:
-    """The least number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over `most`."""
+    """Returns the smallest number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over
+    `most`."""
     if spread > 0 and difference <= 0:
         return None
     low, high = 2, 2
@@ -88,9 +90,10 @@ def runs_needed(
 
 
 def finds(differences: tuple[float, float, float]) -> str:
-    """Returns what runs find, such as 'find differences from 3.10% (1.86% to 8.91%, by so few runs)'.
+    """Returns a phrase such as 'find differences from 3.10% (1.86% to 8.91%, by so few runs)'.
 
-    differences: the result of `detectable_range`. From 1 on one is given as a factor, as are the ratios beside it.
+    differences: the result of `detectable_range`. From 1 on a difference is given as a factor, as are the ratios beside
+    it.
     """
     low, value, high = differences
     if 1 + value >= _USELESS:
@@ -112,7 +115,8 @@ def _size(difference: float) -> str:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p value corrected for all of them being looked at (Holm, Scandinavian Journal of Statistics 6, 1979).
+    """Returns each p value corrected for all of them being looked at (Holm, Scandinavian Journal of Statistics 6,
+    1979).
 
     Rejecting those of at most 0.05 keeps the probability of any false rejection at 0.05. nan stays nan and is not
     counted.
@@ -126,12 +130,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def balanced_orders(items: int, rounds: int, seed: int) -> list[list[int]]:
-    """For each round an order of `items` things, [rounds][items], in which a linear drift cancels.
+    """Returns for each round an order of `items` items, [rounds][items], in which a linear drift cancels.
 
-    Rounds come in pairs: the second one runs the first one's order backwards, so that every thing has the same mean
-    position over the pair (A B, B A for two things: ABBA). The first orders of pairs are the rows of a Williams square
-    (Australian Journal of Scientific Research A 2(2), 1949), in which each thing follows each other one equally often,
-    with rows and things shuffled by the seed. A last round without a partner is left as it is.
+    Rounds come in pairs: the second one runs the first one's order backwards, so that every item has the same mean
+    position over the pair (A B, B A for two items: ABBA). The first orders of pairs are the rows of a Williams square
+    (Australian Journal of Scientific Research A 2(2), 1949), in which each item follows each other item equally often,
+    with rows and items shuffled by the seed. A last round without a partner stays as it is.
     """
     rng = np.random.default_rng(seed)
     names, rows = rng.permutation(items), rng.permutation(items)
@@ -145,10 +149,10 @@ def balanced_orders(items: int, rounds: int, seed: int) -> list[list[int]]:
 
 
 def drift_left(sides: Sequence[int]) -> float:
-    """How many runs later, in the mean, the runs of side 1 came than those of side 0; inf if a side has none.
+    """Returns the mean position of the runs of side 1 less that of side 0; inf if a side has none.
 
-    A linear drift of the machine adds so many times its change from run to run to the difference of the sides: 0 for
-    ABBA, 1 for ABABAB, a third for ABBAAB.
+    A linear drift of the machine adds this number times its change from run to run to the difference of the sides: 0
+    for ABBA, 1 for ABABAB, a third for ABBAAB.
     """
     positions: tuple[list[int], list[int]] = ([], [])
     for position, side in enumerate(sides):

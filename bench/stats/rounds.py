@@ -1,9 +1,9 @@
 """Estimates of a ladder: things compared round by round, less the part that a steady drift of the machine explains.
 
 Each round runs every thing once, in an order that the next round runs backwards. A difference within a round is free of
-what the round shares, but not of the drift between the two runs: of 16 things under 2 % a run, a pair is up to 30 %
-apart one way and then the other. The mean over two rounds loses it, and the spread from round to round does not, so
-that nothing is found. One slope, estimated from all runs together, takes the drift out of every difference.
+all that the round shares, but not of the drift between the two runs: of 16 things under 2 % a run, a pair is up to 30 %
+apart one way and then the other. The mean over two rounds is free of it, but the spread from round to round is not, so
+that nothing is found. One slope, estimated from all runs together, removes the drift from every difference.
 """
 
 import math
@@ -14,8 +14,8 @@ import numpy as np
 from .statistics import Estimate
 
 FEWEST_THINGS, FEWEST_ROUNDS = 3, 4
-"""From which on a drift is estimated. Two things are neighbours in each round, where a drift does little, and with
-fewer rounds the degrees of freedom that the slope takes cost more than the drift."""
+"""Numbers from which on a drift is estimated. Two things are neighbours in each round, where a drift does little, and
+with fewer rounds the degrees of freedom of the slope cost more than the drift."""
 
 
 def estimates_of_rounds(
@@ -24,9 +24,9 @@ def estimates_of_rounds(
     """Returns for each pair (i, j) the estimate of the logarithm of thing j's metric over thing i's.
 
     logs: logarithm of the metric, [things, rounds]. positions: place of the run in the order of all, [things, rounds];
-    what is additive in the round, in the thing and linear in the position is told apart by least squares. The spread is
-    that of the pair's own differences, so that a noisy thing makes no other one's interval wide. None for a pair in a
-    ladder of one round, which does not show how much runs differ.
+    least squares separate parts that are additive in the round, in the thing and linear in the position. The spread is
+    that of the pair's own differences, so that a noisy thing widens no other one's interval. None for a pair in a
+    ladder of one round, which does not show the spread of runs.
     """
     rounds = logs.shape[1]
     assert positions.shape == logs.shape, "every run has a place"
@@ -46,7 +46,7 @@ def estimates_of_rounds(
 def _drift(logs: np.ndarray, positions: np.ndarray) -> tuple[float, float, float]:
     """Returns the change of the logarithm from run to run, its variance, and the degrees of freedom left to a pair.
 
-    The slope is one parameter that the things - 1 independent sets of differences share; of two things this is the
+    The slope is one parameter that the things - 1 independent sets of differences share; for two things this is the
     regression of their differences on the distance of their runs.
     """
     things, rounds = logs.shape

@@ -1,4 +1,4 @@
-"""One run's series of latencies: how sure its median is by itself, and whether the run was steady.
+"""One run's series of latencies: the error of its median by itself, and whether the run was steady.
 
 Iterations are correlated, so n of them are worth fewer independent ones. Intervals are made of sections: consecutive
 parts of the series, long enough to be nearly independent of each other, and so few that Student's t is what counts
@@ -18,13 +18,14 @@ CONFIDENCE = 0.95
 AUTO_CONFIDENCE = 0.97
 """Confidence of intervals, and of tests, in a ladder that ran until it found a difference of some size.
 
-To stop when the spread happens to look small makes 95 % intervals cover 92 % to 94 %; 97 % ones cover 95 % and more
-(simulated in tests/bench/stats/test_repetitions.py)."""
+Stopping when the spread happens to look small makes 95 % intervals cover 92 % to 94 %; 97 % ones cover 95 % and more
+(simulated in tests/bench/stats/test_repetitions.py).
+"""
 _PERCENTILES: dict[Metric, float] = {"p50": 50, "p90": 90, "p99": 99}
 
-# 95 % intervals of the median of autoregressive series, normal and log-normal, cover it like this (2000 tries each, of
-# 200, 550 and 1000 iterations): coefficient 0 and .5: .94 to .96; .9: .93 to .94; .95: .89 at 200, where nearly all are
-# called too short, and .92 to .94 above.
+# Coverage of 95 % intervals of the median of autoregressive series, normal and log-normal (2000 tries each, of 200, 550
+# and 1000 iterations): coefficient 0 and .5: .94 to .96; .9: .93 to .94; .95: .89 at 200, where nearly all are called
+# too short, and .92 to .94 above.
 _TIMES_APART = 6  # correlation times in a section
 _FEWEST, _MOST = 5, 20  # sections
 _LEAST_VALUES = 4 * _FEWEST  # of a series whose sections can be told apart
@@ -37,27 +38,27 @@ _STEADY_F = 4.0  # variance between the parts over that within them; simulated i
 
 
 class Spread(NamedTuple):
-    """How far the metric of one series may be off by the chance of its iterations."""
+    """The error of one series' metric by the chance of its iterations."""
 
     error: float
     """Standard error of the metric's logarithm; nan where the series is too short to know."""
     freedom: float
-    """Degrees of freedom behind it."""
+    """Degrees of freedom of the error."""
     too_short: bool
     """Whether the series has fewer correlation times than its sections should: the interval may be too narrow."""
 
 
 class Drift(NamedTuple):
-    """What changed within one run."""
+    """The change within one run."""
 
     change: float
-    """Of the slowest and the fastest eighth of the series, the later one's median over the earlier one's, minus 1."""
+    """Of the slowest and the fastest eighth of the series: the later one's median over the earlier one's, minus 1."""
     steady: bool
-    """False where a change of more than 2 % is no accident of the iterations."""
+    """False where a change of more than 2 % is no chance of the iterations."""
 
 
 def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
-    """Latencies [n] of the iterations after the first `warmup`, each that of its slowest rank.
+    """Returns the latencies [n] of the iterations after the first `warmup`, each that of its slowest rank.
 
     iterations_ms: [ranks, iterations], milliseconds, as iterations.npz holds them.
     """
@@ -65,7 +66,8 @@ def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
 
 
 def by_clock(iterations_ms: np.ndarray, warmup: int = 0) -> float:
-    """Elapsed milliseconds an iteration: the total over the iterations, of the rank that took longest, by their number.
+    """Returns elapsed milliseconds an iteration: the total of the rank that took longest, over the number of
+    iterations.
 
     iterations_ms: as for slowest_rank, with an iteration after the warm-up at least.
     """
@@ -74,12 +76,12 @@ def by_clock(iterations_ms: np.ndarray, warmup: int = 0) -> float:
 
 
 def summary_statistics(series: np.ndarray) -> dict[Metric, float]:
-    """The four metrics of latencies [n]."""
+    """Returns the four metrics of latencies [n]."""
     return dict(zip(METRICS, map(float, _metrics(np.asarray(series, dtype=np.float64)[None])[0]), strict=True))
 
 
 def correlation_time(series: np.ndarray) -> float:
-    """Iterations that are worth one independent one, for the mean of a series [n]: 1 where there is no correlation.
+    """Returns the number of iterations worth one independent one, for the mean of a series [n]: 1 without correlation.
 
     The sum of autocorrelations up to where a pair of them is negative for the first time (initial positive sequence
     with its monotone bound: Geyer, Statistical Science 7(4), 1992, section 3.3).
@@ -98,10 +100,10 @@ def correlation_time(series: np.ndarray) -> float:
 
 
 def spread_of_log(series: np.ndarray, metric: Metric) -> Spread:
-    """Standard error of the logarithm of a metric of one series [n], from the metric of its sections.
+    """Returns the standard error of the logarithm of a metric of one series [n], from the metric of its sections.
 
-    As many sections as have six correlation times each, but 5 at least and 20 at most; of a percentile, sections that
-    have a value or two beyond it. Deviations are taken from the whole series' metric.
+    The sections have six correlation times each, but there are 5 at least and 20 at most; for a percentile, sections
+    that have a value or two beyond it. Deviations are taken from the whole series' metric.
     """
     n, values = len(series), np.asarray(series, dtype=np.float64)
     if n < _LEAST_VALUES:
@@ -114,7 +116,7 @@ def spread_of_log(series: np.ndarray, metric: Metric) -> Spread:
     fitting = int(n / (_TIMES_APART * correlation_time(correlated)))
     sections = max(_FEWEST, min(_MOST, fitting, beyond))
     length = n // sections
-    # The beginning of the series, less than a section of it, is in the whole's metric alone.
+    # The first iterations, fewer than a section has, count in the whole series' metric alone.
     of_sections = _metrics(values[n - sections * length :].reshape(sections, length))[:, METRICS.index(metric)]
     deviations = np.log(of_sections / whole)
     error = math.sqrt(float((deviations**2).sum()) / (sections - 1) / sections)
@@ -122,9 +124,9 @@ def spread_of_log(series: np.ndarray, metric: Metric) -> Spread:
 
 
 def median_ci95(series: np.ndarray) -> list[float] | None:
-    """95 % interval [low, high] of the median of latencies [n], as far as this one run can tell; None below 20 values.
+    """Returns the 95 % interval [low, high] of the median of latencies [n] by this one run; None below 20 values.
 
-    What runs of the same program differ by is not in it.
+    The spread between runs of the same program is not in it.
     """
     spread = spread_of_log(series, "p50")
     if math.isnan(spread.error):
@@ -137,12 +139,12 @@ def median_ci95(series: np.ndarray) -> list[float] | None:
 
 
 def drift_within(series: np.ndarray) -> Drift | None:
-    """How the medians of the eighths of latencies [n] differ; None below 96 values.
+    """Returns the difference of the medians of the eighths of latencies [n]; None below 96 values.
 
     They count as different where the largest is more than 2 % over the smallest, and their variance is over four times
-    what the sections within the eighths and the correlation of the iterations let expect (an analysis of variance, as
-    of batch means). The variance within is that of the six quietest eighths: a change in the middle of an eighth, as
-    the power cap makes it, must not hide itself. A slow drift, a bad beginning and an excursion in the middle are all
+    that which the sections within the eighths and the correlation of the iterations let expect (an analysis of
+    variance, as of batch means). The variance within is that of the six quietest eighths: a change in the middle of an
+    eighth, as by the power cap, must not hide itself. A slow drift, a bad start and an excursion in the middle are all
     found. Of series without a drift 3 % at most are called unsteady, but of short and strongly correlated ones
     (coefficient .9, 250 values) 20 %: these wander.
     """
@@ -163,10 +165,10 @@ def drift_within(series: np.ndarray) -> Drift | None:
 
 
 def _of_mean_by_sections(time: float, length: int) -> float:
-    """Variance of the mean of a part over the variance of its sections' means, of autocorrelated values.
+    """Returns the variance of the mean of a part over the variance of its sections' means, of autocorrelated values.
 
-    time: correlation time. length: values of a section. Of an autoregressive series of that correlation time; without
-    any, 1 / sections.
+    time: correlation time of an autoregressive series. length: number of values of a section. Without correlation, 1 /
+    sections.
     """
     coefficient = (time - 1) / (time + 1)
 
@@ -181,5 +183,5 @@ def _of_mean_by_sections(time: float, length: int) -> float:
 
 
 def _metrics(rows: np.ndarray) -> np.ndarray:
-    """METRICS of each row [k, n]: [k, 4]."""
+    """Returns METRICS of each row [k, n]: [k, 4]."""
     return np.column_stack((*np.percentile(rows, tuple(_PERCENTILES.values()), axis=1), rows.mean(axis=1)))

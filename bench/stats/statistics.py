@@ -2,8 +2,8 @@
 
 The run is the unit. Runs of the same program differ by more than their iterations explain: each has its own memory
 layout, its own place in the drift of the machine. So where there are several runs a side, a run is one number, the
-logarithm of its metric, and Student's t does the rest; what its iterations vary by is in that number already. Only
-where a side has a single run must its iterations say how far it may be off (bench/stats/series.py).
+logarithm of its metric, and Student's t does the rest; the spread of its iterations is in that number already. Only
+where a side has a single run must its iterations give its error (bench/stats/series.py).
 """
 
 import math
@@ -18,7 +18,7 @@ from .series import CONFIDENCE, METRICS, Metric, spread_of_log, summary_statisti
 Verdict = Literal["faster", "slower", "no difference proven", "no verdict"]
 UNPROVEN: Verdict = "no difference proven"
 NO_VERDICT: Verdict = "no verdict"
-"""Of a comparison whose order, or machines, would make a difference by themselves."""
+"""Verdict on a comparison whose order, or machines, would make a difference by themselves."""
 
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 
@@ -29,7 +29,7 @@ class Ratio(NamedTuple):
     value: float
     low: float
     high: float
-    """[low, high] is the interval; (nan, nan) where nothing can be known of it."""
+    """[low, high] is the interval; (nan, nan) where it is unknown."""
 
     @property
     def inverse(self) -> "Ratio":
@@ -39,56 +39,57 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The logarithm of B's time over A's as runs give it; above 0, B takes more time."""
+    """The logarithm of B's time over A's, estimated from runs; above 0, B takes more time."""
 
     log: float
     error: float
-    """Standard error; nan where it cannot be known."""
+    """Standard error; nan where it is unknown."""
     freedom: float
     """Degrees of freedom of Student's t."""
 
     def speedup(self, confidence: float = CONFIDENCE) -> Ratio:
-        """How many times as fast as A B is, with its two-sided interval: what tables, sentences and JSON show."""
+        """Returns A's time over B's with its two-sided interval, as tables, sentences and JSON show it."""
         return self.ratio(confidence).inverse
 
     def verdict(self, confidence: float = CONFIDENCE) -> Verdict:
-        """What is proven of B where nothing else was looked at."""
+        """Returns the proven difference of B, where nothing else was looked at."""
         if not self.p_value < 1 - confidence:
             return UNPROVEN
         return "slower" if self.log > 0 else "faster"
 
     def minus(self, other: "Estimate") -> "Estimate":
-        """The difference from an independent estimate, with Welch's degrees of freedom."""
+        """Returns the difference from an independent estimate, with Welch's degrees of freedom."""
         parts = [(each.error**2, each.freedom) for each in (self, other)]
         error, freedom = _sum_of(parts)
         return Estimate(self.log - other.log, error, freedom)
 
     def ratio(self, confidence: float = CONFIDENCE) -> Ratio:
-        """B's time over A's with its two-sided interval."""
+        """Returns B's time over A's with its two-sided interval."""
         if math.isnan(self.error):
             return Ratio(math.exp(self.log), math.nan, math.nan)
         half = student_t((1 + confidence) / 2, self.freedom) * self.error
         return Ratio(math.exp(self.log), math.exp(self.log - half), math.exp(self.log + half))
 
     def scaled(self, factor: float) -> "Estimate":
-        """The estimate of B times a known factor over A."""
+        """Returns the estimate for B's time multiplied by a known factor."""
         return Estimate(self.log + math.log(factor), self.error, self.freedom)
 
     @property
     def p_value(self) -> float:
-        """Two-sided p value of no difference; nan where it cannot be known."""
+        """Two-sided p value of no difference; nan where it is unknown."""
         return math.nan if math.isnan(self.error) else min(1.0, 2 * min(self.p_at_least(1.0), self.p_at_most(1.0)))
 
     def p_at_least(self, ratio: float) -> float:
-        """One-sided p value of B being `ratio` times A or more: small where B is proven to be less."""
+        """Returns the one-sided p value of B being `ratio` times A or more: small where B is proven to be less."""
         return _one_sided_p(self.log - math.log(ratio), self.error, self.freedom)
 
     def p_at_most(self, ratio: float) -> float:
-        """One-sided p value of B being `ratio` times A or less: small where B is proven to be more."""
+        """Returns the one-sided p value of B being `ratio` times A or less: small where B is proven to be more."""
         return _one_sided_p(math.log(ratio) - self.log, self.error, self.freedom)
 
     def p_not_equivalent(self, margin: float) -> float:
-        """p value of a difference of `margin` (0.02: 2 %) or more, either way: small where both are equivalent.
+        """Returns the p value of a difference of `margin` (0.02: 2 %) or more, either way: small where both are
+        equivalent.
 
         The larger one of two one-sided tests (TOST: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15(6),
         1987), against 1 + margin and its reciprocal.
@@ -98,7 +99,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What can be said of B over A."""
+    """The comparison of B with A."""
 
     estimates: dict[Metric, Estimate]
     runs: tuple[int, int]
@@ -112,7 +113,7 @@ class Comparison:
         return {metric: estimate.ratio() for metric, estimate in self.estimates.items()}
 
     def minus(self, other: "Comparison") -> "Comparison":
-        """The difference of differences: B over A in this comparison, less B over A in another one."""
+        """Returns the difference of differences: B over A in this comparison, less B over A in another one."""
         return Comparison(
             estimates={metric: each.minus(other.estimates[metric]) for metric, each in self.estimates.items()},
             runs=(min(self.runs), min(other.runs)),
@@ -121,27 +122,29 @@ class Comparison:
         )
 
     def spread(self, estimate: Estimate) -> float:
-        """Standard deviation between runs behind an estimate of this comparison; of pairs, of their differences."""
+        """Returns the standard deviation between runs behind an estimate of this comparison; for pairs, of their
+        differences."""
         a, b = self.runs
         return estimate.error / math.sqrt(1 / a if self.paired else 1 / a + 1 / b)
 
 
 def mean_statistics(runs: Sequence[np.ndarray]) -> dict[Metric, float]:
-    """The four metrics of runs, each the geometric mean over the runs; a run is its latencies [n], in milliseconds."""
+    """Returns the four metrics of runs, each the geometric mean over the runs; a run is its latencies [n], in
+    milliseconds."""
     of_runs = [summary_statistics(run) for run in runs]
     return {metric: float(np.exp(np.mean([np.log(each[metric]) for each in of_runs]))) for metric in METRICS}
 
 
 def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = False) -> Comparison:
-    """Ratio of B's metrics over A's, each with its 95 % interval.
+    """Returns the ratios of B's metrics over A's, each with its 95 % interval.
 
-    a, b: the runs of a side, each its latencies [n] after the warm-up, in milliseconds; a run of which only the mean
-    is known is a series of length one. A side's metric is the geometric mean over its runs. paired: run i of A and run
-    i of B were neighbours in time, so that the machine's drift cancels in their ratio; needs equally many. ValueError
-    if a run is empty, or pairs are not.
+    a, b: the runs of a side, each its latencies [n] after the warm-up, in milliseconds; a run of which only the mean is
+    known is a series of length one. A side's metric is the geometric mean over its runs. paired: run i of A and run i
+    of B were neighbours in time, so that the machine's drift cancels in their ratio; needs equally many. ValueError if
+    a run is empty, or pairs are not.
 
     The interval is that of Student's t: of the pairs' differences, or Welch's for two sides that are not paired. With
-    one run on a side only its iterations can tell, and between_runs is False.
+    one run on a side the interval is that of its iterations, and between_runs is False.
     """
     if not a or not b or any(len(run) == 0 for run in (*a, *b)):
         raise ValueError("a comparison needs at least one run with one timed iteration on each side")
@@ -162,14 +165,15 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
 
 
 def student_t(probability: float, freedom: float) -> float:
-    """Quantile of Student's t distribution; of the normal distribution for infinite degrees of freedom."""
+    """Returns a quantile of Student's t distribution; of the normal distribution for infinite degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(min(freedom, 1e12), probability))
 
 
 def _one_sided_p(distance: float, error: float, freedom: float) -> float:
-    """Probability of a t statistic at most this many standard errors above nothing; nan where it is not known."""
+    """Returns the probability of a t statistic of at most this number of standard errors above zero; nan where it is
+    unknown."""
     if math.isnan(error):
         return math.nan
     if error == 0:
@@ -192,8 +196,8 @@ def welch(a: np.ndarray, b: np.ndarray) -> Estimate:
 
 
 def _sum_of(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the standard error of a sum of independent parts, each (variance, degrees of freedom), and its degrees
-    of freedom; (nan, nan) where a part is not known."""
+    """Returns the standard error of a sum of independent parts, each (variance, degrees of freedom), and its degrees of
+    freedom; (nan, nan) where a part is unknown."""
     total = sum(each for each, _ in variances)
     if math.isnan(total):
         return math.nan, math.nan
@@ -202,7 +206,7 @@ def _sum_of(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _of_these_runs(a: Sequence[np.ndarray], b: Sequence[np.ndarray], metric: Metric, log: float) -> Estimate:
-    """What the iterations of these runs tell of their own ratio, with Welch's degrees of freedom."""
+    """Returns the estimate of these runs' own ratio by their iterations, with Welch's degrees of freedom."""
     parts = []
     for side in (a, b):
         for run in side:

@@ -1,4 +1,4 @@
-"""What runs of one program differ by, level by level: iterations, processes, machines.
+"""The spread of runs of one program, level by level: iterations, processes, machines.
 
 The levels are those of Kalibera and Jones (Rigorous Benchmarking in Reasonable Time, ISMM 2013): each repetition of a
 higher level repeats the lower ones, and more of a lower level cannot make up for the spread of a higher one.
@@ -15,17 +15,17 @@ from .series import CONFIDENCE, Metric, spread_of_log, summary_statistics
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Standard deviation that each level adds to the logarithm of one run's metric; None where it cannot be known."""
+    """Standard deviation that each level adds to the logarithm of one run's metric; None where it is unknown."""
 
     iteration: float | None
-    """Variance by the chance of the run's iterations: what longer runs would lessen."""
+    """Part by the chance of the run's iterations, which longer runs reduce."""
     process: float | None
-    """Variance by being another process, at another time: what only more runs lessen."""
+    """Part by another process at another time, which only more runs reduce."""
     machine: float | None
-    """Variance by running on another machine: what only more machines lessen."""
+    """Part by another machine, which only more machines reduce."""
 
     def in_words(self) -> str:
-        """Such as 'iterations 0.4 %, processes 3.1 %, machines unknown'."""
+        """Returns text such as 'iterations 0.4 %, processes 3.1 %, machines unknown'."""
         named = (("iterations", self.iteration), ("processes", self.process), ("machines", self.machine))
         return ", ".join(f"{name} {'unknown' if value is None else f'{value:.2%}'}" for name, value in named)
 
@@ -33,10 +33,10 @@ class Levels:
 def levels(runs: Sequence[np.ndarray], metric: Metric, machines: Sequence[Hashable]) -> Levels:
     """Splits the variance of runs' log metric by level.
 
-    runs: latencies [n] of each. machines: on which machine each ran. Of an iterations' share, that of a run's own
-    error (bench/stats/series.py) takes the place of Kalibera and Jones's variance over n, because iterations are
-    correlated; the rest follows their section 6.2: the share of a level is what is seen there less what the levels
-    below already explain, and never less than nothing.
+    runs: latencies [n] of each. machines: the machine of each run. The iterations' share is a run's own error
+    (bench/stats/series.py) in place of Kalibera and Jones's variance over n, because iterations are correlated; the
+    rest follows their section 6.2: the share of a level is the variance seen there less the part that the levels below
+    explain, and never below zero.
     """
     logs = np.array([math.log(summary_statistics(run)[metric]) for run in runs])
     errors = np.array([spread_of_log(run, metric).error for run in runs])
@@ -57,8 +57,8 @@ def levels(runs: Sequence[np.ndarray], metric: Metric, machines: Sequence[Hashab
 def agree_by_luck(between: float, within: float, freedom: float) -> bool:
     """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ.
 
-    between: standard deviation of the runs' log metric, or of their pairs' differences, of so many degrees of freedom.
-    within: what the chance of their iterations makes of it. An interval from such runs is too narrow.
+    between: standard deviation of the runs' log metric, or of their pairs' differences, with `freedom` degrees of
+    freedom. within: the part of it by the chance of their iterations. An interval from such runs is too narrow.
     """
     if within == 0:
         return False

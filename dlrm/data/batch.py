@@ -15,7 +15,7 @@ _ITEM_BYTES = 4
 
 
 class BatchLayout:
-    """Where the fields of a batch lie in its buffer: one after the other, each aligned."""
+    """The offsets of a batch's fields in its buffer: one after the other, each aligned."""
 
     def __init__(self, batch_size: int, model: BatchFields) -> None:
         self.batch_size = batch_size
@@ -38,9 +38,9 @@ class Batch:
     """
 
     storage: Tensor
-    """uint8 [storage_bytes(B, model)], the one buffer that all fields are views of."""
+    """uint8 [storage_bytes(B, model)], the one buffer of which all fields are views."""
     layout: BatchLayout
-    """Where these lie in it."""
+    """The offsets of the fields."""
     num_valid: int
     """The first num_valid samples are real; the others pad the last evaluation batch."""
 
@@ -80,7 +80,7 @@ class Batch:
 
     @classmethod
     def over(cls, storage: Tensor, layout: BatchLayout, num_valid: int | None = None) -> "Batch":
-        """The batch that `storage` holds, on whatever device: for a copy of another batch's whole buffer."""
+        """Returns the batch in `storage`, on any device: for a copy of another batch's whole buffer."""
         assert storage.shape == (layout.end,)
         return cls(storage, layout, layout.batch_size if num_valid is None else num_valid)
 
@@ -91,7 +91,7 @@ def storage_bytes(batch_size: int, model: BatchFields) -> int:
 
 
 def feature_blocks(ids: Tensor, multi_hot_sizes: Sequence[int]) -> list[Tensor]:
-    """Views [B, multi_hot_sizes[f]] of a batch's ids, one for each feature."""
+    """Returns views [B, multi_hot_sizes[f]] of a batch's ids, one for each feature."""
     batch_size = ids.numel() // sum(multi_hot_sizes)
     blocks = ids.split([batch_size * size for size in multi_hot_sizes])
     return [block.view(batch_size, size) for block, size in zip(blocks, multi_hot_sizes, strict=True)]

@@ -17,5 +17,5 @@ class BatchFields(Protocol):
 
     @property
     def batch_fields(self) -> tuple[Field, ...]:
-        """The fields, in the order in which they lie in the buffer. `labels` and `ids` are among them."""
+        """The fields, in their order in the buffer. `labels` and `ids` are among them."""
         ...

@@ -1,4 +1,4 @@
-"""Checksums of data files: of all bytes, and of a few blocks, which takes milliseconds whatever the file's size."""
+"""Checksums of data files: of all bytes, and of a few blocks, which takes milliseconds for any size of file."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ SAMPLE_BLOCK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a manifest knows of a file."""
+    """A manifest's entry for a file."""
 
     bytes: int
     """Its size."""
@@ -27,7 +27,7 @@ class Checksum:
 
 
 def checksum(path: Path) -> Checksum:
-    """Read a whole file; about 1 GB/s on one core."""
+    """Reads a whole file; about 1 GB/s on one core."""
     with path.open("rb") as file:
         whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
     return Checksum(path.stat().st_size, whole.hexdigest(), sample_checksum(path))
@@ -47,9 +47,9 @@ def sample_checksum(path: Path) -> str:
 def changed_files(
     directory: Path, known: Mapping[str, Checksum], names: Iterable[str], *, whole: bool = False
 ) -> Iterator[str]:
-    """One line for each of the files `names` that is not what is known of it, with what to do.
+    """Yields a line for each of the files `names` that differs from its entry, with the fix.
 
-    Compares sizes and, by default, samples alone; `whole` compares all bytes. Names that are not known are left out.
+    Compares sizes and, by default, samples alone; `whole` compares all bytes. Names without an entry are left out.
     """
     for name in names:
         if name not in known:

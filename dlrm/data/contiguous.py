@@ -1,9 +1,9 @@
 """Contiguous ids: the hashes of a feature, numbered in the order in which they first appear.
 
 BinaryCriteoUtils.sparse_to_contiguous of torchrec.datasets.criteo does this with Python dictionaries over whole days in
-memory. Here a feature's hashes pass by in pieces, and what grows is one hash table of 8 bytes a slot, two to four slots
-for each distinct hash until they are 2^29 (4.3 GB, enough for 400 million; Criteo's largest feature has 293 million).
-numpy has no hash table and pandas, polars and Arrow none that takes more keys later, hence this one: open addressing,
+memory. Here a feature's hashes come in pieces, and only one hash table grows, of 8 bytes a slot, two to four slots for
+each distinct hash until they are 2^29 (4.3 GB, enough for 400 million; Criteo's largest feature has 293 million). numpy
+has no hash table, and those of pandas, polars and Arrow take no more keys later, hence this one: open addressing,
 linear probing, all keys of a piece at once.
 """
 
@@ -45,7 +45,7 @@ class Numbering:
         return numbers
 
     def _find(self, hashes: Hashes) -> Numbers:
-        """Numbers [n]; 0 for hashes that have none."""
+        """Returns the numbers [n] of hashes; 0 for unknown ones."""
         numbers = np.zeros(len(hashes), dtype=np.uint32)
         slots = self._home(hashes)
         entries = self._slots[slots]

@@ -1,11 +1,11 @@
-"""Which samples each rank reads, in which order: what every benchmark's data offers the training loop."""
+"""The samples of each rank, in their order: the interface between a benchmark's data and the training loop."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, TypedDict
 
 
 class FileContent(TypedDict):
-    """What tells a data file from another one of its name."""
+    """The fingerprint of a data file, which tells it from others of its name."""
 
     sample: str
     """Checksum.sample of dlrm/data/checksums.py."""
@@ -28,17 +28,17 @@ class Dataset(Protocol):
     """
 
     train_samples: int | None
-    """Samples of one epoch; None without end."""
+    """Number of samples of one epoch; None without end."""
     eval_samples: int
-    """Samples of one evaluation."""
+    """Number of samples of one evaluation."""
     best_auc: float | None
     """The AUC of the true probabilities on the evaluation samples, where a generator knows it."""
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Any]:
-        """One epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
+        """Returns one epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
         ...
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Any]:
-        """One evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
+        """Returns one evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
         samples are real, possibly none, and the others have id 0, dense 0 and label 0."""
         ...

@@ -48,7 +48,8 @@ def hashed_ids(first: NDArray[np.int32], count: int, rows: int, salt: int) -> ND
 
 
 def log_counts(rng: np.random.Generator, samples: int, features: int) -> NDArray[np.float32]:
-    """[samples, features]: log(1 + n) of log-normal counts n, small ones in the first column, larger ones in the last.
+    """Returns [samples, features]: log(1 + n) of log-normal counts n, small in the first column, larger towards the
+    last.
 
     As in Criteo's transformed features, values are not negative, many are zero, and the right tail is long.
     """

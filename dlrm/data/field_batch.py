@@ -17,7 +17,7 @@ class FieldBatch(Pipelineable):
     def to(
         self, device: torch.device, non_blocking: bool = False, data_copy_stream: torch.cuda.Stream | None = None
     ) -> Self:
-        """A copy on `device`; with a stream, in memory of the current stream, copied on that one."""
+        """Returns a copy on `device`; with a stream, in memory of the current stream, copied on that stream."""
         if data_copy_stream is None:
             return type(self)(*(part.to(device=device, non_blocking=non_blocking) for part in self.parts()))
         targets = [empty_like(part, device) for part in self.parts()]

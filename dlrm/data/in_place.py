@@ -1,4 +1,4 @@
-"""Copies of batches in memory of one stream by another one: TorchRec's in-place copies (enable_inplace_copy_batch)."""
+"""Copies of batches by one stream into memory of another: TorchRec's in-place copies (enable_inplace_copy_batch)."""
 
 from collections.abc import Sequence
 from typing import TypeVar

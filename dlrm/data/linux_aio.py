@@ -1,11 +1,11 @@
 """Many reads of files in one system call, by Linux's asynchronous I/O (man 2 io_submit).
 
-What the page cache has is read within io_submit itself: one call copies all ranges to where they are wanted, and holds
-Python's interpreter lock at no time. A call a range would give the lock up and win it back as often, against the
-thread that launches the training. io_uring could do the same, but containers usually forbid it.
+io_submit itself reads what the page cache has: one call copies all ranges to their destinations, and never holds
+Python's interpreter lock. A call for each range would release and retake the lock as often, against the thread that
+launches the training. io_uring could do the same, but containers usually forbid it.
 
-What a call needs of the kernel is kept for the next one, of whatever thread, as long as the process lives: to give it
-back takes the kernel 30 to 80 ms (io_destroy waits until no CPU uses it), and an evaluation has readers of its own.
+The kernel context of a call is kept for the next one, of any thread, as long as the process lives: the kernel takes 30
+to 80 ms to free it (io_destroy waits until no CPU uses it), and an evaluation has its own readers.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ for _syscall in (_unlocked, _locked):
     _syscall.restype = ctypes.c_long
 
 _idle: "list[_Reader | None]" = []
-"""Readers that no call uses, and None for one that the system refused; at most as many as threads have read at once."""
+"""Idle readers, and None for one that the system refused; at most as many as threads have read at once."""
 os.register_at_fork(after_in_child=_idle.clear)  # The kernel does not hand contexts down.
 
 
@@ -57,9 +57,9 @@ def read_ranges(
 ) -> NDArray[np.int64]:
     """Reads sizes[i] bytes of the file with descriptor files[i], from byte offsets[i] on, to memory at addresses[i].
 
-    Returns how many bytes of each range came: fewer than asked where the file ends, or the page cache does not have the
-    rest; none or a negative number where it cannot be read, or the system has no asynchronous I/O. What is missing is
-    for the caller to read by other means, which also tell why. Any number of threads may call.
+    Returns the number of bytes of each range that were read: fewer than asked where the file ends, or the page cache
+    lacks the rest; 0 or a negative number where it cannot be read, or the system has no asynchronous I/O. The caller
+    reads the missing bytes by other means, which also give the reason. For any number of threads.
     """
     try:
         reader = _idle.pop()
@@ -103,7 +103,7 @@ class _Reader:
         addresses: NDArray[np.int64],
         sizes: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Does what read_ranges says."""
+        """See read_ranges."""
         done = np.zeros(len(sizes), dtype=np.int64)
         for start in range(0, len(sizes), self.CAPACITY):
             some = slice(start, start + self.CAPACITY)

@@ -22,8 +22,8 @@ class _End:
 
 
 class _Lane(Generic[T]):
-    """What one reader thread and the consumer share: the reader takes a ticket for each result, and the consumer gives
-    it back.
+    """The queues between one reader thread and the consumer: the reader takes a ticket for each result, and the
+    consumer returns it.
 
     Two C queues rather than one bounded Queue, whose Python locks would cost the launching thread several microseconds
     a batch.
@@ -39,16 +39,16 @@ class _Lane(Generic[T]):
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """Iterates over `transform(batch) for batch in batches`, up to `depth` results ahead, on threads of its own.
+    """Iterates over `transform(batch) for batch in batches`, up to `depth` results ahead, on its own threads.
 
-    A Sequence is read by several threads, each of which reads every so manieth batch; an iterator by one. Order is
-    kept. An exception of `batches` or `transform` arrives in its turn, after the results before it, as the same object
-    with the reader's traceback. Close it, or use it as a context manager; closing waits for the batches in work, drops
-    what is ready, and ends the iteration. One left open is closed when collected, or at exit.
+    A Sequence is read by several threads, in turn; an iterator by one. Order is kept. An exception of `batches` or
+    `transform` arrives in its turn, after the results before it, as the same object with the reader's traceback. Close
+    it, or use it as a context manager; closing waits for the batches being read, drops the ready ones, and ends the
+    iteration. An open one is closed when collected, or at exit.
     """
 
     def __init__(self, batches: Iterable[S], transform: Callable[[S], T], depth: int, threads: int = 1) -> None:
-        """threads: at most so many, and not more than `depth`; `transform` runs on all of them."""
+        """threads: their largest number, not more than `depth`; `transform` runs on all of them."""
         assert depth > 0
         assert threads > 0
         count = min(threads, depth) if isinstance(batches, Sequence) else 1

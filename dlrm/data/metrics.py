@@ -6,14 +6,15 @@ from torch import Tensor
 
 
 def exact_auc(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve: the chance that a positive sample scores above a negative one, ties counting half.
+    """Returns the area under the ROC curve: the chance that a positive sample scores above a negative one, ties
+    counting half.
 
-    scores: floating point [N]; any increasing function of the probability (logits serve) gives the same AUC.
-    labels: [N], 1 positive and 0 negative.
+    scores: floating point [N]; any increasing function of the probability, such as logits, gives the same AUC. labels:
+    [N], 1 positive and 0 negative.
 
     The Mann-Whitney statistic, doubled so that ties stay whole numbers, is summed in int64: exact up to the final
-    division for 2 * positives * negatives < 2^63, far above the 89 million samples that MLPerf evaluates.
-    Raises ValueError for NaN scores and where one of the classes is empty.
+    division for 2 * positives * negatives < 2^63, far above the 89 million samples that MLPerf evaluates. Raises
+    ValueError for NaN scores and where one of the classes is empty.
     """
     if scores.isnan().any():
         raise ValueError("the AUC is undefined: some scores are NaN; if a model gave them, its training diverged")

@@ -1,4 +1,4 @@
-"""Arrays in .npy form, alone in a file or inside an uncompressed zip: written in pieces, read where they lie."""
+"""Arrays in .npy form, alone in a file or inside an uncompressed zip: written in pieces, read in place."""
 
 import os
 import struct
@@ -31,9 +31,9 @@ def write_header(file: IO[bytes], dtype: DTypeLike, shape: tuple[int, ...]) -> N
 class ArrayFile:
     """A C-ordered .npy array [N, columns] on disk, open for reading by any number of threads at once.
 
-    Reads rather than a memory map: the kernel copies straight to where the rows are wanted, without a page fault and
+    Reads rather than a memory map: the kernel copies straight to the destination of the rows, without a page fault and
     without Python's interpreter lock, and a file that is cut short under the reader is an error, where a map kills the
-    process. RowFiles reads several in one system call, this class what that leaves.
+    process. RowFiles reads several in one system call; this class reads the rest.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ArrayFile:
             done += self._read(position + done, out.data.cast("B")[done:])
 
     def _read(self, position: int, out: memoryview) -> int:
-        """Returns how many bytes came, at least one."""
+        """Returns the number of bytes read, at least one."""
         try:
             count = os.preadv(self.file.fileno(), (out,), position)
         except OSError as error:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def why_not(path: Path) -> str:
-    """Returns what is wrong with a path that is not of the kind wanted, to follow its name: 'does not exist', say.
+    """Returns why a path is not of the kind wanted, to follow its name: 'does not exist', say.
 
-    Path.exists and its kin answer False for a loop of links and for a directory that may not be entered too.
+    Path.exists and the like return False for a loop of links and for a directory that may not be entered, too.
     """
     try:
         path.stat()

@@ -20,13 +20,13 @@ class RateColumn(ProgressColumn):
     """Work done in a second."""
 
     def render(self, task: Task) -> Text:
-        """The rate of a task whose fields say what is counted."""
+        """Returns the rate of a task, in the unit of its fields."""
         return Text(_rate(task.finished_speed or task.speed, task.fields["unit"], task.fields["scale"]))
 
 
 @contextmanager
 def step(title: str, total: float, unit: str, scale: float = 1e6) -> Iterator[Advance]:
-    """One step of `total` pieces of work; yields the function to call with each number of pieces done.
+    """Shows one step of `total` pieces of work; yields the function to call with each number of pieces done.
 
     Rates are shown as pieces / scale in a second, in `unit`.
     """

@@ -8,7 +8,7 @@ from dlrm_bench.dlrm.data.steps import Advance
 
 
 class _StoppedError(Exception):
-    """Ends a piece of work after another one has failed."""
+    """Raised in a piece of work after another one has failed, to end it."""
 
 
 def run_all(work: Callable[[int, Advance], None], items: Iterable[int], advance: Advance, workers: int) -> None:

@@ -9,6 +9,7 @@ from dlrm_bench.dlrm.dcnv2 import ruleset, work
 from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.dlrm.dcnv2.presets import PRESETS
 from dlrm_bench.dlrm.dcnv2.static_check import check_static
+from dlrm_bench.dlrm.dcnv2.static_schedule import static_schedule
 
 
 def _parts() -> Parts:
@@ -30,4 +31,5 @@ DCNV2 = Benchmark(
     parts=_parts,
     data_command=_data_command,
     check_static=check_static,
+    static_parts=lambda samples, options: static_schedule(samples, options).parts,
 )

@@ -1,4 +1,4 @@
-"""The streams and barriers of DLRM-DCNv2's stage 3, beside those of the static pipeline, which lends it `Streams`.
+"""The streams and barriers of DLRM-DCNv2's stage 3. The static pipeline, which has its own, lends it `Streams`.
 
 Functions return the values of a layer or bucket. pipeline/static/CONCURRENCY.md draws an iteration with all of them.
 """
@@ -29,7 +29,7 @@ def top_update(first: int) -> Stream:
 
 
 def cross_gradients(layer: int) -> Stream:
-    """The stream of a cross layer's weight gradients, where layers have room beside one another."""
+    """Returns the stream of a cross layer's weight gradients, where several layers' run in parallel."""
     name = f"cross {layer} gradients"
     return Stream(name=name, priority=Priority.WEIGHT_GRADIENTS, carries="weight gradients of a cross layer")
 

@@ -28,7 +28,8 @@ class ModelConfig:
     multi_hot_sizes: tuple[int, ...]
     """Ids per sample of each categorical feature (fixed, MLPerf's multi-hot sizes)."""
     table_scale: float = 1.0
-    """Factor on every table's rows (at least one row stays); below 1 it fits the tables on smaller GPUs."""
+    """Factor on every table's number of rows, of which at least one stays; below 1 it fits the tables on smaller
+    GPUs."""
     embedding_dim: int = 128
     """Columns of every embedding table."""
     dense_in_features: int = 13
@@ -90,7 +91,7 @@ class ModelConfig:
 
     @property
     def batch_fields(self) -> tuple[Field, ...]:
-        """The fields of a batch, in the order in which they lie in its buffer."""
+        """The fields of a batch, in their order in its buffer."""
         return (
             Field("dense", "float32", self.dense_in_features),
             Field("labels", "float32", 1),
@@ -109,7 +110,7 @@ class ModelConfig:
 
     @property
     def ids_per_sample(self) -> int:
-        """Ids of one sample over all features (214 in the MLPerf model)."""
+        """Number of ids of one sample over all features (214 in the MLPerf model)."""
         return sum(self.multi_hot_sizes)
 
 
@@ -131,7 +132,7 @@ class DataConfig:
     random_batches: int = 32
     """Distinct batches of source random; they are drawn before the run and used in turn."""
     random_skew: float = 1.05
-    """Zipf exponent of a feature's first id under source random; random_ids says what the other ids are."""
+    """Zipf exponent of a feature's first id under source random; random_ids is about the other ids."""
     random_ids: RandomIds = "expanded"
     """A feature's ids after the first under source random. expanded: a fixed function of the first id, as in MLPerf's
     files, so that they repeat as often as it does. uniform: drawn anew for each sample, which names about twice as many
@@ -156,7 +157,7 @@ class DataConfig:
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Names of the fields that say which samples are trained on, in which order."""
+        """Names of the fields that determine the samples and their order."""
         return ("source", "train_days", "random_batches", "random_skew", "random_ids")
 
     @property
@@ -166,8 +167,8 @@ class DataConfig:
 
     @property
     def id_statistics(self) -> IdStatistics:
-        """How often the ids of a run's batches name the same rows. Files are taken for what random batches imitate:
-        expanded ids of skewed first ids."""
+        """How often the ids of a run's batches name the same rows. Files are taken to be like random batches: expanded
+        ids of skewed first ids."""
         expanded = self.source != "random" or self.random_ids == "expanded"
         return IdStatistics(skew=self.random_skew, expanded=expanded)
 
@@ -187,7 +188,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_learning_rate(self.learning_rate)
         require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
-        # A quotient of 0 by less is NaN in float32, and one by a subnormal number on some GPUs' fast paths.
+        # 0 divided by less is NaN in float32, and by a subnormal number on some GPUs' fast paths.
         require(
             2**-126 <= self.eps < 2**128,
             f"--optimizer.eps is {self.eps}: it must be a normal number of float32, 1.2e-38 to 3.4e38, as gradients of "
@@ -206,4 +207,4 @@ class OptimizerConfig:
 
 
 DcnTraining = TrainingConfig[ModelConfig, DataConfig, OptimizerConfig]
-"""What DLRM-DCNv2 trains."""
+"""The training configuration of DLRM-DCNv2."""

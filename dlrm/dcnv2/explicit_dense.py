@@ -1,17 +1,18 @@
 """The dense network with its backward written out, on flat buffers.
 
 Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
-chain that the embeddings wait for comes first, weight gradients run beside it or beside what follows.
+chain that the embeddings wait for comes first, weight gradients run beside it or beside later work.
 
-Weights and gradients lie in flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients become
+Weights and gradients are in flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients become
 ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
-reduce-scatter gives each rank the summed gradient of its slice of a bucket, it alone keeps the slice's master weights
-and Adagrad state, and an all-gather brings the new weights back. The two collectives move what one all-reduce moves,
-and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on every rank.
+reduce-scatter gives each rank the summed gradient of its slice of a bucket, only that rank keeps the slice's master
+weights and Adagrad state, and an all-gather brings the new weights back. The two collectives move as many bytes as one
+all-reduce, and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on
+every rank.
 
-In peer memory one kernel does all three. An exchange more costs little there: each cross layer is a bucket, and the
-bottom MLP's update is sharded too. Of small batches, whose exchanges take longer than the backward before them, the top
-MLP's first layer, which has most of its weights, is a bucket of its own.
+In peer memory one kernel does all three. An additional exchange costs little there: each cross layer is a bucket, and
+the bottom MLP's update is sharded too. For small batches, whose exchanges take longer than the backward before them,
+the top MLP's first layer, which has most of its weights, is its own bucket.
 """
 
 import torch
@@ -42,8 +43,8 @@ class ExplicitDense:
     `x0` [batch, (features + 1) * dim] is the interaction's input: `bottom_forward` fills its first dim columns, the
     caller the pooled vectors after them. `dx0`, of its shape, is the gradient by it.
 
-    The chain from x0 to dx0 can go in `parts`, equal ranges of rows, each in the order of the methods below, beside or
-    after one another; weight gradients come once all parts are through, for the whole batch.
+    The chain from x0 to dx0 can go in `parts`, equal ranges of rows, each in the order of the methods below, in
+    parallel or in sequence; weight gradients of the whole batch come after all parts.
     """
 
     in_eight_bits = False
@@ -60,11 +61,10 @@ class ExplicitDense:
     ) -> None:
         """Collective.
 
-        memory: for the update and, on one node, for x0, whose pooled vectors the ranks that look them up may then
-        write.
+        memory: for the update and, on one node, for x0, into which the owner ranks then write pooled vectors.
         """
         self.model, self.shape = model, shape
-        # Other nodes do not reach x0: what they look up comes by a collective.
+        # Other nodes do not reach x0: their pooled vectors come by a collective.
         self._memory = memory if ranks.nodes == 1 else None
         self.global_batch_size = shape.samples * ranks.world_size
         dtype = shape.dtype
@@ -87,8 +87,8 @@ class ExplicitDense:
             apart = groups if memory else [range(groups[-1].stop)]
             return {tuple(layers): bucket(part, tuple(layers)) for layers in apart if layers}
 
-        # Without peer memory each bucket has a group of its own: collectives of one group queue after one another. Over
-        # nodes they would share the network anyway, and one group is set up sooner than six.
+        # Without peer memory each bucket has its own process group: collectives of one group queue after one another.
+        # Over nodes they would share the network anyway, and one group is set up sooner than six.
         across = ranks.new_group_across_nodes() if memory and ranks.nodes > 1 else None
         layers, top = range(model.cross_layers), len(model.top_mlp)
         # Whole batches, not parts, are small: 0.483 ms, not 0.501, at 512 samples a GPU; 2.918, not 2.903, at 6912.
@@ -101,7 +101,7 @@ class ExplicitDense:
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         self.tallies = Tallies(self._rounded(), ranks.device)
-        """Of the updates' gradients, and of what is rounded to eight bits."""
+        """Tallies of the updates' gradients, and of tensors that are rounded to eight bits."""
         self._rows = shape.rows
         self._make_buffers(ranks.device)
 
@@ -212,7 +212,7 @@ class ExplicitDense:
         self.x0[:, : self.model.embedding_dim].copy_(self._bottom[-1])
 
     def cross_forward(self, layer: int, part: int = 0) -> None:
-        """One layer of the cross network over x0, first layer first."""
+        """Computes one layer of the cross network over x0, first layer first."""
         rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
         x, u, y, out = (t[rows] for t in (self._x[layer], self._u[layer], self._y[layer], self._x[layer + 1]))
         torch.mm(x, v.t(), out=u)
@@ -268,9 +268,9 @@ class ExplicitDense:
             mlp.bias_relu_backward(dh, self._top[layer][rows], dh, self._partials[f"top_mlp.{layer - 1}"][part])
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
-        """One cross layer, last layer first; keeps what its `cross_weight_gradients` needs.
+        """Computes the backward of one cross layer, last layer first; keeps the inputs of its `cross_weight_gradients`.
 
-        What reaches x0 directly is collected in dx0 on the way, which the first layer makes the whole gradient by x0.
+        Gradients by x0 itself are summed in dx0 meanwhile; the first layer completes it.
         """
         rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
         x0, dx0, dx, y, du = (t[rows] for t in (self.x0, self.dx0, self._dx[layer], self._y[layer], self._du[layer]))
@@ -284,7 +284,7 @@ class ExplicitDense:
         (dx0 if first else dx).addmm_(du, v)
 
     def _fused_cross_backward(self, layer: int, part: int) -> None:
-        """Each layer's leaves the gradient by the y of the layer before, the first one's the gradient by x0."""
+        """Each layer's computes the gradient by the y of the layer before, the first layer's the gradient by x0."""
         rows, v, w = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w"))
         x0, dx, dy, du = (t[rows] for t in (self.x0, self._dx[layer], self._dy[layer], self._du[layer]))
         if layer == self.model.cross_layers - 1:

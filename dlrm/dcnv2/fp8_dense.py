@@ -25,12 +25,13 @@ from dlrm_bench.kernels.dense.fp8_weights import WeightCopies, WeightCopy, fp8_w
 # labels, learnt by heart, layers' outputs came to 448, y to 176, u to 26, and weights to 0.15.
 ACTIVATIONS = 1.0
 WEIGHTS = 64.0
-"""Of numbers up to 7."""
+"""Scale of weights: of numbers up to 7."""
 GRADIENTS = 4096.0
-"""Over the samples of the global batch, as gradients are of its mean loss: of numbers up to 14 of a sample's own."""
+"""Scale of gradients, over the samples of the global batch, whose mean loss they are of: of numbers up to 14 a
+sample."""
 
 _OF_LAYER = ("x", "u", "y", "dy", "du", "v", "w")
-"""What a cross layer has in eight bits."""
+"""Tensors of a cross layer in eight bits."""
 
 
 class Fp8Dense(ExplicitDense):
@@ -75,13 +76,13 @@ class Fp8Dense(ExplicitDense):
         self._u8 = [activations(f"cross.{layer}.u", rank) for layer in layers]
         self._du8 = [gradient(f"cross.{layer}.du", rank) for layer in layers]
         self._y8 = [tiles(layer) for layer in layers]
-        """By layer and part."""
+        """Each y in eight bits, by layer and part."""
         self._dy8 = [gradient(f"cross.{layer}.dy", width) for layer in layers]
         self._dz8 = gradient("top_mlp.0.dz", hidden)
         self._v8, self._w8 = ([copy(f"cross.{layer}.{name}") for layer in layers] for name in ("v", "w"))
         self._top8 = copy("top_mlp.0.weight")
         self._copies = WeightCopies([*self._v8, *self._w8, self._top8])
-        # What is in eight bits only.
+        # Tensors that exist in eight bits only.
         self._u, self._du, self._y, self._dy = [], [], [], []
         sizes = {f"cross.{layers[-1]}": (fused_cross.partial_rows(rows, width, device), width)}
         if len(model.top_mlp) > 2:  # else the loss leaves this layer's bias gradient
@@ -118,7 +119,7 @@ class Fp8Dense(ExplicitDense):
         fp8_product(x8.plain, self._top8.plain, self._top[1][rows], bias)
 
     def top_backward(self, part: int = 0) -> None:
-        """See ExplicitDense; leaves the gradient by the last cross layer's y, too."""
+        """See ExplicitDense; also computes the gradient by the last cross layer's y."""
         if len(self.model.top_mlp) == 2:  # the gradient that the loss leaves in bf16
             rows = self._rows[part]
             fp8_copies(self._dz_top[1][rows], self._dz8.rows(rows))
@@ -138,7 +139,7 @@ class Fp8Dense(ExplicitDense):
             super()._top_layer_backward(layer, part)
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
-        """See ExplicitDense; each layer's leaves the gradient by the y of the layer before."""
+        """See ExplicitDense; each layer's computes the gradient by the y of the layer before."""
         rows, v, x0 = self._rows[part], self._v8[layer].transposed, self.x0[self._rows[part]]
         dy8, du8 = self._dy8[layer].rows(rows), self._du8[layer].rows(rows)
         fp8_product(dy8.plain, self._w8[layer].transposed, du8)

@@ -1,5 +1,5 @@
-"""The built-in ladders of DLRM-DCNv2: each rung's flags of launch/dlrm.py, and what it takes away
-from the rung before it."""
+"""The built-in ladders of DLRM-DCNv2: each rung's flags of launch/dlrm.py, and the cost that it removes from the rung
+before it."""
 
 from dlrm_bench.dlrm.benchmark import Rung
 
@@ -51,7 +51,7 @@ _OVERLAP = (*_GRAPH, "--overlap")
 
 
 def _five_stage(*switches: str) -> tuple[Rung, ...]:
-    """The five-stage pipeline without a switch, and with one more on each rung, in this order; all in TF32."""
+    """Returns the five-stage pipeline without a switch, and with one more on each rung, in this order; all in TF32."""
     by_name = {switch.name: switch for switch in _SWITCHES}
     note = "Nothing yet: the five stages under their own schedule, all switches off."
     rungs = [Rung("five-stage", (*_FIVE_STAGE, *_TF32), note)]

@@ -1,4 +1,4 @@
-"""What trains DLRM-DCNv2; see benchmark.Parts."""
+"""Data and models of DLRM-DCNv2; see benchmark.Parts."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -26,7 +26,7 @@ def open_data(config: TrainingConfig) -> Dataset:
 
 
 def data_content(config: TrainingConfig) -> dict[str, FileContent]:
-    """Returns what tells the files that a run reads from others, by name; nothing for random batches."""
+    """Returns the fingerprints of the files that a run reads, by name; empty for random batches."""
     assert isinstance(config.data, DataConfig)
     return content.data_content(config.data)
 

@@ -78,5 +78,5 @@ def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> 
 
 
 def _optimizer_name(optimizer: OptimizerConfig) -> str:
-    """Returns `adagrad`, the only one that the closed division knows, or both where tables have another optimizer."""
+    """Returns `adagrad`, the only optimizer that the closed division knows, or both where tables have another one."""
     return "adagrad" if optimizer.embedding == "adagrad" else f"{optimizer.embedding} for tables, adagrad"

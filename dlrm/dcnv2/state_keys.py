@@ -3,7 +3,7 @@
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 TABLE_PREFIX = "t_"
-"""What a table's name has before that of its feature."""
+"""Prefix of a table's name before that of its feature."""
 
 
 def table_key(model: ModelConfig, table: int) -> str:

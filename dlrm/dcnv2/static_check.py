@@ -1,4 +1,4 @@
-"""What the static pipeline's stage 3 asks of DLRM-DCNv2's configuration; needs no torch."""
+"""The requirements of the static pipeline's stage 3 on DLRM-DCNv2's configuration; needs no torch."""
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
@@ -6,7 +6,7 @@ from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 
 def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
-    """Raise ValueError, naming the flag, where stage 3 cannot train what `config` says."""
+    """Raises ValueError, naming the flag, where stage 3 cannot train `config`."""
     model = config.model
     assert isinstance(model, ModelConfig)
     dim, features = model.embedding_dim, model.num_features

@@ -1,10 +1,10 @@
-"""How DLRM-DCNv2's stage 3 is spread over time, decided once from the batch size and the options."""
+"""The schedule of DLRM-DCNv2's stage 3, decided once from the batch size and the options."""
 
 from dataclasses import dataclass
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 
-# Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients beside it gain
+# Local batches from here on keep every multiprocessor busy in the dense backward: weight gradients in parallel gain
 # nothing there, but two halves of the batch do. Below, weight gradients find room, and the top MLP's reduce-scatter can
 # start early.
 _FILLING_BATCH = 2048
@@ -12,15 +12,15 @@ _FILLING_BATCH = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticSchedule:
-    """The decisions that tell the schedule of a large batch from that of a small one."""
+    """The decisions in which the schedules of large and of small batches differ."""
 
     parts: int
     """The number of parts in which the batch goes from the embedding forward to the embedding backward: two equal
-    halves where one half's GEMMs hide what the other half moves over the links or through memory, else 1."""
+    halves where one half's GEMMs hide the other half's exchanges and memory traffic, else 1."""
     top_update_within_chain: bool
     """Whether the top MLP's weight gradients and update start right after its backward, beside the cross layers'
     backward, where a small batch leaves room. They otherwise start after the whole chain from loss to dx0, beside the
-    all-to-all and the table update: beside the chain they would delay it by as much."""
+    all-to-all and the table update: beside the chain they would delay it by their own time."""
     cross_updates_within_chain: bool
     """Whether each cross layer's weight gradients and update start right after its backward; otherwise they start after
     the chain. Within the chain each layer's exchange overlaps with what follows, which needs room on the GPU, and a

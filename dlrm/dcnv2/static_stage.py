@@ -1,4 +1,4 @@
-"""DLRM-DCNv2 as stage 3 of the static pipeline: which part of the dense network runs on which stream, after what.
+"""DLRM-DCNv2 as stage 3 of the static pipeline: the streams and the order of the dense network's parts.
 
 3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part; in peer
                            memory those of the cross layers too

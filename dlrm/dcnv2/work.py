@@ -1,4 +1,4 @@
-"""What an iteration of DLRM-DCNv2 has to compute and move, from its configuration alone: see benchmark.Work.
+"""The work of an iteration of DLRM-DCNv2, from its configuration alone: see benchmark.Work.
 
 - Table rows count once, however often they are named, and those of the batch before only as far as the GPU's cache
   cannot hold them; what the update reads that the lookup has read, likewise.

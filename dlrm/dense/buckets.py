@@ -28,7 +28,7 @@ DenseState = Literal["master", "state"]
 
 
 class Bucket(ABC):
-    """Named tensors of one flat buffer, with its gradient and what this rank keeps of its optimizer.
+    """Named tensors of one flat buffer, with its gradient and this rank's part of its optimizer state.
 
     sharded: each rank updates its slice; otherwise each updates all.
     """
@@ -41,8 +41,8 @@ class Bucket(ABC):
         zeros: Callable[[int], Tensor],
         of_node: dist.ProcessGroup | None = None,
     ) -> None:
-        """zeros: returns memory for so many working weights or gradients. of_node: the ranks of the node, where these
-        share the slices out; None: all ranks do."""
+        """zeros: returns memory of a number of working weights or gradients. of_node: the ranks of the node, where
+        these share the slices out; None: all ranks do."""
         rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
         if of_node is not None:
             rank, world_size = ranks.local_rank, ranks.local_world_size
@@ -135,8 +135,8 @@ class CollectiveBucket(Bucket):
 
 
 class PeerBucket(Bucket):
-    """A sharded bucket in peer memory: one kernel sums the slice's gradients from where the ranks have them, updates,
-    and writes the new weights to where the ranks read them.
+    """A sharded bucket in peer memory: one kernel sums the slice's gradients from all ranks' memory, updates, and
+    writes the new weights to all ranks' memory.
 
     Needs, of the barrier `gradients`: it comes after every rank has written its gradient and read its working weights
     for the last time, and before any rank's kernel reads the gradients and writes the weights; `update` launches it.
@@ -170,9 +170,9 @@ class PeerBucket(Bucket):
 
 
 class NodeBucket(Bucket):
-    """A bucket over several nodes, sharded inside each, where it lies in peer memory: a rank adds up its slice's
-    gradients of the node, the ranks that have this slice on all nodes add up these sums, and each updates the slice and
-    writes it to its node. Needs PeerBucket's barriers, of the ranks of a node."""
+    """A bucket over several nodes, sharded inside each, in peer memory of each: a rank adds up its slice's gradients of
+    the node, the ranks that have this slice on all nodes add up these sums, and each updates the slice and writes it to
+    its node. Needs PeerBucket's barriers, of the ranks of a node."""
 
     def __init__(
         self,

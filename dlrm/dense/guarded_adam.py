@@ -10,14 +10,14 @@ from torch import Tensor, nn
 class GuardedAdam(torch.optim.Adam):
     """torch.optim.Adam(fused=True), whose step changes neither weights nor state where `skip` is 1.
 
-    Its kernel reads such a flag from where a gradient scaler would put it (`found_inf`), on the host's command or in a
-    CUDA graph. The state, zeros, is there before the first step, for checkpoints to be read into.
+    Its kernel reads such a flag in place of a gradient scaler's (`found_inf`), launched by the host or in a CUDA graph.
+    The state, zeros, exists before the first step, for checkpoints to be read into.
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], skip: Tensor, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """skip: fp32, one number [] on the parameters' device."""
+        """skip: fp32 scalar [] on the parameters' device."""
         assert skip.dtype == torch.float32, "skip: fp32"
         assert skip.dim() == 0, "skip: one number"
         super().__init__(parameters, lr=lr, betas=betas, eps=eps, fused=True)

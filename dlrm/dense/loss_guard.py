@@ -1,5 +1,5 @@
-"""Keeps the weights of all ranks as they are from the first iteration on in which any rank's loss is not finite, and
-from the next one on after a gradient, or a number that is rounded to eight bits, was not finite."""
+"""Keeps the weights of all ranks unchanged from the first iteration on in which any rank's loss is not finite, and from
+the next one on after a gradient, or a number that is rounded to eight bits, was not finite."""
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 class LossGuard:
     """Flags on the device, one for each rank or one for all, that every update of weights reads.
 
-    A loss, or what the forward pass rounds to eight bits, is known before any update: no weight changes.
-    Gradients come one after the other beside the updates of those before them. So an update leaves every element whose
-    gradient is not finite as it is, all others of this iteration change, and the look of the next iteration raises the
-    flag: weights and optimizer state stay finite.
+    A loss, or a number that the forward pass rounds to eight bits, is known before any update: no weight changes.
+    Gradients come one after the other beside the updates of earlier ones. So an update skips every element whose
+    gradient is not finite, all others of this iteration change, and the next iteration's look raises the flag: weights
+    and optimizer state stay finite.
 
     The host learns of it when it reads losses and tallies, many iterations later; until then iterations run on and
     change nothing.
@@ -37,7 +37,7 @@ class LossGuard:
 
     @property
     def watch(self) -> Watch:
-        """For all updates of weights."""
+        """The watch for all updates of weights."""
         return Watch(self._flags.own, self.tallies.of(GRADIENTS)[1:])
 
     def look(self, losses: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""What the static pipeline asks of a benchmark's dense network: stage 3, and the dense update of stage 5.
+"""The static pipeline's interface to a benchmark's dense network: stage 3, and the dense update of stage 5.
 
 The pipeline brings pooled vectors to `inputs` and takes their gradients from `gradients`; between the two a benchmark
-launches what it likes, on streams that it is lent, in an order that is the same on all ranks and in every iteration.
-All memory is made once and all shapes are fixed, so that an iteration can be captured in a CUDA graph.
+launches its own work, on streams that it is lent, in an order that is the same on all ranks and in every iteration. All
+memory is made once and all shapes are fixed, so that an iteration can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 @dataclass(frozen=True, slots=True)
 class DenseContext:
-    """What the pipeline lends the dense network for its iterations."""
+    """The pipeline's objects that the dense network uses in its iterations."""
 
     streams: Streams
     learning_rate: Tensor
@@ -33,30 +33,30 @@ class DenseContext:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForward:
-    """What stage 3 comes after."""
+    """The branches that stage 3 follows."""
 
     parts: Sequence[Branch]
-    """The chain of each part of the batch, which its pooled vectors have come to; stage 3 goes on there."""
+    """The chain of each part of the batch, at the end of which its pooled vectors are there; stage 3 continues it."""
     local: Branch
     """`local_forward` and the lookup of replicated tables."""
     weights: Sequence[Branch]
-    """What `gather_beside` returned."""
+    """The result of `gather_beside`."""
 
 
 @dataclass(slots=True)
 class DenseBackward:
-    """What later work of the iteration comes after."""
+    """The branches that later work of the iteration follows."""
 
     guarded: Branch
     """The guard's look at the losses."""
     before_tables: list[Branch] = field(default_factory=list)
-    """Work that the table update waits for beside its gradients, because both at once would take longer."""
+    """Work that the table update waits for in addition to its gradients, because both at once would take longer."""
     updates: list[Branch] = field(default_factory=list)
     """The updates of all buckets."""
 
 
 class StaticDense(Protocol):
-    """A dense network of one fixed local batch size, as each rank has it."""
+    """A dense network of one fixed local batch size, on each rank."""
 
     @property
     def shape(self) -> BatchShape:
@@ -80,8 +80,8 @@ class StaticDense(Protocol):
 
     @property
     def peer_inputs(self) -> tuple[PeerTensors, int] | None:
-        """The memory behind `inputs` on all ranks, and its column where pooled vectors begin, where it lies in peer
-        memory that all ranks reach."""
+        """The memory behind `inputs` on all ranks, and its column where pooled vectors begin, if it is peer memory that
+        all ranks reach."""
         ...
 
     @property
@@ -109,13 +109,13 @@ class StaticDense(Protocol):
         ...
 
     def forward_backward(self, context: DenseContext, batch: Batch, after: EmbeddingForward) -> DenseBackward:
-        """Launches forward and backward of each part on the part's chain, until its `gradients` are there, and what
-        goes beside them. Collective."""
+        """Launches forward and backward of each part on the part's chain, until its `gradients` are there, and parallel
+        work. Collective."""
         ...
 
     def finish(self, context: DenseContext, backward: DenseBackward, after: Branch) -> None:
-        """Launches all that is left of backward and update once the whole batch's `gradients` are there, on branches
-        after `after`; adds these to `backward`. Collective."""
+        """Launches the rest of backward and update once the whole batch's `gradients` are there, on branches after
+        `after`; adds these to `backward`. Collective."""
         ...
 
     # Evaluation
@@ -125,7 +125,7 @@ class StaticDense(Protocol):
         ...
 
     def copy_weights(self) -> None:
-        """Makes what a forward pass reads beside the weights themselves, after `local_forward`."""
+        """Makes the copies of weights that a forward pass reads, after `local_forward`."""
         ...
 
     def logits(self, part: int) -> Tensor:

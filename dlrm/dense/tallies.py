@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 GRADIENTS = "gradients"
-"""What the first row counts: whether an update of weights met a gradient that is not finite; 0 or 1 on each rank."""
+"""Name of the first row's tally: whether an update of weights met a gradient that is not finite; 0 or 1 on each
+rank."""
 
 
 class Tallies:
@@ -15,7 +16,7 @@ class Tallies:
 
     def __init__(self, tensors: Sequence[str], device: torch.device) -> None:
         self.names = (GRADIENTS, *tensors)
-        """What the rows count."""
+        """The names of the rows."""
         self.counts = torch.zeros(len(self.names), 2, dtype=torch.int64, device=device)
 
     def of(self, name: str) -> Tensor:

@@ -52,9 +52,9 @@ class StuLayer(nn.Module):
     ) -> Tensor:
         """Returns tokens [N, width], or of the candidates alone, [B, width].
 
-        offsets: sequence b is tokens offsets[b] to offsets[b + 1] - 1, int64 [B + 1]. length: what attention is divided
-        by; no sequence is longer. dropout: what fused kernels drop; plain ones draw from torch's generator. factor: fp32
-        [], of attention, where the host does not know what it is divided by; 1 unless told.
+        offsets: sequence b is tokens offsets[b] to offsets[b + 1] - 1, int64 [B + 1]. length: the divisor of
+        attention; no sequence is longer. dropout: the masks of fused kernels; plain ones draw from torch's generator.
+        factor: fp32 [], of attention, where the host does not know its divisor; 1 unless given.
         """
         uvqk = self.uvqk_weight, self.uvqk_bias
         if factor is not None:  # attention is linear in its values, and there are fewer weights than values

@@ -1,9 +1,9 @@
 """All-to-alls of constant splits: one collective over all ranks, or over nodes an exchange inside each and one between.
 
-Over nodes every rank first hands its chunks to the ranks of its node, through peer memory: those for the ranks of equal
-local rank on all nodes to the rank that has this local rank here. Then ranks of equal local rank exchange what they
-have, by a collective of their own. A GPU so sends one message to each other node, of as many chunks as a node has GPUs,
-instead of one to each GPU of each node, and its adapter's messages go where the same switches lead.
+Over nodes every rank first writes its chunks to the ranks of its node, through peer memory: the chunks for local rank l
+of all nodes to local rank l here. Then ranks of equal local rank exchange these chunks by a collective. So a GPU sends
+one message to each other node, of as many chunks as a node has GPUs, instead of one to each GPU of each node, and its
+adapter's messages stay within the same switches.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 
 Splits = Callable[[int, int], int]
-"""splits(source, destination): elements that one rank sends another, known to all."""
+"""splits(source, destination): number of elements that one rank sends another, known to all."""
 
 
 class AllToAll(Protocol):
-    """One exchange, which runs again and again. Launches on the current stream."""
+    """An exchange that runs again and again. Launches on the current stream."""
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """Sends [destination][its chunk] and receives [source][its chunk], both flat and contiguous. Collective."""
 
 
 class FlatAllToAll:
-    """One collective over all ranks."""
+    """A collective over all ranks."""
 
     def __init__(self, ranks: Ranks, splits: Splits, group: dist.ProcessGroup) -> None:
         self._group, everyone = group, range(ranks.world_size)
@@ -73,7 +73,7 @@ class NodeAllToAll:
             assert size % words == 0, f"chunks of {dtype}: a multiple of 4 bytes"
             return size // words
 
-        # What local rank l of this node has to send: [node][local rank of the source][chunk for (node, l)].
+        # The send buffer of local rank l of this node: [node][local rank of the source][chunk for (node, l)].
         starts: list[dict[int, int]] = []
         totals: list[list[int]] = []
         for local in locals_:
@@ -115,7 +115,7 @@ class AllToAlls:
     so they run one after another, in the order of their launches."""
 
     def __init__(self, ranks: Ranks, memory: PeerMemory | None) -> None:
-        """memory: of nodes, of which there are several. Collective."""
+        """memory: the nodes' peer memory, where there are several nodes. Collective."""
         self._ranks, self._memory = ranks, memory
         self._group = ranks.new_group() if memory is None else ranks.new_group_across_nodes()
 

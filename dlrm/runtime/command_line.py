@@ -1,4 +1,4 @@
-"""How a command of this project ends: what is wrong in one line, and an exit status."""
+"""The end of a command of this project: the error in one line, and an exit status."""
 
 import json
 import multiprocessing
@@ -20,11 +20,11 @@ class FailedError(ValueError):
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Returns the exit status of `work`, which may raise what users bring about; stderr gets the error and its notes.
+    """Returns the exit status of `work`, whose errors may be the user's; stderr gets the error and its notes.
 
-    1 for FailedError, 2 for other ValueErrors and OSError. A signal's number and 128 where one ended it: of SIGINT that
-    is KeyboardInterrupt, of SIGPIPE a stdout that nobody reads any more; of neither anything is said. SystemExit and
-    all other errors are passed on.
+    1 for FailedError, 2 for other ValueErrors and OSError; 128 plus its number for a signal: of SIGINT that is
+    KeyboardInterrupt, of SIGPIPE a stdout that nobody reads any more, both without a message. SystemExit and all other
+    errors are passed on.
     """
     try:
         try:
@@ -92,7 +92,7 @@ def told_to_torchrun(line: str) -> bool:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this rank without the interpreter's shutdown, where there is no process that waits for more than its end.
+    """Ends this rank without the interpreter's shutdown, where no process waits for more than its end.
 
     After a failure other ranks may wait in a collective that this rank's teardown joins; after a success threads of
     torch's abort it now and then.

@@ -1,8 +1,8 @@
-"""Memory of the ranks of one node that every rank reads and writes by itself, and barriers between its users.
+"""Memory of the ranks of one node that every rank reads and writes directly, and barriers between its users.
 
 On GPUs it is PyTorch's symmetric memory: allocations that the GPUs of a node map into each other's address space, and
 reach over NVLink or PCIe. On the CPU it is files that all processes map. A kernel that writes straight to the rank that
-needs a value does in one pass what a collective does in three: put in order, exchange, put in place.
+needs a value does in one pass what a collective does in three: reorder, exchange, reorder.
 """
 
 import os
@@ -22,7 +22,7 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """A place in an iteration where the streams of all ranks of a node wait for one another."""
+    """A point of an iteration at which the streams of all ranks of a node wait for one another."""
 
     name: str
     """No other barrier's."""
@@ -52,8 +52,8 @@ class PeerMemory:
                 _register_nothing()
             # Nothing here uses NVLink's multicast, which symmetric memory would set up.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            # An allocation, with signals of its own, for each tensor: in a pool its place would depend on what the
-            # ranks freed before.
+            # An allocation, with its own signals, for each tensor: in a pool its place would depend on the ranks'
+            # earlier frees.
             os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
             self._allocate((1,), torch.float32)
 
@@ -68,11 +68,11 @@ class PeerMemory:
         return PeerTensors(tensors, self._index)
 
     def barrier(self, barrier: Barrier) -> None:
-        """Makes the current stream wait until the streams of all ranks of the node have come here: what any of them
-        did before is then done, and seen by all.
+        """Makes the current stream wait until the streams of all ranks of the node have reached this point: all their
+        earlier work is then done, and visible to all.
 
-        All ranks come to the different barriers for the first time in one order, and to each of them in one order.
-        Different barriers may wait at the same time. A rank that never comes is waited for without end.
+        All ranks reach the different barriers for the first time in one order, and each of them in one order. Different
+        barriers may wait at the same time. The wait for a rank that never comes has no end.
         """
         if self._alone:
             return
@@ -130,9 +130,9 @@ class PeerMemory:
 def _register_nothing() -> None:
     """Keeps NCCL from registering the buffers of collectives in graphs.
 
-    Of a captured all-to-all between GPUs that reach each other NCCL registers what is sent, where that lies in
-    symmetric memory, and not what is received, which lies in memory of another kind: the graph then waits without end
-    (2.28.9, messages of 1 MB). NCCL reads the variable when it plans its first captured collective, not when it starts.
+    In a captured all-to-all between GPUs that reach each other, NCCL registers the send buffer, if it is symmetric
+    memory, and not the receive buffer, which is memory of another kind: the graph then waits without end (2.28.9,
+    messages of 1 MB). NCCL reads the variable when it plans its first captured collective, not when it starts.
     ValueError where the environment has NCCL register.
     """
     value = os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")

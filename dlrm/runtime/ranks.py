@@ -24,7 +24,8 @@ class Ranks:
 
     @staticmethod
     def from_environment() -> "Ranks":
-        """Reads what torchrun says in the environment; ValueError names what is missing or does not fit this node."""
+        """Reads torchrun's variables in the environment; ValueError names a missing one, or one that does not fit this
+        node."""
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
             raise ValueError(
@@ -55,7 +56,7 @@ class Ranks:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are, all of as many ranks."""
+        """Number of nodes, all with equally many ranks."""
         return self.world_size // self.local_world_size
 
     @property
@@ -77,21 +78,21 @@ class Ranks:
             dist.init_process_group("gloo")
 
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a communicator of its own over all ranks, so that its collectives run beside those of other groups.
+        """Returns a new communicator over all ranks, so that its collectives run beside those of other groups.
 
         On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Collective.
         """
         return self._new_group(None)
 
     def new_group_of_node(self) -> dist.ProcessGroup:
-        """Returns a communicator of its own of this node's ranks; by local rank. Collective over all ranks."""
+        """Returns a new communicator of this node's ranks, by local rank. Collective over all ranks."""
         size = self.local_world_size
         groups = [self._new_group(list(range(node * size, (node + 1) * size))) for node in range(self.nodes)]
         return groups[self.node]
 
     def new_group_across_nodes(self) -> dist.ProcessGroup:
-        """Returns a communicator of its own of the ranks that have this local rank on all nodes; by node. Collective
-        over all ranks."""
+        """Returns a new communicator of the ranks that have this local rank on all nodes, by node. Collective over all
+        ranks."""
         size = self.local_world_size
         groups = [self._new_group(list(range(local, self.world_size, size))) for local in range(size)]
         return groups[self.local_rank]

@@ -1,7 +1,7 @@
-"""Streams of an iteration as values, and what launches work on them.
+"""Streams of an iteration as values, and the launch of work on them.
 
-A Stream says what it carries, a Branch is what one iteration has launched on it. Streams is what a benchmark's dense
-stage is lent to launch on: the pipeline has the streams themselves, and decides when an iteration begins and ends.
+A Stream names its work, a Branch is the work of one iteration on it. A benchmark's dense stage launches on Streams: the
+pipeline owns the CUDA streams, and decides when an iteration begins and ends.
 """
 
 from contextlib import AbstractContextManager
@@ -18,8 +18,8 @@ class Priority(IntEnum):
     CHAIN = -2
     WEIGHT_GRADIENTS = -1
     FILL = 0
-    """The table update is bound by memory and leaves the multiprocessors to nobody; small kernels must not queue after
-    it, nor those of a batch's first half after the second one's lookup."""
+    """Priority of the table update: it is bound by memory and occupies all multiprocessors; small kernels must not
+    queue after it, nor those of a batch's first half after the second half's lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +45,19 @@ class Branch:
 
     name: str
     stream: "torch.cuda.Stream | None"
-    """The CUDA stream; None where everything is in order anyway."""
+    """The CUDA stream; None where all work is in order anyway."""
 
 
 class Streams(Protocol):
-    """What work of one iteration is launched on."""
+    """The streams on which an iteration's work is launched."""
 
     def beside(self, stream: Stream, *after: Branch) -> AbstractContextManager[Branch]:
-        """Launches what is inside on `stream`, after all launched so far on the current stream and on the branches
-        `after`; gives its branch. MAIN is no side stream: what is inside stays on the current stream."""
+        """Launches the body on `stream`, after all work so far on the current stream and on the branches `after`;
+        yields its branch. MAIN is no side stream: the body stays on the current stream."""
         ...
 
     def on(self, branch: Branch) -> AbstractContextManager[Any]:
-        """Launches what is inside on a branch, after nothing more than what is on it already."""
+        """Launches the body on a branch, after its earlier work alone."""
         ...
 
     def join(self, *branches: Branch) -> None:

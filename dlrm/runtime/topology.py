@@ -1,28 +1,28 @@
-"""How the GPUs of a run are joined: nodes, GPUs of a node, and the network between the nodes."""
+"""The connections of a run's GPUs: nodes, GPUs of a node, and the network between the nodes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The network between nodes, as one GPU sees it when all GPUs of its node use it at once."""
+    """The network between nodes, for one GPU when all GPUs of its node use it at once."""
 
     name: str
     """Where the figures come from, for tables and records."""
     bytes_per_us: float
-    """How fast bytes leave a GPU for other nodes, and how fast they come, at the same time."""
+    """Rate at which bytes leave a GPU for other nodes and, at the same time, arrive."""
     latency_us: float
-    """The fixed part of a collective between nodes, whatever its bytes."""
+    """The fixed part of a collective between nodes, however few its bytes."""
     message_us: float = 0.0
-    """What each further node that a GPU exchanges with adds to the fixed part."""
+    """Time that each further node of an exchange adds to the fixed part."""
 
 
 # Figures of a data sheet, not measured: 400 Gb/s of each of a DGX's eight ConnectX-7 adapters, one to a GPU, at 90 % of
 # the line rate. NCCL's collectives between two nodes take about 20 us however few their bytes.
 INFINIBAND_400G = Network(name="one 400 Gb/s adapter a GPU, stated", bytes_per_us=45e3, latency_us=20.0, message_us=0.5)
 
-# Effective figures, by which the scale model says what two nodes of one H200 each took over NVLink by NCCL's P2P at 512
-# samples a GPU (results/40, 0.563 ms): NCCL's kernels, and not the links, take the time.
+# Effective figures, with which the scale model predicts the time of two nodes of one H200 each over NVLink by NCCL's
+# P2P at 512 samples a GPU (results/40, 0.563 ms): NCCL's kernels, and not the links, take the time.
 P2P = Network(name="NCCL's P2P between H200 of one machine, by record 40", bytes_per_us=200e3, latency_us=25.0)
 
 NETWORKS = {"infiniband-400g": INFINIBAND_400G, "p2p": P2P}
@@ -62,7 +62,8 @@ class Topology:
         return Topology(nodes=world_size // gpus_per_node, gpus_per_node=gpus_per_node, network=network)
 
     def between_nodes_us(self, bytes_to_each: float) -> float:
-        """Returns the microseconds in which a GPU sends so many bytes to each GPU of all other nodes; 0 on one node."""
+        """Returns the microseconds in which a GPU sends `bytes_to_each` bytes to each GPU of all other nodes; 0 on one
+        node."""
         if self.nodes == 1:
             return 0.0
         away = self.nodes - 1

@@ -1,1 +1,1 @@
-"""Sharded embedding-bag collections and what they share."""
+"""Sharded embedding tables, and the modules that they share."""

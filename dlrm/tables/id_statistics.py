@@ -1,4 +1,4 @@
-"""How often the ids of a batch name the same rows, which decides what lookup and update of a table take."""
+"""How often the ids of a batch name the same rows, which determines the times of a table's lookup and update."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# First ids that are counted one by one; all others lie in bins of a geometric series.
+# First ids that are counted one by one; all others fall into bins of a geometric series.
 _SINGLE, _BINS = 1000, 2000
 
 

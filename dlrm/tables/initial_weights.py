@@ -35,8 +35,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _table_key(seed: int, table: int) -> int:
-    """Returns where the counters of one table start: the hash of seed and table, as the signed integer of its 64
-    bits."""
+    """Returns the start of one table's counters: the hash of seed and table, as the signed integer of its 64 bits."""
     key = torch.tensor(_signed(seed * _GOLDEN))
     return int(_mix(_mix(key) + _signed((table + 1) * _GOLDEN)))
 
@@ -52,16 +51,16 @@ def fill_initial_weights(
     column_offset: int = 0,
     row_step: int = 1,
 ) -> None:
-    """Fill one shard in place with its table's initial weights, uniform in +-sqrt(1 / num_embeddings).
+    """Fills one shard in place with its table's initial weights, uniform in +-sqrt(1 / num_embeddings).
 
     weights: floating point [rows, columns], the part of table number `table` that starts at (row_offset,
-    column_offset), of every row_step-th row from there; num_embeddings: rows of the whole table. The distribution is
-    the MLPerf reference's (TorchRec's EmbeddingBagConfig default).
+    column_offset), of every row_step-th row from there; num_embeddings: number of rows of the whole table. The
+    distribution is the MLPerf reference's (TorchRec's EmbeddingBagConfig default).
     """
     rows, columns = weights.shape
     bound = math.sqrt(1 / num_embeddings)
     key = _table_key(seed, table)
-    # 2^20 columns a row: the counter of an element is the same whatever the shard's width.
+    # 2^20 columns a row: the counter of an element does not depend on the shard's width.
     column_counter = torch.arange(column_offset, column_offset + columns, device=weights.device)
     step = max(1, _CHUNK_ELEMENTS // columns)
     for start in range(0, rows, step):

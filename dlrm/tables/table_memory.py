@@ -1,4 +1,4 @@
-"""Whether the tables fit, said before anything is allocated."""
+"""Checks that the tables fit, before anything is allocated."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.tables import Tables
 
-# What stays free for activations, communication buffers and the dense network.
+# The rest is for activations, communication buffers and the dense network.
 HEADROOM = 0.95
 
 
 def device_memory_bytes(ranks: Ranks) -> int:
-    """Returns the memory one rank may use for its tables: its GPU's free bytes, or its share of the host's available
-    bytes."""
+    """Returns the memory that one rank may use for its tables: its GPU's free bytes, or its share of the host's
+    available bytes."""
     if ranks.device.type == "cuda":
         return torch.cuda.mem_get_info(ranks.device)[0]
     return _host_available_bytes() // ranks.local_world_size
@@ -29,7 +29,7 @@ def table_memory_bytes(ranks: Ranks) -> int:
 
 
 def _host_available_bytes() -> int:
-    """Free memory and what the kernel frees on demand: the page cache, which reading data files fills."""
+    """Returns free memory and that which the kernel frees on demand: the page cache, which reading data files fills."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 

@@ -16,7 +16,7 @@ class Tables:
     hot: tuple[int, ...]
     """Number of ids that a sample names in each table (multi-hot size)."""
     scale: float = 1.0
-    """Factor by which --model.table-scale has shrunk the rows, for errors that advise another one."""
+    """Factor of --model.table-scale on the rows, for errors that advise another one."""
     pooled: bool = True
     """Whether the rows that a sample names in a table are summed before the dense network has them."""
 

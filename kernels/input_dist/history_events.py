@@ -20,8 +20,8 @@ def history_events(first: Tensor, end: Tensor, offsets: Tensor, pools: Tensor, e
     """Writes the event of each place of the joined histories.
 
     first: int32 [POOLS, B], end: int32 [B], of events. offsets: int64 [B + 1], where each sample's history begins among
-    the places. pools: integers [E], 0 to POOLS - 1. events: int32 [T], T at least offsets[B]: places past it have events
-    that run through all E of them, so that sums by event meet each of them about equally often.
+    the places. pools: integers [E], 0 to POOLS - 1. events: int32 [T], T at least offsets[B]: places past it have
+    events that run through all E of them, so that sums by event meet each of them about equally often.
     """
     count = torch.zeros(POOLS, len(pools) + 1, dtype=torch.int32, device=pools.device)
     of_pool = pools == torch.arange(POOLS, device=pools.device, dtype=pools.dtype)[:, None]

@@ -17,7 +17,7 @@ from dlrm_bench.dlrm.dense.buckets import DenseState
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.dense.static_dense import DenseContext
 from dlrm_bench.dlrm.dense.tallies import Tallies
-from dlrm_bench.dlrm.runtime.gpu_costs import costs_of
+from dlrm_bench.dlrm.runtime.gpu_types import costs_of
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.runtime.gpu_costs import costs_of, note
+from dlrm_bench.dlrm.runtime.gpu_types import costs_of, note
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, rank_loads

@@ -11,7 +11,7 @@ from dlrm_bench.bench.plan_table import measured_costs, print_plan, topology_of
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.runtime.gpu_costs import H200
+from dlrm_bench.dlrm.runtime.gpu_types import H200
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.planner import make_plan
 from tests.pipelines import changed
@@ -66,7 +66,7 @@ def test_costs_come_from_measured_limits():
         assert costs.all_to_all_us + amount * 3 / 4 / costs.all_to_all_bytes_per_us == pytest.approx(us, rel=0.01)
     assert costs.memory_bytes_per_us == pytest.approx(2 * 2**30 / 507.5, rel=1e-3)
     assert costs.memory_bytes == 150_100_000_000
-    assert costs.cache_bytes_per_us == pytest.approx(H200.cache_bytes_per_us, rel=0.01)
+    assert costs.cache_bytes_per_us == pytest.approx(H200.costs.cache_bytes_per_us, rel=0.01)
     assert costs.measured_on.startswith(f"NVIDIA H200 (limits {LIMITS['id']}")
 
 
@@ -75,7 +75,9 @@ def test_a_gpu_of_half_the_memory_rate_takes_twice_as_long_for_its_tables():
     slow["machine"]["gpu"] = "NVIDIA Unknown"
     for ceiling in slow["ceilings"]:
         ceiling["ms"] *= 2
-    assert measured_costs(slow).sort_us_per_million_ids == pytest.approx(2 * H200.sort_us_per_million_ids, rel=0.01)
+    assert measured_costs(slow).sort_us_per_million_ids == pytest.approx(
+        2 * H200.costs.sort_us_per_million_ids, rel=0.01
+    )
     assert measured_costs(slow).all_to_all_us == pytest.approx(2 * measured_costs(LIMITS).all_to_all_us)
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.ending import LOG_NAME
-from dlrm_bench.bench.instruments.clock import IterationClock
-from dlrm_bench.bench.instruments.losses import LossHistory
-from dlrm_bench.bench.instruments.progress import StillBar
-from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.machine.source import source_hash
-from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
+from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import Record, read_record
-from dlrm_bench.bench.run import Run
-from dlrm_bench.dlrm.data.batch import Batch
-from dlrm_bench.dlrm.data.metrics import exact_auc
 from dlrm_bench.dlrm.data.npy import member_span
-from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.criteo import multi_hot_file
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER
 from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
-from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.launched import Ended, forked_launch
 
 SAMPLES_PER_DAY = 6000
@@ -350,65 +338,3 @@ class FileOnOneRank:
 
     def __call__(self) -> None:
         sys.argv += ["--data.path", str(self.data) if os.environ["RANK"] == "0" else "nowhere"]
-
-
-# Evaluation, without a run around it.
-
-
-class FewSamples:
-    """Evaluation batches of 8, of which `valid` are real; the others would spoil the AUC."""
-
-    train_samples = 8
-    eval_samples = 15
-    best_auc = None
-
-    def __init__(self, valid: list[int], model: ModelConfig) -> None:
-        self.batches = [self.batch(i, n, model) for i, n in enumerate(valid)]
-
-    @staticmethod
-    def batch(seed: int, valid: int, model: ModelConfig) -> Batch:
-        batch = Batch.empty(8, model)
-        generator = torch.Generator().manual_seed(seed)
-        batch.dense.copy_(torch.randn(batch.dense.shape, generator=generator))
-        batch.labels.copy_(torch.arange(8) % 2)
-        batch.dense[valid:], batch.labels[valid:], batch.num_valid = -9, 1, valid
-        return batch
-
-    def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
-        return iter(self.batches)
-
-
-class FirstFeature:
-    """A model whose logit is the first dense feature; reads one batch ahead, as real pipelines do."""
-
-    def prepare(self, batch: Batch) -> Batch:
-        return batch
-
-    def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        ahead = next(batches, None)
-        while (batch := ahead) is not None:
-            ahead = next(batches, None)
-            yield batch.dense[:, 0], batch.labels
-
-
-def test_padding_does_not_count():
-    config = replace(preset("smoke"), local_batch_size=8, warmup_iterations=0)
-    dataset = FewSamples([8, 5, 2, 0], config.model)
-    cpu = torch.device("cpu")
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=cpu)
-    this = Run(
-        config=config,
-        ranks=ranks,
-        dataset=dataset,  # type: ignore[arg-type]
-        schedule=plan_schedule(config, 8, 1),
-        pipeline=FirstFeature(),  # type: ignore[arg-type]
-        log=MLPerfLog(None),
-        clock=IterationClock(cpu),
-        losses=LossHistory(cpu, 1),
-        bar=StillBar(1, "", Console()),
-        folder=Path(),
-        checkpoints=Checkpoints(config, ranks, FirstFeature(), None),  # type: ignore[arg-type]
-    )
-    real = [(b.dense[: b.num_valid, 0], b.labels[: b.num_valid]) for b in dataset.batches]
-    scores, labels = (torch.cat(parts) for parts in zip(*real, strict=True))
-    assert this.evaluate(0.5) == exact_auc(scores, labels)

@@ -1,9 +1,9 @@
 """Checks a directory of day files: dlrm-bench data check DIR
 
-Each line on stdout is one finding, which names a file and what to do; the exit status is 2 if there is any. Files that
-the manifest knows are compared with their checksums; of all others, such as MLPerf's own, every value is read: types,
-shapes, sizes, ids within their tables, labels 0 or 1, finite dense features. Where days have MLPerf's numbers of
-samples, all of them must. --mlperf asks for MLPerf's own set: its numbers of samples and the MD5 sum of every file.
+Each line on stdout is one finding, which names a file and the fix; the exit status is 2 if there is any. Files of the
+manifest are compared with their checksums; of all others, such as MLPerf's own, every value is read: types, shapes,
+sizes, ids within their tables, labels 0 or 1, finite dense features. Where any day has MLPerf's number of samples, all
+of them must. --mlperf asks for MLPerf's own set: its numbers of samples and the MD5 sum of every file.
 """
 
 import hashlib
@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from dlrm_bench.dlrm.data.check import CheckConfig, run_check
 from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.data.paths import why_not
@@ -27,7 +25,6 @@ from dlrm_bench.dlrm.dcnv2.data.file_batches import FileBatches
 from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest
 from dlrm_bench.dlrm.dcnv2.data.mlperf_checksums import MLPERF_MD5
 from dlrm_bench.dlrm.dcnv2.presets import training
-from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
 
 READ_SAMPLES = 1 << 15
 DAY_FILE = re.compile(r"day_(\d+)_(dense\.npy|labels\.npy|sparse\.npy|sparse_multi_hot\.npz)")
@@ -43,40 +40,33 @@ MLPERF_DAY_SAMPLES = (
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class CheckConfig:
-    """A directory of day files, checked."""
+class DayFilesCheck(CheckConfig):
+    """A directory of day files, checked. With --mlperf they are MLPerf's own set, or made from Criteo's raw days."""
 
-    directory: Annotated[Path, tyro.conf.Positional]
-    """Directory of the day files."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and features the files should fit, where there is no manifest."""
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
-    fast: bool = False
-    """Look at sizes, types and a sample of each known file only: seconds instead of hours."""
-    mlperf: bool = False
-    """The files are MLPerf's own set, or were made from Criteo's raw days: compare each with MLPerf's MD5 sum, and the
-    days with their numbers of samples, whether or not one of them agrees."""
-
-    def __post_init__(self) -> None:
-        if self.mlperf and self.fast:
-            raise ValueError("--mlperf reads every byte, and --fast does not: choose one of them")
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What a check found."""
+class CheckedDays:
+    """The result of a check."""
 
     findings: list[str]
-    """One line each; empty if all is well."""
     days: int
-    """Days that have any file."""
+    """Number of days that have any file."""
     samples: int
-    """Samples of all days that could be opened."""
+    """Number of samples of all days that could be opened."""
+
+    @property
+    def counts(self) -> str:
+        """Days and samples, in words."""
+        return f"{self.days} days, {self.samples} samples"
 
 
-def check(config: CheckConfig) -> Checked:
-    """Check a directory; ValueError if it is none, or the preset is unknown."""
+def check(config: DayFilesCheck) -> CheckedDays:
+    """Checks a directory; ValueError if it does not exist, or the preset is unknown."""
     directory = config.directory
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
@@ -124,7 +114,7 @@ def check(config: CheckConfig) -> Checked:
     findings += _check_samples(directory, samples, None if config.mlperf else manifest, config.mlperf)
     if not names:
         findings.append(f"{directory} holds no day files: name the directory of day_0_dense.npy and the others")
-    return Checked(findings, len(samples), sum(samples))
+    return CheckedDays(findings, len(samples), sum(samples))
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -139,7 +129,7 @@ def _days(names: set[str]) -> int:
 def _check_day(
     directory: Path, day: int, model: ModelConfig, found: set[str], values: bool, advance: Advance
 ) -> tuple[int, list[str]]:
-    """Samples (0 if unknown) and findings of a day in both formats, or in the one it has."""
+    """Returns the number of samples (0 if unknown) and the findings of a day, in each format that it has."""
     formats: list[type[criteo.Day]] = []
     if criteo.multi_hot_file(directory, day).name in found:
         formats.append(criteo.MultiHotDay)
@@ -167,7 +157,7 @@ def _check_day(
 
 
 def _check_values(day: criteo.Day, model: ModelConfig) -> Iterator[str]:
-    """The first value that cannot be, if there is one."""
+    """Yields the first invalid value, if there is one."""
     batches = range(-(-day.num_samples // READ_SAMPLES))
     try:
         for _ in FileBatches([(day, day.num_samples)], model, batches, 0, 1, READ_SAMPLES, pin=False):
@@ -219,24 +209,7 @@ def _check_samples(
 
 def main(args: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status, 2 if there are findings."""
-    return exit_status(lambda: _run(args))
-
-
-def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(
-        CheckConfig,
-        args=args,
-        prog="dlrm-bench data check",
-        description=__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    checked = check(config)
-    for finding in checked.findings:
-        print(finding)
-    if checked.findings:
-        return EXIT_BAD_INPUT
-    print(f"{config.directory}: {checked.days} days, {checked.samples} samples, all well")
-    return 0
+    return run_check(DayFilesCheck, check, args, __doc__)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def main(what: str, preset: str | None, args: Sequence[str]) -> int:
-    """Hands the flags, that of the preset too, to one of the commands; returns the exit status."""
+    """Passes the flags, with the preset's, to one of the commands; returns the exit status."""
     if what == "generate":
         from dlrm_bench.dlrm.dcnv2.data.planted import main as command
     elif what == "fill":

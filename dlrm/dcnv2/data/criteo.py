@@ -38,7 +38,7 @@ def labels_file(directory: Path, day: int) -> Path:
 
 
 def one_hot_file(directory: Path, day: int) -> Path:
-    """The file of a day's ids, one per feature."""
+    """Returns the path of a day's ids, one per feature."""
     return directory / f"day_{day}_sparse.npy"
 
 
@@ -114,7 +114,7 @@ class MultiHotDay(Day):
         self._rows = RowFiles([self._dense, self._labels, *self._members])
 
     def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
-        """Does what Day says."""
+        """See Day.read."""
         assert 0 <= start < stop <= self.num_samples
         self._rows.read(start, stop - start, memory, positions)
 
@@ -151,7 +151,7 @@ class OneHotDay(Day):
         self._rows = RowFiles([self._dense, self._labels])
 
     def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
-        """Does what Day says. Negative ids, which are none of any table, are an error here already."""
+        """See Day.read. Negative ids, which no table has, are an error here already."""
         assert 0 <= start < stop <= self.num_samples
         n = stop - start
         self._rows.read(start, n, memory, positions[:2])
@@ -191,7 +191,7 @@ def _open_file(path: Path, dtype: DTypeLike, columns: int, fix: str = COPY_AGAIN
 
 
 def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
-    """Open the ids of a multi-hot file: one int32 [N, multi_hot_sizes[f]] for each feature."""
+    """Opens the ids of a multi-hot file: one int32 [N, multi_hot_sizes[f]] for each feature."""
     if not path.is_file():
         raise ValueError(
             f"{path} {why_not(path)}: check --data.path and --data.train-days, or choose --data.source one_hot"
@@ -217,9 +217,9 @@ def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
 
 
 def write_multi_hot(path: Path, one_hot: Ids, multi_hot_sizes: Sequence[int], tables: ExpansionTables) -> None:
-    """Write a day's multi-hot file from its 1-hot ids [N, features], each below its table's rows.
+    """Writes a day's multi-hot file from its 1-hot ids [N, features], each below its table's rows.
 
-    Like numpy.savez of the expanded arrays, but in pieces: a whole feature never lies in memory.
+    Like numpy.savez of the expanded arrays, but in pieces: a whole feature is never in memory.
     """
 
     def column(feature: int, start: int, stop: int) -> Ids:

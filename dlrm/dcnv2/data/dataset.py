@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 
 
 def open_dataset(data: DataConfig, model: ModelConfig, seed: int) -> Dataset:
-    """Open and check what `data` names; ValueError says which file or flag is wrong. `seed` draws random batches."""
+    """Opens and checks the data set of `data`; ValueError names the bad file or flag. `seed` draws random batches."""
     return RandomDataset(data, model, seed) if data.source == "random" else FileDataset(data, model)
 
 
@@ -34,7 +34,7 @@ class FileDataset:
         self.eval_samples = self._eval_parts[0][1]
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
-        """Does what Dataset says; ValueError if there is not one full global batch."""
+        """See Dataset; ValueError if there is not one full global batch."""
         assert self.train_samples is not None
         batches = self.train_samples // (world_size * local_batch_size)
         if batches == 0:
@@ -45,13 +45,13 @@ class FileDataset:
         return FileBatches(self._train_parts, self._model, range(batches), rank, world_size, local_batch_size, pin)
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
-        """Does what Dataset says."""
+        """See Dataset."""
         batches = -(-self.eval_samples // (world_size * local_batch_size))
         return FileBatches(self._eval_parts, self._model, range(batches), rank, world_size, local_batch_size, pin)
 
 
 def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float | None:
-    """The best AUC that the directory's manifest knows for this evaluation day, if there is one."""
+    """Returns the best AUC in the directory's manifest for this evaluation day; None without one."""
     if not path.is_dir():
         raise ValueError(
             f"--data.path {path} {why_not(path)}: generate a small data set with "
@@ -75,7 +75,7 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
 
 
 def file_names(data: DataConfig, path: Path) -> list[str]:
-    """Returns the names of the files that a run reads, none of them random batches."""
+    """Returns the names of the files that a run reads; empty for random batches."""
     ids_file = criteo.multi_hot_file if data.source == "multi_hot" else criteo.one_hot_file
     kinds = (criteo.dense_file, criteo.labels_file, ids_file)
     return [kind(path, day).name for day in range(data.train_days + 1) for kind in kinds]

@@ -1,4 +1,4 @@
-"""How much disk and time preprocessing takes, told before it begins."""
+"""Disk space and time of preprocessing, estimated before it begins."""
 
 import shutil
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, rows_p
 from dlrm_bench.dlrm.dcnv2.data.shuffled_rows import BUCKET_ROWS
 
 SCRATCH_ROW_BYTES = 185
-"""What lies in preprocess.partial for each row at most: parsed or scattered words, and the shuffle's steps."""
+"""Largest number of bytes in preprocess.partial for each row: parsed or scattered words, and the shuffle's steps."""
 MARGIN = 0.95
 """Margin of the estimate: days are taken to have rows like their beginnings, and those of a day differ by less."""
 
@@ -23,9 +23,9 @@ KEPT_ID_SECONDS, SKIPPED_ID_SECONDS = 30e-9, 5e-9
 
 
 def require_space(out: Path, raw: Sequence[Path], model: ModelConfig, formats: str, workers: int) -> str:
-    """Returns a sentence on the disk and the time that preprocessing takes, beside what it wrote before.
+    """Returns a sentence on the disk space and time that preprocessing takes, beside the files that it wrote before.
 
-    ValueError if the disk of `out` cannot take it.
+    ValueError if the disk of `out` has too little.
     """
     rows = [path.stat().st_size * rows_per_byte(path) for path in raw]
     needed = disk_bytes(rows, model, formats, workers)
@@ -45,7 +45,7 @@ def require_space(out: Path, raw: Sequence[Path], model: ModelConfig, formats: s
 
 
 def seconds(rows: Sequence[float], model: ModelConfig, formats: str, workers: int = 1) -> float:
-    """Returns a rough time of preprocessing days of so many rows from their beginning, with all workers at work."""
+    """Returns a rough time of preprocessing days with these numbers of rows, with all workers at work."""
     of_rows = ROW_SECONDS * sum(rows) / workers
     if formats == "one_hot":
         return of_rows
@@ -62,7 +62,8 @@ def _in_words(time_s: float) -> str:
 
 
 def _rows_kept(rows: Sequence[float], model: ModelConfig) -> list[int]:
-    """Rows of each expansion table that ids can reach: a sample has one id of each feature, numbered from FIRST_ID."""
+    """Returns the rows of each expansion table that ids can reach: a sample has one id of each feature, numbered from
+    FIRST_ID."""
     return [min(table_rows, int(sum(rows)) + FIRST_ID) for table_rows in model.rows]
 
 
@@ -70,7 +71,7 @@ def disk_bytes(rows: Sequence[float], model: ModelConfig, formats: str, workers:
     """Returns the peak of bytes on disk, for days with these numbers of rows.
 
     Scattered rows are removed bucket by bucket as days are written. So usage peaks either before the first day is
-    written, or while the last days are: their ids are on disk twice then, and their scattered rows beside.
+    written, or while the last days are: their ids are then on disk twice, in addition to their scattered rows.
     """
     hot = model.ids_per_sample
     ids = {"one_hot": HASH_FIELDS, "multi_hot": hot, "both": HASH_FIELDS + hot}[formats]

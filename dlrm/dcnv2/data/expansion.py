@@ -49,12 +49,12 @@ class ExpansionTables:
 def open_expansion_tables(
     directory: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int] | None = None
 ) -> ExpansionTables:
-    """Map the tables of a model from `directory`/expansion_tables, drawing them first where they are missing.
+    """Maps the tables of a model from `directory`/expansion_tables, drawing them first where they are missing.
 
     They depend on all rows and sizes together (one random sequence runs through them), so each model has its own
-    folder. It appears by a rename when complete. One process draws while others that ask for the same wait.
-    kept: the first rows of each table alone, for ids known to be below; None for all rows. ValueError where tables are
-    missing and the directory cannot be written.
+    folder. It appears by a rename when complete. One process draws while others that ask for the same wait. kept: only
+    the first rows of each table, for ids known to be below; None for all rows. ValueError where tables are missing and
+    the directory cannot be written.
     """
     what = ["whole rows", list(rows), list(multi_hot_sizes), *([] if kept is None else [list(kept)])]
     folder = directory / FOLDER / hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
@@ -78,7 +78,7 @@ def open_expansion_tables(
 def draw_tables(
     rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int], advance: Advance = lambda _: None
 ) -> Iterator[Iterator[NDArray[np.int32]]]:
-    """The reference's tables in order, each as consecutive pieces [n, hot] of the first of its rows, as many as `kept`.
+    """Yields the reference's tables in order, each as consecutive pieces [n, hot] of its first `kept` rows.
 
     A table's pieces must be used up before the next table is asked for, which skips the rows that are not kept.
     advance: called with the number of ids skipped. Drawing int32 in pieces gives the numbers of the reference's single
@@ -101,10 +101,11 @@ def draw_tables(
 
 
 def _skip(rng: np.random.RandomState, high: int, count: int, advance: Advance) -> None:
-    """Leaves `rng` as randint(0, high, size=count) would, in a third of its time.
+    """Advances `rng` as randint(0, high, size=count) does, in a third of its time.
 
     randint masks a 32-bit word to the bits of high - 1, and takes another one where the result is not below high; where
-    high is 1 it takes none. A word gives one number at most, so as many words as numbers are left are never too many.
+    high is 1 it takes none. A word gives one number at most, so taking a word for each missing number never takes too
+    many.
     """
     mask = (1 << (high - 1).bit_length()) - 1
     while count and mask:

@@ -1,4 +1,4 @@
-"""One rank's batches out of day files, each read and checked when it is asked for."""
+"""One rank's batches from day files, each read and checked on demand."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from dlrm_bench.dlrm.dcnv2.data.criteo import Day
 
 
 class FileBatches(Sequence[Batch]):
-    """One rank's batches of one pass over days: each is read when it is asked for, into memory of its own, and its
-    values are checked. Any number of threads may ask."""
+    """One rank's batches of one pass over days: each is read into its own memory on demand, and its values are checked.
+    For any number of threads."""
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class FileBatches(Sequence[Batch]):
         self._starts = np.array([layout.places["dense"].start, labels_start, *first_ids])
         """First bytes of dense features, labels, and each feature's ids."""
         self._sample_bytes = 4 * np.array([model.dense_in_features, 1, *sizes])
-        # All words of 32 bits from the labels on, unsigned, where negative numbers are large: where each part starts
-        # that has a limit of its own, and the largest number that it may hold. What pads the labels may be anything.
+        # All 32-bit words from the labels on, as unsigned numbers, of which negative ones are large: the start of each
+        # part with its own limit, and the largest number that the part may hold. Padding behind the labels may be
+        # anything.
         limits = {labels_start: 1, layout.places["labels"].stop: 2**32 - 1}
         limits |= {int(first): rows - 1 for first, rows in zip(first_ids, model.rows, strict=True)}
         self._words = (np.array([*limits]) - labels_start) // 4

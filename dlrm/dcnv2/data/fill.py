@@ -46,7 +46,7 @@ class FillConfig:
     gb: float = 20.0
     """Size of all files together."""
     days: int = 8
-    """Days, equally large; half of the last one evaluates (--data.train-days is one less)."""
+    """Number of days, equally large; half of the last one evaluates (--data.train-days is one less)."""
     seed: int = 0
     """Seed of the samples."""
     skew: float = 1.05

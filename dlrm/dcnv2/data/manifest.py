@@ -1,4 +1,4 @@
-"""What a data set made by this program says about itself, in `manifest.json` beside the day files."""
+"""The description of a data set made by this program, in `manifest.json` beside the day files."""
 
 import errno
 import fcntl
@@ -27,9 +27,9 @@ class Manifest:
     """Written last, so day files beside a manifest are complete."""
 
     parameters: dict[str, Any]
-    """What the generator was asked for; equal parameters give equal files."""
+    """Parameters of the generator; equal parameters give equal files."""
     rows: list[int]
-    """Rows of each table: ids lie below."""
+    """Number of rows of each table: ids are smaller."""
     multi_hot_sizes: list[int]
     """Ids per sample of each feature."""
     dense_in_features: int
@@ -41,8 +41,8 @@ class Manifest:
     eval_samples: int
     """Samples of the last day's first half."""
     best_auc: float | None
-    """AUC of the true probabilities on the evaluation samples, more than luck lets no model have; None where nobody
-    knows it."""
+    """AUC of the true probabilities on the evaluation samples, which no model exceeds but by luck; None where it is
+    unknown."""
     files: dict[str, Checksum] = field(default_factory=dict)
     """The day files by name; empty in manifests from before there were checksums."""
 
@@ -72,7 +72,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a directory, None without one; ValueError if it cannot be understood."""
+    """Returns the manifest of a directory, None without one; ValueError if it cannot be understood."""
     path = directory / MANIFEST
     if not path.exists():
         return None
@@ -86,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest | None:
             _check_types(sums)
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        # The error of what is no text shows all of it.
+        # The error about bytes that are no text would print all of them.
         why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else repr(error)
         raise ValueError(
             f"{path}: is not a manifest of this program ({why}): choose another directory, or remove this file and the "
@@ -114,10 +114,10 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
-    """Marks the directory as unfinished until the body ends without an error; ValueError if another process is at it,
-    or the disk is full.
+    """Marks the directory as unfinished until the body ends without an error; ValueError if another process is writing
+    it, or the disk is full.
 
-    The marker stays when the writer is interrupted, and tells the next one that day files may be leftovers.
+    The marker stays when the writer is interrupted, and warns the next one that day files may be leftovers.
     """
     with (directory / MARKER).open("a") as marker:
         try:

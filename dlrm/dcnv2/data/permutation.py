@@ -1,14 +1,14 @@
-"""numpy's seeded shuffle of more rows than fit in memory: where each of them goes, found block by block on disk.
+"""numpy's seeded shuffle of more rows than fit in memory: each row's destination, found block by block on disk.
 
 The reference shuffles with np.random.seed(0); np.random.shuffle(array), which is, for i from n - 1 down to 1: draw j
 from [0, i] and swap rows i and j. Even the permutation alone of 4.2 billion rows, in 32 bits, is 16.8 GB, read and
 written at random addresses.
 
-Here no row moves. Step i settles the final row i, so what matters is the row that lies at position i just before its
-step, value(i): value(i') of the last step i' > i that drew j = i, or row i itself if there was none. And the final row
-i is what lay at j then: value(i') of the last step i' > i that drew the same j, or row j itself. So each step sends
-(j, i, value(i)) to a lower position, and that is all. Positions are taken in blocks, from the highest: everything sent
-to a block is there when its turn comes, and what it sends goes to files of the lower blocks.
+Here no row moves. Step i settles the final row i, which depends on the row at position i just before its step,
+value(i): value(i') of the last step i' > i that drew j = i, or row i itself without such a step. The final row i is the
+row that was at j then: value(i') of the last step i' > i that drew the same j, or row j itself. So each step only sends
+(j, i, value(i)) to a lower position. Positions are taken in blocks, from the highest: everything sent to a block is
+there when its turn comes, and its own messages go to files of lower blocks.
 """
 
 import shutil
@@ -55,10 +55,11 @@ def write_destinations(path: Path, rows: int, seed: int, advance: Callable[[int]
 
 
 def _drawn(rows: int, seed: int) -> Iterator[Rows]:
-    """The j of the steps i of each block, from the highest block on, i ascending; that of step 0, which is none, is 0.
+    """Yields the j of the steps i of each block, from the highest block on, i ascending; 0 for step 0, which does not
+    exist.
 
-    RandomState.randint with one bound for each number and numpy's shuffle reject in the same way: both take the next
-    32 bits, masked to the bound's width, until they do not exceed it.
+    RandomState.randint with one bound for each number and numpy's shuffle reject in the same way: both take the next 32
+    bits, masked to the bound's width, until they do not exceed it.
     """
     random = np.random.RandomState(seed)
     for block in reversed(range(-(-rows // BLOCK_ROWS))):
@@ -76,7 +77,7 @@ def _run_block(folder: Path, low: int, high: int, drawn: Rows) -> None:
     sent_to, sent_by, sent = _take(folder / f"sent_{low // BLOCK_ROWS}", 3)
     value = _values(low, high, drawn, inside, sent_to, sent)
 
-    # All that was sent here, by position and then in the order of the steps: each takes what the one before it left.
+    # All messages to this block, by position and then in the order of the steps: each takes its predecessor's value.
     to = np.concatenate([sent_to, drawn[inside]])
     by = np.concatenate([sent_by, steps[inside]])
     left = np.concatenate([sent, value[inside]])
@@ -120,7 +121,7 @@ def _stable_order(keys: Rows) -> NDArray[np.int64]:
 
 
 def _send(folder: Path, name: str, to: Rows, *columns: Rows) -> None:
-    """Append (to, *columns) to the files of the blocks that `to` lies in, in the order given."""
+    """Appends (to, *columns) to the files of the blocks of `to`, in the given order."""
     block = (to // np.uint32(BLOCK_ROWS)).astype(np.uint16)
     order = np.argsort(block, kind="stable")
     records = np.stack([to, *columns], axis=1)[order]
@@ -133,7 +134,7 @@ def _send(folder: Path, name: str, to: Rows, *columns: Rows) -> None:
 
 
 def _take(path: Path, columns: int) -> list[Rows]:
-    """The columns of what was sent to a block, in order; the file goes away."""
+    """Returns the columns of the messages to a block, in order, and deletes their file."""
     if not path.exists():
         return [np.empty(0, dtype=np.uint32) for _ in range(columns)]
     records = np.fromfile(path, dtype=np.uint32).reshape(-1, columns)

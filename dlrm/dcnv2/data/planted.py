@@ -68,7 +68,7 @@ class PlantedConfig:
     """Replace a data set that this program made with other parameters."""
 
     def __post_init__(self) -> None:
-        # Half a day, rounded up, evaluates: one sample alone would have no AUC.
+        # Half a day, rounded up, evaluates: a single sample would have no AUC.
         for flag, least in (("samples_per_day", 3), ("days", 2), ("seed", 0)):
             value = getattr(self, flag)
             if value is not None and value < least:
@@ -81,11 +81,11 @@ class PlantedConfig:
 
 
 def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
-    """Write the data set unless it is there already; returns its directory, its manifest, and whether it was written.
+    """Writes the data set unless it exists; returns its directory, its manifest, and whether it was written.
 
-    Raises ValueError where the directory holds anything else: other parameters (without --overwrite), day files of
-    unknown origin, or a generator at work. What an interrupted generator left is removed.
-    Needs about 120 bytes of memory for each sample of a day.
+    ValueError where the directory holds anything else: other parameters (without --overwrite), day files of unknown
+    origin, or a generator at work. Files of an interrupted generator are removed. Needs about 120 bytes of memory for
+    each sample of a day.
     """
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
@@ -106,7 +106,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
             raise ValueError(f"{path} holds day files that this program did not make: choose another --path")
     path.mkdir(parents=True, exist_ok=True)
     with sole_writer(path):
-        # Another generator may have finished meanwhile, or an interrupted one had all but removed its marker.
+        # Another generator may have finished meanwhile, or an interrupted one had removed all but its marker.
         if manifest := _finished(path, parameters, config.overwrite):
             return path, manifest, False
         _clean(path)
@@ -116,7 +116,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
 
 
 def _parameters(config: PlantedConfig, model: ModelConfig, days: int) -> dict[str, Any]:
-    """What decides the files' content."""
+    """Returns the parameters that determine the files' content."""
     return {
         "generator_version": GENERATOR_VERSION,
         "rows": list(model.rows),
@@ -198,7 +198,7 @@ def _write_day(
     teacher: Teacher,
     probabilities: Floats,
 ) -> tuple[list[Path], NDArray[np.int32]]:
-    """Write one day and fill `probabilities` [samples_per_day] with the teacher's; returns its files and labels."""
+    """Writes one day and fills `probabilities` [samples_per_day] with the teacher's; returns its files and labels."""
     rng = np.random.default_rng([config.seed, 3, day])
     n = config.samples_per_day
     one_hot = np.empty((n, model.num_features), dtype=np.int32)

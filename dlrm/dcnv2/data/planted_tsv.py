@@ -19,12 +19,12 @@ def raw_file(directory: Path, day: int, zipped: bool) -> Path:
 
 
 def open_raw(path: Path) -> IO[bytes]:
-    """Open a raw day for writing; it is gzip where its name says so, with the same bytes at any time."""
+    """Opens a raw day for writing; gzip where its name ends so, with the same bytes at any time."""
     return gzip.GzipFile(path, "wb", compresslevel=1, mtime=0) if path.suffix == ".gz" else path.open("wb")  # type: ignore[return-value]
 
 
 def write_lines(file: IO[bytes], labels: NDArray[np.int32], dense: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
-    """Append samples, n of them: labels [n], dense features [n, 13] as logarithms log(1 + count), ids [n, 26].
+    """Appends samples, n of them: labels [n], dense features [n, 13] as logarithms log(1 + count), ids [n, 26].
 
     The lines have the counts, and a hash for each id. Zeros are empty fields, as missing values are: the most frequent
     id of every feature is one.

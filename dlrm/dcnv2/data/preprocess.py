@@ -2,23 +2,23 @@
 
 RAW holds day_0, day_1, ... (or day_0.gz, ...); the last day evaluates. OUT gets both of MLPerf's formats, 1-hot and
 multi-hot, with a manifest of checksums. The files are those of the reference (mlcommons/training, recommendation_v2,
-scripts/process_Criteo_1TB_Click_Logs_dataset.sh and materialize_synthetic_multihot_dataset.py), byte for byte; but the
-last day's 1-hot ids, which torchrec 1.8 leaves in 64 bits, have 32 like all others.
+scripts/process_Criteo_1TB_Click_Logs_dataset.sh and materialize_synthetic_multihot_dataset.py), byte for byte; except
+that the last day's 1-hot ids, which torchrec 1.8 leaves in 64 bits, have 32 like all others.
 
-Five steps, each of which goes on where it was killed: raw days are parsed; each feature's hashes are numbered in the
-order of their first appearance; the shuffle of the training days is found; rows are scattered to where it puts them;
-and day by day they are gathered and written. The first, fourth and fifth resume after the last complete day, the second
-after the last complete feature, the third from its beginning.
+Five steps, each resumable after a kill: raw days are parsed; each feature's hashes are numbered in the order of their
+first appearance; the shuffle of the training days is found; rows are scattered to their destinations; and day by day
+they are gathered and written. The first, fourth and fifth resume after the last complete day, the second after the last
+complete feature, the third from its beginning.
 
-Memory does not grow with the rows of a day. The most is taken by the distinct hashes of the largest feature, 8 bytes a
-slot of the table that numbers them (data/contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB,
-finding the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 counts beside
-the numbering, with up to 7 GB more. Besides, writing multi-hot ids maps one feature's expansion table at a time, up to
+Memory does not grow with the rows of a day. Its peak is the distinct hashes of the largest feature, 8 bytes a slot of
+the table that numbers them (data/contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB, finding
+the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 counts beside the
+numbering, with up to 7 GB more. In addition, writing multi-hot ids maps one feature's expansion table at a time, up to
 16.0 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at
 a time, and their memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and
-gather in 11. Disk besides OUT's files: up to 185 bytes a row while it works, 0.8 TB for Criteo's days, and the rows of
-the expansion tables that ids reach, 24 GB for Criteo's, which small inputs do not keep. Disk and time are estimated and
-said before it begins, and that there is room is seen to.
+gather in 11. Disk in addition to OUT's files: up to 185 bytes a row during the work, 0.8 TB for Criteo's days, and the
+rows of the expansion tables that ids reach, 24 GB for Criteo's, which small inputs do not keep. Disk and time are
+estimated and printed first, and too little space is refused.
 """
 
 import shutil
@@ -50,18 +50,18 @@ class PreprocessConfig:
     raw: Annotated[Path, tyro.conf.Positional]
     """Directory of the raw days day_0, day_1, ..., plain or gzip (day_0.gz, ...)."""
     out: Annotated[Path, tyro.conf.Positional]
-    """Directory to write; what it holds half done is continued."""
+    """Directory to write; an unfinished result in it is continued."""
     formats: Literal["both", "one_hot", "multi_hot"] = "both"
-    """Which ids to write: one a feature (160 bytes a sample), or as many as the multi-hot sizes say (912 bytes)."""
+    """Ids to write: one a feature (160 bytes a sample), or as many as the multi-hot sizes (912 bytes)."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and sizes the multi-hot ids fit."""
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
     frequency_threshold: int = 0
-    """Hashes that appear less often share one id; none do up to 1 (MLPerf: 0)."""
+    """Hashes that appear less often share one id; up to 1 none do (MLPerf: 0)."""
 
     workers: int = 1
-    """Days, or features, worked on at a time, in threads; each of them takes memory of its own."""
+    """Number of days, or features, worked on at a time, in threads; each takes its own memory."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -108,7 +108,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
 
 
 def _check_generated(directory: Path, raw: Sequence[Path]) -> None:
-    """ValueError if the raw days are generated ones, but not as they were when their generator ended."""
+    """Raises ValueError if the raw days are generated ones and have changed since."""
     if (directory / MARKER).exists():
         raise ValueError(f"{directory} holds an unfinished data set: end 'dlrm-bench data generate' first")
     if manifest := read_manifest(directory):
@@ -117,7 +117,7 @@ def _check_generated(directory: Path, raw: Sequence[Path]) -> None:
 
 
 def _parameters(config: PreprocessConfig, model: ModelConfig, raw: Sequence[Path]) -> dict[str, Any]:
-    """What decides the files' content."""
+    """Returns the parameters that determine the files' content."""
     return {
         "preprocess_version": VERSION,
         "raw_bytes": [path.stat().st_size for path in raw],

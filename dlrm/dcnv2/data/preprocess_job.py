@@ -1,4 +1,4 @@
-"""The five steps of preprocessing, each of which goes on where it was killed: see preprocess.py."""
+"""The five steps of preprocessing, each resumable after a kill: see preprocess.py."""
 
 import json
 import os
@@ -31,7 +31,7 @@ SCRATCH = "preprocess.partial"
 
 
 def require_equal(path: Path, theirs: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """ValueError if what lies in `path` was made, or begun, with other parameters."""
+    """Raises ValueError if the data in `path` were made, or begun, with other parameters."""
     for name in {**parameters, **theirs}:
         if parameters.get(name) != theirs.get(name):
             raise ValueError(
@@ -52,9 +52,9 @@ class PreprocessJob:
         parameters: dict[str, Any],
         workers: int = 1,
     ) -> None:
-        """raw: the files of the days. parameters: what decides the files' content, and has to be what it was before.
+        """raw: the files of the days. parameters: those that determine the files' content, which must be as before.
 
-        workers: days or features worked on at a time.
+        workers: number of days or features worked on at a time.
         """
         self._raw_directory, self._raw, self._out, self._model = raw_directory, raw, out, model
         self._parameters = parameters
@@ -74,7 +74,7 @@ class PreprocessJob:
         _write_json(self._scratch / "parameters.json", state)
 
     def run(self) -> Manifest:
-        """All five steps; returns the manifest, and leaves no state on disk."""
+        """Runs all five steps; returns the manifest, and removes all intermediate files."""
         with step("1/5 parse", sum(path.stat().st_size for path in self._raw), "MB") as advance:
             run_all(self._parse, self._days, advance, self._workers)
         self._facts = [_read_json(self._scratch / "parsed_days" / f"{day}.json") for day in self._days]
@@ -218,7 +218,8 @@ class PreprocessJob:
             self._remove_gathered(folders)
 
     def _remove_gathered(self, folders: list[Path]) -> None:
-        """Remove the buckets of days that are written, up to the first one that is not: it shares one with the last."""
+        """Removes the buckets of written days, up to the first unwritten day: it shares a bucket with the last written
+        one."""
         with self._removal:
             written = 0
             while written < self._last and (self._scratch / "written_days" / f"{written}.json").exists():
@@ -226,7 +227,7 @@ class PreprocessJob:
             remove_gathered(folders, sum(self._rows[:written]))
 
     def _write_day(self, day: int, pieces: Iterator[Words], advance: Advance) -> list[Path]:
-        """Write a day's files with .partial after their names; returns what they are to be called."""
+        """Writes a day's files with .partial after their names; returns their final names."""
         rows, formats = self._rows[day], self._formats
         dense, labels = criteo.dense_file(self._out, day), criteo.labels_file(self._out, day)
         one_hot, multi_hot = criteo.one_hot_file(self._out, day), criteo.multi_hot_file(self._out, day)
@@ -249,7 +250,7 @@ class PreprocessJob:
                 if formats != "multi_hot":
                     one_hot_file.write(np.ascontiguousarray(ids).data)
                 if formats != "one_hot":
-                    # By feature, as the members of a zip file come, and folded as the reference folds them.
+                    # By feature, as a zip file has its members, and folded as the reference folds them.
                     for feature, table_rows in enumerate(self._model.rows):
                         columns_file.seek(4 * (feature * rows + done))
                         columns_file.write((ids[:, feature] % np.int32(table_rows)).data)

@@ -14,13 +14,13 @@ CLICK_RATE = 0.25
 
 
 class RandomDataset:
-    """Samples distributed like MLPerf's multi-hot data, with labels that nothing can predict.
+    """Samples distributed like MLPerf's multi-hot data, with unpredictable labels.
 
-    The first id of a feature is skewed. With random_ids "expanded" the others are a fixed function of it, whatever the
-    seed, rank and batch, as in MLPerf's files (expansion.py): uniform over the table if each first id counts once, yet
-    repeated as often as the first id is. The numbers are not those of MLPerf's tables, which take 23.9 GB and minutes
-    to draw: a hash of (feature, first id, position) has the same statistics and takes no memory. With "uniform" the
-    others are drawn anew for each sample, and name about twice as many distinct rows.
+    The first id of a feature is skewed. With random_ids "expanded" the others are a fixed function of it, for all
+    seeds, ranks and batches, as in MLPerf's files (expansion.py): uniform over the table if each first id counts once,
+    yet repeated as often as the first id is. The numbers are not those of MLPerf's tables, which take 23.9 GB and
+    minutes to draw: a hash of (feature, first id, position) has the same statistics and takes no memory. With "uniform"
+    the others are drawn anew for each sample, and name about twice as many distinct rows.
     """
 
     train_samples: int | None = None

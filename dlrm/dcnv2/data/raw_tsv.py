@@ -1,8 +1,8 @@
 """Criteo's raw click logs: one line of 40 tab-separated fields a sample, in blocks of bounded size.
 
-A line is the label (0 or 1), 13 integers, and 26 hashes of up to 8 hexadecimal digits; an empty field
-means 0. Files are plain or gzip, told by their first bytes. polars parses; that no line lacks a field, which it would
-fill up, is counted, and what is wrong where is then found line by line.
+A line is the label (0 or 1), 13 integers, and 26 hashes of up to 8 hexadecimal digits; an empty field means 0. Files
+are plain or gzip, recognised by their first bytes. polars parses; missing fields, which it would fill up, are detected
+by counting, and an error is then located line by line.
 """
 
 import gzip
@@ -45,13 +45,13 @@ class Block:
     hashes: list[NDArray[np.uint32]]
     """26 times [n]."""
     file_bytes: int
-    """Bytes of the file read so far, compressed ones where it is gzip."""
+    """Number of bytes of the file read so far, compressed ones of a gzip file."""
 
 
 def raw_days(raw: Path) -> list[Path]:
-    """The files day_0, day_1, ... of a folder, each plain or with .gz, as many as there are without a gap.
+    """Returns the files day_0, day_1, ... of a folder, each plain or with .gz, up to the first gap.
 
-    ValueError if there is none, a day is there twice, or one is missing before a later one.
+    ValueError if there is none, a day exists twice, or one is missing before a later one.
     """
     found: dict[int, Path] = {}
     for path in sorted(raw.iterdir()):
@@ -83,9 +83,9 @@ def _is_gzip(path: Path) -> bool:
 
 
 def read_blocks(path: Path) -> Iterator[Block]:
-    """The samples of a raw day in order. While one block is used the next one is read and decompressed.
+    """Yields the samples of a raw day in order. While one block is used the next one is read and decompressed.
 
-    ValueError names file, line and column of what cannot be understood, and says what to do.
+    ValueError names file, line and column of a malformed sample, and the fix.
     """
     line = 0
     with path.open("rb") as file, ThreadPoolExecutor(1) as reader:
@@ -145,7 +145,7 @@ def _parse(path: Path, text: bytes, first_line: int, file_bytes: int) -> Block:
 
 
 def _find_malformed(path: Path, text: bytes, first_line: int) -> None:
-    """ValueError about the first line that is no sample, if there is one."""
+    """Raises ValueError about the first malformed line, if there is one."""
     for line, content in enumerate(text[:-1].split(b"\n"), start=first_line + 1):
         fields = content.removesuffix(b"\r").split(b"\t")
         if len(fields) != len(NAMES):
@@ -163,7 +163,7 @@ def _find_malformed(path: Path, text: bytes, first_line: int) -> None:
 
 
 def _objection(name: str, value: bytes) -> str | None:
-    """What a field should be; None if it is that."""
+    """Returns the form that a field should have; None if it has it."""
     if not value:
         return None
     if name in HASH_NAMES:

@@ -13,18 +13,19 @@ from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS
 
 COLUMNS = DENSE_FIELDS + HASH_FIELDS + 1
 BUCKET_ROWS = 1 << 23
-"""Rows of a bucket; gathering one takes 160 bytes of memory a row, and some more while a day's part of it is read."""
+"""Number of rows of a bucket; gathering one takes 160 bytes of memory a row, and some more while a day's part of it is
+read."""
 
 Words = NDArray[np.uint32]
 
 
 def bucket_file(folder: Path, bucket: int) -> Path:
-    """The file of one source's rows that go to a bucket."""
+    """Returns the file of one source's rows for a bucket."""
     return folder / f"bucket_{bucket}.rows"
 
 
 def scatter(folder: Path, rows: Words, destinations: NDArray[np.uint32]) -> None:
-    """Append rows [n, COLUMNS] to the buckets in `folder` that their destinations [n] lie in."""
+    """Appends rows [n, COLUMNS] to the buckets in `folder` of their destinations [n]."""
     buckets = (destinations // np.uint32(BUCKET_ROWS)).astype(np.uint16)
     order = np.argsort(buckets, kind="stable")  # Radix sort, for 16 bits.
     placed = np.empty((len(rows), COLUMNS + 1), dtype=np.uint32)
@@ -52,14 +53,14 @@ def gather(folders: list[Path], bucket: int, total_rows: int) -> Words:
 
 
 def gather_range(folders: list[Path], start: int, stop: int, total_rows: int) -> Iterator[Words]:
-    """The final rows [start, stop) of the whole shuffle, in pieces that lie in one bucket each."""
+    """Yields the final rows [start, stop) of the whole shuffle, in pieces of one bucket each."""
     for bucket in range(start // BUCKET_ROWS, -(-stop // BUCKET_ROWS)):
         first = bucket * BUCKET_ROWS
         yield gather(folders, bucket, total_rows)[max(start - first, 0) : stop - first]
 
 
 def remove_gathered(folders: list[Path], stop: int) -> None:
-    """Remove the buckets whose rows all lie below `stop`."""
+    """Removes the buckets whose rows are all below `stop`."""
     for folder in folders:
         for bucket in range(stop // BUCKET_ROWS):
             bucket_file(folder, bucket).unlink(missing_ok=True)

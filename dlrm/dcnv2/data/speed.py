@@ -1,8 +1,9 @@
-"""Measures how fast ranks read day files, values checked, with nothing else at work: dlrm-bench data speed DIR
+"""Measures the rate at which ranks read day files, values checked, on an otherwise idle machine: dlrm-bench data speed
+DIR
 
-Each rank reads as a run's does: --data.reader-threads threads fill batches, in pinned memory where there is a GPU, and
-one consumer takes them in order. Ranks are processes that begin together. What a run needs is its samples a second;
-files that lie in the page cache tell what the reader takes, --cold what the disk gives.
+Each rank reads as in a run: --data.reader-threads threads fill batches, in pinned memory where there is a GPU, and one
+consumer takes them in order. Ranks are processes that begin together. A run needs its samples a second; files in the
+page cache show the reader's rate, --cold the disk's.
 """
 
 import multiprocessing
@@ -43,7 +44,7 @@ class SpeedConfig:
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
     source: Literal["multi_hot", "one_hot"] = "multi_hot"
-    """Which files, as --data.source of the run."""
+    """Kind of files, as --data.source of the run."""
     local_batch_sizes: tuple[int, ...] = (512, 6912)
     """Samples of a rank's batch; each is measured in turn."""
     reader_threads: int = 2
@@ -65,7 +66,7 @@ class SpeedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one rank reads."""
+    """The result of one rank."""
 
     batch_us: float
     """Microseconds from batch to batch."""
@@ -76,7 +77,7 @@ class Speed:
 
 
 def speed(config: SpeedConfig, local_batch_size: int) -> list[Speed]:
-    """Returns the speed of each rank; ValueError as of a run for what it cannot read."""
+    """Returns the speed of each rank; ValueError for bad files, as in a run."""
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     days = sum(1 for _ in config.directory.glob("day_*_dense.npy"))
@@ -123,7 +124,7 @@ def _read(rank: int, data: DataConfig, model: ModelConfig, ranks: int, size: int
 def _over_and_over(
     dataset: FileDataset, rank: int, ranks: int, size: int, pin: bool, data: DataConfig
 ) -> Generator[Batch, None, None]:
-    """Yields the batches of one epoch after the other."""
+    """Yields the batches of epoch after epoch."""
     batches = dataset.train_batches(rank, ranks, size, pin)
     while True:
         with Prefetcher(batches, lambda batch: batch, data.prefetch_batches, data.reader_threads) as epoch:

@@ -1,4 +1,4 @@
-"""The logistic model that labels planted data: what a recommender has to find out."""
+"""The logistic model that labels planted data: the function that a recommender has to learn."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Teacher:
         self._intercept = 0.0
 
     def calibrate(self, dense: Floats, ids: Sequence[NDArray[np.int32]], *, signal: float, base_rate: float) -> None:
-        """Fix scales and intercept on samples: signal is the logit's standard deviation, base_rate the clicks' share.
+        """Fits scales and intercept to samples: signal is the logit's standard deviation, base_rate the clicks' share.
 
         dense: [n, dense_in_features]; ids: one [n, hot] for each feature.
         """
@@ -83,8 +83,8 @@ class Teacher:
 
 
 def id_weights(ids: NDArray[np.int32], salt: np.uint32) -> Floats:
-    """One weight for each id: uniform with mean 0 and variance 1 over the ids, by the 32-bit hash "lowbias32" of
-    C. Wellons (github.com/skeeto/hash-prospector)."""
+    """Returns one weight for each id: uniform with mean 0 and variance 1 over the ids, by the 32-bit hash "lowbias32"
+    of C. Wellons (github.com/skeeto/hash-prospector)."""
     x = ids.astype(np.uint32)
     x += salt
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 
+from dlrm_bench.dlrm.data.check import CheckConfig, run_check
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.generate import read_generated
@@ -34,46 +33,33 @@ from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import (
 )
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import EVENT_TYPES
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, prepare_windows
-from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
 
 PIECE = 4_000_000
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CheckConfig:
-    """A folder of data, checked."""
-
-    directory: Annotated[Path, tyro.conf.Positional]
-    """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/."""
-    fast: bool = False
-    """Look at headers, lengths and the index of windows only."""
-    mlperf: bool = False
-    """The files are MLPerf's own: compare counts, and the checksum of every file."""
-
-    def __post_init__(self) -> None:
-        if self.mlperf and self.fast:
-            raise ValueError("--mlperf reads every byte, and --fast does not: choose one of them")
-
-
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What a check found."""
+class CheckedCache:
+    """The result of a check."""
 
     findings: list[str]
-    """One line each; empty if all is well."""
     events: int
     anchors: int
 
+    @property
+    def counts(self) -> str:
+        """Events and anchors, in words."""
+        return f"{self.events} events, {self.anchors} anchors"
 
-def check(config: CheckConfig) -> Checked:
-    """Check a folder; what is wrong with its files is a finding, not an error."""
+
+def check(config: CheckConfig) -> CheckedCache:
+    """Checks a folder; what is wrong with its files is a finding, not an error."""
     findings: list[str] = []
     try:
         cache = Cache.open(find_cache(config.directory))
         maps = ItemMaps.open(config.directory)
         index = prepare_windows(cache)
     except ValueError as error:
-        return Checked([str(error)], 0, 0)
+        return CheckedCache([str(error)], 0, 0)
     findings += _count_findings(config, cache, index)
     if not config.fast:
         findings += _user_findings(cache)
@@ -82,7 +68,7 @@ def check(config: CheckConfig) -> Checked:
             findings += _index_findings(cache, index)
     if config.mlperf:
         findings += _checksum_findings(config.directory)
-    return Checked(findings, len(cache), len(cache.positions))
+    return CheckedCache(findings, len(cache), len(cache.positions))
 
 
 def _count_findings(config: CheckConfig, cache: Cache, index: WindowIndex) -> Iterator[str]:
@@ -207,18 +193,7 @@ def _checksum_findings(root: Path) -> Iterator[str]:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status, 2 if there are findings."""
-    return exit_status(lambda: _run(args))
-
-
-def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(CheckConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    checked = check(config)
-    for finding in checked.findings:
-        print(finding)
-    if checked.findings:
-        return EXIT_BAD_INPUT
-    print(f"{config.directory}: {checked.events} events, {checked.anchors} anchors, all well")
-    return 0
+    return run_check(CheckConfig, check, args, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Which rank holds which table, or which part of it, and the cost of that."""
+"""The placement of tables, and of parts of them, on ranks, and its cost."""

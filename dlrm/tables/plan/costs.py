@@ -1,4 +1,4 @@
-"""What a plan costs each rank: lookup, sort and update of its tables by our kernels, its all-to-alls, its memory.
+"""The costs of a plan for each rank: lookup, sort and update of its tables by our kernels, its all-to-alls, its memory.
 
 The slowest rank sets the pace: everybody waits for its pooled vectors in the all-to-all.
 """
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlrm_bench.dlrm.optimizers import TableOptimizer
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
 from dlrm_bench.dlrm.tables.tables import Tables
 
 _VECTOR_BYTES = 2
-"""Of an element of the pooled vectors' gradients in bf16, which the update reads once for each id."""
+"""Bytes of an element of the pooled vectors' gradients in bf16, which the update reads once for each id."""
 _LEAST_COLUMNS = 32
 """A lookup reads whole lines of 128 bytes from memory, also of narrower rows."""
 
@@ -39,12 +39,12 @@ def table_times(
     shards: Sequence[Shard],
     tables: Tables,
     global_batch_size: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
     sharers: int = 1,
 ) -> TableTimes:
-    """Returns the predicted times of one rank's kernels. ids: how often they name the same rows. sharers: ranks, this
-    one among them, that share the sort.
+    """Returns the predicted times of one rank's kernels. ids: how often they name the same rows. sharers: number of
+    ranks that share the sort, with this one.
 
     Other optimizers than exact Adagrad take less, by much the same share on every rank. A rank that holds a part of a
     table's rows picks its ids out of those of all its tables first.
@@ -63,7 +63,7 @@ def table_times(
 
 
 def shard_times(shard: Shard, tables: Tables, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> TableTimes:
-    """Returns what a shard adds to its rank's times, without picking: of a part of the rows, the same part of the whole
+    """Returns the times that a shard adds to its rank, without picking: for a part of the rows, that share of the whole
     table's.
 
     A row that the batch names comes from memory once for the lookup, and from the cache for its further ids; for the
@@ -88,7 +88,7 @@ def tables_us(
     shards: Sequence[Shard],
     tables: Tables,
     global_batch_size: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
     sharers: int = 1,
 ) -> float:
@@ -97,8 +97,8 @@ def tables_us(
 
 
 def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list[int]:
-    """Returns of each rank how many ranks share the sort of its ids: all with the same tables, where one node has them,
-    as dlrm/tables/pooled/shared_sort.py does it in peer memory."""
+    """Returns for each rank the number of ranks that share the sort of its ids: all with the same tables, if on one
+    node, as dlrm/tables/pooled/shared_sort.py does it in peer memory."""
     if topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
         return [1] * len(by_rank)
     held = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
@@ -124,13 +124,14 @@ def shard_us(shard: Shard, tables: Tables, global_batch_size: int, costs: GpuCos
 
 
 def all_to_alls_us(
-    columns: float, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT
+    columns: float, topology: Topology, global_batch_size: int, pooled_bytes: int, costs: GpuCosts = DEFAULT_COSTS
 ) -> float:
-    """Returns the predicted microseconds of the two all-to-alls of a rank that holds so many columns of pooled vectors.
+    """Returns the predicted microseconds of the two all-to-alls of a rank that holds `columns` columns of pooled
+    vectors.
 
-    Vectors cross once and their gradients once; what a rank sends to itself does not travel. Inside the node they
-    travel at the GPU's rate, beside those for other nodes at the network's. pooled_bytes: of one pooled element on the
-    wire (2 in bf16, 4 in fp32).
+    Vectors cross once and their gradients once; a rank's own part does not travel. Inside the node they travel at the
+    GPU's rate, beside those for other nodes at the network's. pooled_bytes: of one pooled element on the wire (2 in
+    bf16, 4 in fp32).
     """
     if topology.world_size == 1:
         return 0.0
@@ -141,12 +142,12 @@ def all_to_alls_us(
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """The work and the memory that a plan gives one rank."""
+    """The work and the memory of one rank in a plan."""
 
     tables_us: float
     """Returns the predicted microseconds of lookup, sort and update in an iteration."""
     embedding_us: float
-    """The same and the rank's own all-to-alls."""
+    """Time of the tables and of the rank's own all-to-alls."""
     table_bytes: int
     """fp32 weights, replicated tables included."""
     state_bytes: int
@@ -161,7 +162,7 @@ def rank_loads(
     optimizer: TableOptimizer,
     global_batch_size: int,
     pooled_bytes: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     topology: Topology | None = None,
     ids: IdStatistics = UNIFORM,
 ) -> list[RankLoad]:
@@ -197,7 +198,7 @@ def iteration_us(
     topology: Topology,
     global_batch_size: int,
     pooled_bytes: int,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
 ) -> float:
     """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest

@@ -1,4 +1,4 @@
-"""Plans: which rank holds which columns and rows of which table. costs.py has what that costs each rank.
+"""Plans: the columns and rows of each table on each rank. costs.py has the costs of each rank.
 
 FBGEMM picks its kernel for the widest table of a rank, so a narrow column shard beside whole tables is slow; every rank
 of a plan has one width.
@@ -15,7 +15,7 @@ class Shard:
     """Columns [column, column + columns) of one table on one rank: all rows, or every `row_parts`-th from `row_part`
     on.
 
-    Rows that lie `row_parts` apart spread the hot ids, which data sets tend to number first, over all parts.
+    Rows at intervals of `row_parts` spread the hot ids, which data sets tend to number first, over all parts.
     """
 
     rank: int
@@ -39,11 +39,12 @@ class Plan:
     replicated: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
-        """Returns the shards that `rank` holds, in the order in which its pooled columns lie side by side."""
+        """Returns the shards of `rank`, in the order of its pooled columns."""
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def check(self, tables: Tables) -> None:
-        """ValueError unless every element of every sharded table lies on exactly one rank and no rank mixes widths."""
+        """Raises ValueError unless every element of every sharded table is on exactly one rank and no rank mixes
+        widths."""
         for rank in range(self.world_size):
             widths = {shard.columns for shard in self.of_rank(rank)}
             if len(widths) != 1:

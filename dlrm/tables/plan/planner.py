@@ -5,9 +5,9 @@ Where ranks are too many for that, tables are split by rows as well, each into a
 a rank's share of the work.
 
 No rank holds shards of two widths, because that gains nothing: with MLPerf's tables, placing all shards of a candidate
-on all ranks leaves the best plans of 2 to 64 ranks as they are, at 512 samples a GPU and at a global batch of 135168,
-of uniform and of expanded ids. They have one width on all ranks. By FBGEMM's costs, which narrow shards bring down
-less, it took up to 3 % off on two ranks, 0.7 % on 8 and nothing on 16 to 128.
+on all ranks leaves the best plans of 2 to 64 ranks unchanged, at 512 samples a GPU and at a global batch of 135168, for
+uniform and for expanded ids. They have one width on all ranks. By FBGEMM's costs, which narrow shards bring down less,
+it saved up to 3 % on two ranks, 0.7 % on 8 and nothing on 16 to 128.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from itertools import product
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.optimizers import Adagrad, RowWiseAdagrad, TableOptimizer
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT, GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.costs import (
@@ -32,9 +32,10 @@ from dlrm_bench.dlrm.tables.plan.costs import (
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
 from dlrm_bench.dlrm.tables.tables import Tables
 
-# Tables of at most so many rows are replicated: their summed gradients are small beside the dense network's. Not in
-# peer memory, where vectors come to other ranks without a collective and that sum would be an iteration's only one:
-# 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the CPU time.
+# Tables of at most this number of rows are replicated: their summed gradients are small beside the dense network's. Not
+# in peer memory, where vectors reach other ranks without a collective and that sum would be an iteration's only
+# collective: 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the
+# CPU time.
 REPLICATED_ROWS = 256
 # Narrower column shards cost as much (GpuCosts' hardly fall any more), and the sorted update does not take them.
 NARROWEST = 16
@@ -45,7 +46,7 @@ _ROWS_GAIN = 0.9
 # others have. Plans that split rows count as slower where the largest table work exceeds the mean by more than this.
 _MOST_IMBALANCE = 1.15
 _IMBALANCED = 1.25
-# Largest works of one shard that are tried, relative to a rank's share of all work.
+# Largest work of one shard to try, relative to a rank's share of all work.
 _EXACT = Adagrad(1e-8)
 _LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
 
@@ -56,7 +57,7 @@ def plan_for(
     memory_bytes: int,
     replicate: bool = True,
     split_rows: bool = False,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
 ) -> Plan:
     """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
     `make_plan`."""
@@ -75,7 +76,8 @@ def plan_for(
 
 
 class _Work:
-    """What every candidate is made for, and what its shards cost; a shard's cost does not depend on where it starts."""
+    """The common inputs of all candidates, and the costs of their shards; a shard's cost does not depend on its first
+    column."""
 
     def __init__(
         self,
@@ -94,12 +96,12 @@ class _Work:
         self._exchange_us: dict[float, float] = {}
         self._shard_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(tables.count)]
-        """What a rank that holds parts of rows spends on each of its tables for finding its ids."""
+        """Time of a rank that holds parts of rows for finding its ids, by table."""
         self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(tables.count)]
-        """What a rank saves for each of its tables whose ids another rank sorts."""
+        """Time that a rank saves where another rank sorts a table's ids, by table."""
 
     def tables_us(self, shard: Shard) -> float:
-        """Returns what a shard costs its rank without all-to-alls."""
+        """Returns the cost of a shard for its rank without all-to-alls."""
         key = (shard.table, shard.columns, shard.row_parts)
         if key not in self._tables_us:
             self._tables_us[key] = shard_us(shard, *self._sizes, self._ids)
@@ -107,13 +109,13 @@ class _Work:
         return self._tables_us[key] + picked
 
     def exchange_us(self, columns: float) -> float:
-        """Returns the all-to-alls of a rank that holds so many columns."""
+        """Returns the all-to-alls of a rank that holds `columns` columns."""
         if columns not in self._exchange_us:
             self._exchange_us[columns] = all_to_alls_us(columns, *self._exchange)
         return self._exchange_us[columns]
 
     def shard_us(self, shard: Shard) -> float:
-        """Returns what a shard costs its rank, of tables and all-to-alls."""
+        """Returns the cost of a shard for its rank, of tables and all-to-alls."""
         key = (shard.table, shard.columns, shard.row_parts)
         if key not in self._shard_us:
             self._shard_us[key] = self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
@@ -139,8 +141,8 @@ class _Work:
         return time
 
     def least_us(self, grids: Sequence["_Grid"]) -> float:
-        """Returns what no placement of these shards can be faster than: all ranks with as much to do, and on one node
-        no id sorted twice."""
+        """Returns a lower bound for all placements of these shards: all ranks with equal work, and on one node no id
+        sorted twice."""
         tables = sum(grid.count(self.dim) * self.tables_us(grid.shard) for grid in grids)
         if self._topology.nodes == 1:
             copies = ((grid.shard.table, self.dim // grid.shard.columns) for grid in grids)
@@ -152,12 +154,12 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """A whole table, cut into shards like this one."""
+    """A whole table, cut into equal shards."""
 
     shard: Shard
 
     def count(self, dim: int) -> int:
-        """Returns the number of shards of a table of so many columns."""
+        """Returns the number of shards of a table of `dim` columns."""
         return dim // self.shard.columns * self.shard.row_parts
 
     def shards(self, dim: int) -> list[Shard]:
@@ -199,17 +201,17 @@ def make_plan(
     memory_bytes: int | None = None,
     replicate: bool = True,
     split_rows: bool = False,
-    costs: GpuCosts = DEFAULT,
+    costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
 ) -> Plan:
     """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
 
     All numbers of tables split by columns, widths and splits of the ranks are tried; within a kind, the most costly
     shard goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no columns, and only
-    exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: what the tables and optimizer state of
-    one rank may take. replicate: whether any table may be. split_rows: whether tables may be split by rows, which they
-    are where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows.
-    ValueError if there are fewer shards than ranks at every width, or no plan fits.
+    exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: limit for the tables and optimizer
+    state of one rank. replicate: whether tables may be replicated. split_rows: whether tables may be split by rows,
+    where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows. ValueError if
+    there are fewer shards than ranks at every width, or no plan fits.
     """
     dim, world_size = tables.columns, topology.world_size
     work = _Work(tables, topology, global_batch_size, pooled_bytes, costs, ids)
@@ -243,7 +245,7 @@ def make_plan(
 
 
 def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
-    """Whether replicated.py can hold tables of so many columns, and there is another rank to share them with."""
+    """Whether replicated.py can hold tables of `dim` columns, and there is another rank to share them with."""
     return world_size > 1 and isinstance(optimizer, Adagrad) and dim & (dim - 1) == 0  # what row_sums can add up
 
 
@@ -254,8 +256,8 @@ def _fastest(
     optimizer: TableOptimizer,
     memory_bytes: int | None,
 ) -> tuple[tuple[float, tuple[Shard, ...]] | None, float]:
-    """Returns time and shards of the fastest candidate that fits, and the least memory that any of them takes, where
-    none fits."""
+    """Returns time and shards of the fastest candidate that fits, and the least memory of any of them, where none
+    fits."""
     best: tuple[float, tuple[Shard, ...]] | None = None
     least_bytes, state_columns = math.inf, optimizer.state_columns
     for candidate in candidates:

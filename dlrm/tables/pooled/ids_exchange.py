@@ -17,7 +17,7 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 @dataclass(frozen=True, slots=True)
 class IdsBuffer:
-    """Memory for one batch's ids, which an exchange made and writes."""
+    """Memory for one batch's ids, made and written by an exchange."""
 
     own: Tensor
     """int32 [part][T][G, hot], flat: for this rank's tables."""
@@ -94,7 +94,7 @@ class CollectiveIdsExchange:
 
 
 class PeerIdsExchange:
-    """An exchange by one kernel that writes ids to where the ranks that own their tables read them, and a barrier.
+    """An exchange by one kernel that writes ids to the ranks that own their tables, and a barrier.
 
     Needs, of the barrier `ids`: it comes after all ranks' writes to a buffer, and before the owner changes, sorts or
     looks up the ids; `exchange` launches it. Needs another barrier of all ranks between the owner's last use of a
@@ -150,7 +150,7 @@ class NodeIdsExchange:
         send, at = [], 0
         self._send_splits: list[int] = []
         table_starts: dict[int, int] = {}
-        """Where each table's ids start in what one node sends this one: [table][B, hot]."""
+        """Offsets of each table's ids in a node's message to this one: [table][B, hot]."""
         for node, of_node in enumerate(owners):
             start = at
             for table in sorted({shard.table for owner in of_node for shard in plan.of_rank(owner)}):
@@ -185,7 +185,7 @@ class NodeIdsExchange:
         return IdsBuffer(peers.own[: self._own], peers)
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
-        """Sends [node][its tables][B, hot], and writes what comes to the ranks of this node. Collective."""
+        """Sends [node][its tables][B, hot], and writes the received ids to the ranks of this node. Collective."""
         assert out.peers is not None, "a buffer of this exchange's"
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self._device)
         gather_segments(ids, self._send_segments, sent)

@@ -46,7 +46,7 @@ class CollectiveExchange:
     """An exchange by FBGEMM's lookup and an all-to-all each way."""
 
     def __init__(self, layout: Layout, tbe: FixedTBE, way: Collectives | OverNodes, autograd: bool) -> None:
-        """Collective. autograd: `lookup` gives what is in an autograd graph, and its backward updates the tables."""
+        """Collective. autograd: the result of `lookup` is in an autograd graph, and its backward updates the tables."""
         plan, ranks, shape = layout.plan, layout.ranks, layout.shape
         self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
         widths, runs = _columns(layout.tables, plan)
@@ -84,8 +84,8 @@ class CollectiveExchange:
 
 
 class PeerExchange:
-    """An exchange by kernels that write to where the values are needed: a lookup that ends in the other ranks'
-    interaction inputs, and one copy of gradients to the other ranks.
+    """An exchange by kernels that write to the reader's memory: a lookup that ends in the other ranks' interaction
+    inputs, and one copy of gradients to the other ranks.
 
     Needs, of the barriers `pooled` and `gradients` of a part: each comes after all ranks' writes of the part, and
     before they are read; `forward` and `backward` launch them. Needs another barrier of all ranks between the last
@@ -111,7 +111,7 @@ class PeerExchange:
             PushTable(batch_size, widths, [rows * width for width in widths], runs, ranks.device)
             for rows in rows_before
         ]
-        # Of one size on all ranks; a rank of fewer columns leaves some of it out.
+        # Of one size on all ranks; a rank of fewer columns leaves a part unused.
         self._received = way.memory.zeros(parts * global_batch * max(widths), dtype=way.inputs.own.dtype)
         self.gradients = self._received.own[: parts * global_batch * own].view(parts, global_batch, own)
 
@@ -121,7 +121,7 @@ class PeerExchange:
         pooled_lookup(weights, of_part, self._table, self._way.inputs, part * self._batch_size)
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
-        """Waits for what the other ranks write."""
+        """Waits for the other ranks' writes."""
         self._way.memory.barrier(self._way.barriers.pooled[part])
 
     def backward(self, grad: Tensor, part: int) -> None:

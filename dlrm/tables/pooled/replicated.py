@@ -2,7 +2,7 @@
 
 A pooled vector of a tiny table costs the all-to-all as much as one of a large table. Replicated, its lookup is local,
 and its gradient, a few thousand rows, is summed over the ranks and applied to all rows: rows that no id named have a
-zero gradient, which Adagrad leaves as they are. Under other optimizers no table is replicated.
+zero gradient, which leaves them unchanged under Adagrad. Under other optimizers no table is replicated.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ class ReplicatedIds:
     sorted_ids: Tensor
     sorted_bags: Tensor
     starts: Tensor
-    """[rows + 1]: where each row's ids start among the sorted ones."""
+    """[rows + 1]: offsets of each row's ids among the sorted ones."""
 
 
 class ReplicatedTables:
     """Lookup, gradient and update of the replicated tables of one rank."""
 
     def __init__(self, layout: Layout, optimizer: Adagrad, learning_rate: Tensor, seed: int) -> None:
-        """Collective. layout: its plan says which tables these are; parts of the batch make no difference, as lookup
-        and update are local. learning_rate: fp32 [1] on the device, which every update reads."""
+        """Collective. layout: its plan names these tables; parts of the batch make no difference, as lookup and update
+        are local. learning_rate: fp32 [1] on the device, which every update reads."""
         tables, ranks, shape, replicated = layout.tables, layout.ranks, layout.shape, layout.plan.replicated
         batch_size = shape.samples
         self._tables, self._eps, self._rate = replicated, optimizer.eps, learning_rate

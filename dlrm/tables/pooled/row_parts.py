@@ -1,10 +1,10 @@
-"""The ids of those rows that a rank has, picked out of all ids of its tables.
+"""The ids of a rank's rows, picked out of all ids of its tables.
 
 A rank that holds a part of a table's rows gets all ids of the table, in the exchange's fixed shape, and picks its own
-out: how many these are is known on the device alone. They go into a list of fixed capacity, one table's after the
-other's, and bags are of any length. A batch that names more of the rank's rows than the list takes overflows: the host,
-which `count` tells, picks again into a list as long as all ids, and does that batch's lookup and update from there.
-Both give the same numbers.
+out: their number is known on the device alone. They go into a list of fixed capacity, one table's after the other's,
+and bags are of any length. A batch that names more of the rank's rows than the list takes overflows: the host, which
+reads the number by `count`, picks again into a list as long as all ids, and does that batch's lookup and update from
+there. Both give the same numbers.
 
 Such a batch is launched eagerly, where others are the replay of a graph. All ranks must then do so: NCCL forbids that
 some replay a collective that others launch. So the ranks exchange on the device, with the ids, whether the batch
@@ -23,9 +23,10 @@ from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
 
-# Capacity over the expected number of ids. Rows of a part lie apart, so ids spread over the parts but for the hottest.
+# Capacity over the expected number of ids. Rows of a part are spread, so ids spread over the parts but for the hottest.
 _SLACK = 1.25
-# The largest batches have so many ids of a part more than expected; of small ones, where chance counts, a share.
+# Large batches exceed the expected number of a part's ids by this number at most; small ones, where chance counts, by a
+# share.
 _LEAST_SLACK = 256
 
 
@@ -42,13 +43,13 @@ class PickedIds:
     offsets: Tensor
     """int32 [parts * T * G + 1]: where each bag's ids start."""
     counted: Tensor
-    """int32 [1] on the device: how many ids there are, capacity or not."""
+    """int32 [1] on the device: the number of ids, whether or not the capacity holds them."""
     count: Tensor
     """The same, int32 [1] on the host, pinned beside a GPU; NOT_YET until it is known."""
 
     @property
     def capacity(self) -> int:
-        """How many ids the list takes."""
+        """Number of ids that the list takes."""
         return len(self.rows)
 
     @property
@@ -67,7 +68,7 @@ class PickedIds:
 
 
 class RowParts:
-    """The picking of one rank's ids; a rank that has a part of any table's rows picks those of all its tables."""
+    """The picking of one rank's ids; a rank with a part of any table's rows picks those of all its tables."""
 
     def __init__(
         self, tables: Tables, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
@@ -84,7 +85,7 @@ class RowParts:
         self._capacity = min(self.num_ids, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
 
     def empty(self, whole: bool = False) -> PickedIds:
-        """Returns memory for one batch's ids; whole: for as many as any batch can have."""
+        """Returns memory for one batch's ids; whole: for the largest number that a batch can have."""
         capacity = self.num_ids if whole else self._capacity
         rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)

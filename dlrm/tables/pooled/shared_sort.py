@@ -1,8 +1,8 @@
 """The sort of ids for the table update, shared out among ranks of a node that hold columns of the same tables.
 
 These ranks get the same ids, and need them in the same order. Rows are counted one table after another, and each table
-has a constant number of ids, so where a table's ids stand among all sorted ids is constant, and their order depends on
-no other table: each rank sorts the ids of some tables, and writes them to where the others need them.
+has a constant number of ids, so the offset of a table's ids among all sorted ids is constant, and their order depends
+on no other table: each rank sorts the ids of some tables, and writes them to the others.
 """
 
 import heapq
@@ -28,7 +28,7 @@ def sorts_are_shared(plan: Plan) -> bool:
 
 
 class SharedSort:
-    """What `FixedTBE.sort` does, to the bit, with the other ranks that hold the same tables.
+    """Equals `FixedTBE.sort`, to the bit, with the other ranks that hold the same tables.
 
     Needs two barriers of all ranks for each buffer, which the caller launches: one between the sorts that write it and
     the update that reads it, and one between that update and the next sorts that write it.
@@ -41,7 +41,7 @@ class SharedSort:
         self._memory, self._alone = memory, len(sharers) == 1
         samples = shape.part_samples * ranks.world_size
         ids = [[samples * tables.hot[table] for table in of_rank] for of_rank in held]
-        """Of a part of the batch, by rank and table."""
+        """Ids of a part of the batch, by rank and table."""
         self._longest = shape.parts * max(map(sum, ids))
         own, before = ids[ranks.rank], [sum(ids[ranks.rank][:place]) for place in range(len(ids[ranks.rank]))]
         mine = _share_out(own, len(sharers))[sharers.index(ranks.rank)]

@@ -60,7 +60,7 @@ class SortedIds:
 
 @dataclass(slots=True)
 class DistributedIds:
-    """Model-parallel ids of one batch: what the input dist leaves for lookup and update."""
+    """Model-parallel ids of one batch: the result of the input dist, for lookup and update."""
 
     received: IdsBuffer
     sorted: SortedIds | None = None
@@ -68,10 +68,9 @@ class DistributedIds:
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
     picked: PickedIds | None = None
-    """Those of the ids whose rows this rank has, where it has a part of any table's rows; these are then what is looked
-    up and sorted."""
+    """The ids of this rank's rows, where it has a part of any table's rows; lookup and sort then take these."""
     overflow: Tensor | None = None
-    """Where the plan splits rows, and ids are for an update: what the ranks agree on of this batch, see Overflows."""
+    """The ranks' agreement on this batch, see Overflows; where the plan splits rows, and ids are for an update."""
 
     @property
     def ids(self) -> Tensor:
@@ -92,7 +91,7 @@ class TableShard:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdates:
-    """How the tables of a rank are updated."""
+    """The update of a rank's tables."""
 
     optimizer: TableOptimizer
     learning_rate: Tensor
@@ -170,8 +169,8 @@ class StaticEBC:
         """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
         Collective.
 
-        ids: int32, the flat ids of one Batch, on the device. out: of `empty_ids`; in
-        peer memory the other ranks write to it, too, see PeerIdsExchange.
+        ids: int32, the flat ids of one Batch, on the device. out: made by `empty_ids`; in peer memory the other ranks
+        write to it, too, see PeerIdsExchange.
         """
         self._ids_exchange.exchange(ids, out.received)
         if self._row_parts is not None and out.picked is not None:
@@ -180,14 +179,14 @@ class StaticEBC:
             self._replicated.input_dist(ids, out.replicated)
 
     def agree(self, ids: DistributedIds) -> None:
-        """Tells all ranks, after the input dist, whether picked ids are more than `ids` takes, for `eager_ids`.
-        Launches nothing where not `splits_rows`. Collective."""
+        """Tells all ranks, after the input dist, whether there are more picked ids than `ids` takes, for `eager_ids`.
+        Launches nothing unless `splits_rows`. Collective."""
         if self._overflows is not None and ids.overflow is not None:
             self._overflows.exchange(None if ids.picked is None else ids.picked.excess, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
-        """Fills `sorted`, where there is any, from `ids`, for the update; ranks that share the sort write one
-        another's, see SharedSort."""
+        """Fills `sorted`, if there is any, from `ids`, for the update; ranks that share the sort write one another's,
+        see SharedSort."""
         if ids.sorted is None:
             return
         if self._shared_sort is not None and ids.sorted.peers is not None:
@@ -222,19 +221,18 @@ class StaticEBC:
         return SortedIds(torch.zeros_like(size), torch.zeros_like(size))
 
     def expect(self, ids: DistributedIds) -> None:
-        """Says that an input dist into `ids`, and `agree`, come next, before they are launched: `eager_ids` waits for
-        them."""
+        """Announces an input dist into `ids`, and `agree`, before they are launched: `eager_ids` waits for them."""
         if ids.picked is not None:
             ids.picked.reset()
         if self._overflows is not None and ids.overflow is not None:
             self._overflows.reset(ids.overflow)
 
     def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
-        """Returns, once the input dist of a batch has run, the ids that this rank runs it with eagerly, as all ranks
-        do; None, on all ranks, where the picked ids of no rank are more than its list takes.
+        """Returns, once the input dist of a batch has run, the ids with which this rank runs it eagerly, as all ranks
+        do; None, on all ranks, where no rank has more picked ids than its list takes.
 
-        Of a rank whose picked ids are no more than `ids` takes these are `ids` themselves. The host waits for the
-        device only where the plan splits rows.
+        On a rank whose list takes its picked ids these are `ids` themselves. The host waits for the device only where
+        the plan splits rows.
         """
         if self._overflows is None or ids.overflow is None or not self._overflows.any(ids.overflow):
             return None
@@ -309,8 +307,8 @@ class StaticEBC:
     # State
 
     def set_learning_rate(self, value: float) -> None:
-        """Tells FBGEMM's update, which reads no tensor, the rate from the next update on; in a graph it keeps the rate
-        that it was captured with."""
+        """Sets the rate of FBGEMM's update, which reads no tensor, from the next update on; a graph keeps the rate of
+        its capture."""
         self._tbe.set_learning_rate(value)
 
     def table_shards(self) -> Iterator[TableShard]:

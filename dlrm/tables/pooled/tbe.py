@@ -1,4 +1,4 @@
-"""One table-batched embedding (TBE) of tables of one width, FBGEMM's or our kernels', seen as a single matrix."""
+"""One table-batched embedding (TBE) of tables of one width, by FBGEMM's or our kernels, as a single matrix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class TBEShape:
     columns: int
     """Columns of every table."""
     samples: int
-    """Samples of one part."""
+    """Number of samples of one part."""
     dtype: torch.dtype
     """The format of pooled vectors: fp32 or bf16."""
     parts: int = 1
@@ -44,11 +44,12 @@ class TBEShape:
 class FixedTBE:
     """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
 
-    The tables lie one after another: `weights` are fp32 [sum(rows), columns], table t's rows start at `first_row[t]`;
-    `state`, the optimizer's, has as many rows and `TableOptimizer.state_columns` columns. Samples come in `parts`, each
-    looked up by itself: ids are int32 [part][table][samples, hot], flat. A part's pooled vectors are [samples, tables *
-    columns]. The bag of a part's (sample, table) has number (part * samples + sample) * tables + table: its row where
-    the pooled matrices of all parts, one below the other, are viewed as [parts * samples * tables, columns].
+    The tables are stored one after another: `weights` are fp32 [sum(rows), columns], table t's rows start at
+    `first_row[t]`; `state`, the optimizer's, has as many rows and `TableOptimizer.state_columns` columns. Samples come
+    in `parts`, each looked up by itself: ids are int32 [part][table][samples, hot], flat. A part's pooled vectors are
+    [samples, tables * columns]. The bag of a part's (sample, table) has number (part * samples + sample) * tables +
+    table: its row where the pooled matrices of all parts, one below the other, are viewed as [parts * samples * tables,
+    columns].
     """
 
     def __init__(
@@ -60,10 +61,9 @@ class FixedTBE:
         sorted_updates: bool = False,
         fbgemm: bool = True,
     ) -> None:
-        """sorted_updates: the tables are updated from what `sort` gives and never by FBGEMM's backward. fbgemm:
-        `lookup` may be called; otherwise the Adagrad state of each row lies right after its weights, and the rows of
-        both are strided.
-        """
+        """sorted_updates: the tables are updated from the results of `sort` and never by FBGEMM's backward. fbgemm:
+        `lookup` may be called; otherwise the Adagrad state of each row is stored right after its weights, and the rows
+        of both are strided."""
         rows, hot, columns, samples, parts = shape.rows, shape.hot, shape.columns, shape.samples, shape.parts
         self._tbe: SplitTableBatchedEmbeddingBagsCodegen | None = None
         if fbgemm:
@@ -71,7 +71,7 @@ class FixedTBE:
         else:
             assert sorted_updates, "FBGEMM's backward has its own layout"
             assert isinstance(optimizer, Adagrad), "the sorted update is exact Adagrad's"
-            # Narrow rows come faster in pairs. One H200, updates of the same number of bytes: 64 columns 849 -> 848 us,
+            # Narrow rows are faster in pairs. One H200, updates of the same number of bytes: 64 columns 849 -> 848 us,
             # 32 columns 915 -> 854, 16 columns 1188 -> 851.
             self.weights, self.state = torch.zeros(sum(rows), 2, columns, device=device).unbind(1)
         self.num_tables, self.columns = len(rows), columns
@@ -86,7 +86,8 @@ class FixedTBE:
         self._order: SortTable | None = None
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the rate of FBGEMM's backward, from the next one on; a captured one keeps what it was captured with."""
+        """Sets the rate of FBGEMM's backward, from the next one on; a captured backward keeps the rate of its
+        capture."""
         if self._tbe is not None:
             self._tbe.set_learning_rate(value)
 

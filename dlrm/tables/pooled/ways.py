@@ -27,15 +27,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingBarriers:
-    """The barriers that exchanges in peer memory launch themselves, and what they need of each."""
+    """The barriers that exchanges in peer memory launch themselves, and the requirements on each."""
 
     ids: Barrier
-    """After every rank has written the ids of its samples to their owners; before an owner reads them."""
+    """Comes after every rank has written the ids of its samples to their owners, and before an owner reads them."""
     pooled: tuple[Barrier, ...]
-    """By part of the batch. After every rank has written the part's pooled vectors, to the ranks of the samples or,
-    over nodes, to where the exchange between nodes reads them; before they are read."""
+    """One a part of the batch. Comes after every rank has written the part's pooled vectors, to the ranks of the
+    samples or, over nodes, to the stage of the exchange between nodes, and before they are read."""
     gradients: tuple[Barrier, ...]
-    """By part of the batch. The same for the gradients of its pooled vectors, written to the owners of the tables."""
+    """One a part of the batch. The same for the gradients of its pooled vectors, written to the owners of the
+    tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class InPeerMemory:
-    """One node, whose ranks write to where the values are needed."""
+    """One node, whose ranks write to the reader's memory."""
 
     memory: PeerMemory
     barriers: EmbeddingBarriers

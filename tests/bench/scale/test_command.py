@@ -27,7 +27,7 @@ def test_tables_checks_and_picture(tmp_path, capsys):
     assert [row[4] for row in rows[2:]] == ["host", "host"]
     assert re.search(r"0\.\d+ +0\.483 +[-+]\d+\.\d% +0\.\d+ +[-+]\d", text), "model, period, latency, differences"
     assert KNOWN_ERRORS in text
-    assert "no contention" in text
+    assert "leaves out contention" in text
     assert (tmp_path / "scale.svg").read_text().count("<path") > 5
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dlrm_bench.bench.scale.kernel_times import fbgemm_us
-from dlrm_bench.dlrm.runtime.gpu_costs import H200
+from dlrm_bench.dlrm.runtime.gpu_types import H200
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from tests.dlrm.tables.plan.test_plan import model_of
@@ -22,7 +22,7 @@ def test_fbgemm_is_within_a_tenth_of_what_was_measured(dim):
     }
     for table, global_batch_size, us in measured[dim]:
         shards = [Shard(0, table, 0, dim)]
-        assert fbgemm_us(shards, hot, global_batch_size, UNIFORM, H200) == pytest.approx(us, rel=0.1)
+        assert fbgemm_us(shards, hot, global_batch_size, UNIFORM, H200.costs) == pytest.approx(us, rel=0.1)
     if dim == 128:
         shards = [Shard(0, table, 0, 128) for table in range(10)]
-        assert fbgemm_us(shards, small, 55296, UNIFORM, H200) == pytest.approx(396, rel=0.1)
+        assert fbgemm_us(shards, small, 55296, UNIFORM, H200.costs) == pytest.approx(396, rel=0.1)

@@ -9,13 +9,14 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
-from dlrm_bench.bench.scale.command import H100, KNOWN_ERRORS
+from dlrm_bench.bench.scale.command import KNOWN_ERRORS
 from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in, prediction, tables_of
 from dlrm_bench.bench.scale.simulation import simulate
-from dlrm_bench.bench.scale.work import System, tasks_of
-from dlrm_bench.dlrm.runtime.gpu_costs import H200
+from dlrm_bench.bench.scale.work import System, plan_on
+from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 from dlrm_bench.dlrm.runtime.topology import P2P as P2P_NETWORK
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
@@ -31,7 +32,7 @@ def record(path: str) -> Record:
 
 def fitted(path: str) -> Scaling:
     read = record(path)
-    return fit(read, LIMITS, H200, tables_of(read.run))
+    return fit(read, LIMITS, H200.costs)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_the_known_errors_are_those_of_the_records():
         assert -0.075 < off(scaling, "6912-p2p", INFINIBAND_400G)[0] < -0.055
         assert -0.125 < off(scaling, "6912-p2p", P2P_NETWORK)[0] < -0.095
     said = fitted("27-2xh200-512-a-gpu-shared-sort/last/00")
-    h100 = replace(said, system=System(limits=said.system.limits, costs=H100))
+    h100 = replace(said, system=System(limits=said.system.limits, costs=H100_STATED))
     on = [(Topology.of(gpus, 8), 135168 // gpus) for gpus in (64, 128)]
     model = [h100.steady(h100.load(topology, batch), topology).iteration_us / 1e3 for topology, batch in on]
     assert model == pytest.approx([1.31, 1.32], abs=0.006)
@@ -160,7 +161,8 @@ def test_a_faster_network_never_slows_and_what_is_needed_is_enough():
 @pytest.mark.parametrize("batch", [512, 6912])
 def test_every_resource_has_its_work(kind, batch):
     scaling, topology = fitted(SMALL), Topology.of(4, 2)
-    tasks = tasks_of(kind, scaling.load(topology, batch), topology, scaling.system, replace(scaling.fit, host_us=900))
+    scaling = replace(scaling, kind=kind, fit=replace(scaling.fit, host_us=900))
+    tasks = scaling.tasks(scaling.load(topology, batch), topology)
     steady = simulate(tasks)
     for resource in ("GPU", "NVLink", "network", "PCIe"):
         assert 0 < steady.busy_us[resource] <= steady.iteration_us * 1.001
@@ -168,8 +170,25 @@ def test_every_resource_has_its_work(kind, batch):
     assert steady.iteration_us >= 0.999 * steady.busy_us.get("host", 0)
 
 
+@pytest.mark.parametrize("peer_memory", [False, True])
+def test_plan_and_parts_are_those_of_the_static_pipeline(peer_memory):
+    """Rows are split, and small tables replicated, where StaticOptions say so; the batch goes in as many parts."""
+    scaling = replace(fitted(SMALL), peer_memory=peer_memory)
+    options = StaticOptions(presort_ids=True, peer_memory=peer_memory)
+    for topology in (Topology.one_node(4), Topology.of(4, 2)):
+        plan = plan_on(topology, scaling.training, H200.costs, options)
+        assert bool(plan.replicated) == options.replicates(topology.nodes)
+        assert options.splits_rows(topology.nodes) or all(shard.row_parts == 1 for shard in plan.shards)
+    topology = Topology.one_node(4)
+    lookups = [
+        sum(task.name.startswith("lookup") for task in scaling.tasks(scaling.load(topology, batch), topology))
+        for batch in (512, 6912, 6911)
+    ]
+    assert lookups == [1, 2, 1]
+
+
 def test_a_record_that_links_alone_make_slower_is_refused():
     read = record(SMALL)
     slow = {**LIMITS, "ceilings": [{**c, "ms": c["ms"] * 100} for c in LIMITS["ceilings"]]}
     with pytest.raises(ValueError, match="give limits of its machine"):
-        fit(read, slow, H200, tables_of(read.run))  # type: ignore[arg-type]
+        fit(read, slow, H200.costs)  # type: ignore[arg-type]

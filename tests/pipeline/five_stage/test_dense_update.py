@@ -4,22 +4,17 @@ import copy
 import gc
 import re
 import signal
-import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed import TrainPipelineSparseDist
-from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
-from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import dlrm_bench.pipeline.five_stage.dense_update
 import dlrm_bench.pipeline.five_stage.pipeline
@@ -30,79 +25,13 @@ from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.step_graph import CHANGED, WARM_UP
 from tests.cases import GPU_PLACES
-from tests.pipeline.cpu_graphs import Replayed
+from tests.pipeline.five_stage.graphed_steps import ANEW, CPU, Twins, graphs_on_cpu
 from tests.pipeline.five_stage.torchrec_models import Trained, batches, build, drain, state
-
-CPU = torch.device("cpu")
-
-
-class Recorded(Replayed):
-    """A graph on the CPU that counts."""
-
-    captures = replays = 0
-
-    def __init__(self, work: Callable[[], None], *_: Any) -> None:
-        def replay() -> None:
-            Recorded.replays += 1
-            with torch.no_grad():
-                work()
-
-        super().__init__(replay)
-        Recorded.captures += 1
-
-
-def graphs_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    Recorded.captures = Recorded.replays = 0
-    patch.setattr(dlrm_bench.pipeline.five_stage.dense_update, "captures", lambda device: True)
-    patch.setattr(dlrm_bench.pipeline.five_stage.step_graph, "record", Recorded)
-    patch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
 
 
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs_on_cpu(monkeypatch)
-
-
-def optimizer_of(
-    parameters: dict[str, nn.Parameter], kind: type[torch.optim.Optimizer], **arguments: Any
-) -> tuple[CombinedOptimizer, Any]:
-    keyed = KeyedOptimizerWrapper(parameters, lambda params: kind(params, **{"lr": 0.1} | arguments))
-    return CombinedOptimizer([CombinedOptimizer([]), keyed]), keyed._optimizer
-
-
-class Twins:
-    """The same parameters under the plain optimizer and under DenseUpdate, with the same gradients."""
-
-    def __init__(self, kind: type[torch.optim.Optimizer] = Adagrad, rtol: float = 0, **arguments: Any) -> None:
-        self._rtol = rtol
-        self.plain = {f"p{i}": nn.Parameter(torch.randn(shape)) for i, shape in enumerate([(3, 4), (5,), ()])}
-        self.graphed = copy.deepcopy(self.plain)
-        self.grads = {name: torch.empty_like(p) for name, p in self.graphed.items()}
-        self.optimizers = [optimizer_of(parameters, kind, **arguments) for parameters in (self.plain, self.graphed)]
-        self.update = DenseUpdate(self.optimizers[1][0], self.graphed.values(), CPU)
-
-    def run(self, steps: int, unused: tuple[str, ...] = ()) -> tuple[int, int]:
-        """Captures and replays meanwhile."""
-        before = Recorded.captures, Recorded.replays
-        for _ in range(steps):
-            for name, grad in self.grads.items():
-                grad.copy_(torch.randn(grad.shape))
-                self.plain[name].grad = None if name in unused else grad.clone()
-                self.graphed[name].grad = None if name in unused else grad
-            self.optimizers[0][0].step()
-            self.update.step()
-            self.assert_equal()
-        return Recorded.captures - before[0], Recorded.replays - before[1]
-
-    def both(self, change: Callable[[Adagrad], Any]) -> None:
-        for _, adagrad in self.optimizers:
-            change(adagrad)
-
-    def assert_equal(self) -> None:
-        (one, _), (other, _) = self.optimizers
-        torch.testing.assert_close(dict(self.graphed), dict(self.plain), rtol=self._rtol, atol=self._rtol)
-        for ours, theirs in zip(other.state_dict()["state"].values(), one.state_dict()["state"].values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=self._rtol, atol=self._rtol)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -143,8 +72,6 @@ KINDS = [
     (AdamW, 0, {"fused": True}),
     (Lamb, 0, {"capturable": True}),
 ]
-ANEW = (1, 10 - WARM_UP)
-"""Captures and replays of ten steps, from the first one that is another."""
 
 
 @pytest.mark.usefixtures("graphed")
@@ -324,69 +251,6 @@ def test_an_adagrad_with_parameters_of_others_is_left_alone():
     twins.update = DenseUpdate(twins.optimizers[1][0], list(twins.graphed.values())[1:], CPU)
     assert "give these an optimizer of their own" in (twins.update.why_not or "")
     assert twins.run(10) == (0, 0)
-
-
-class Clipping(GradientClippingOptimizer):
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        named = {str(i): parameter for i, parameter in enumerate(parameters)}
-        super().__init__(
-            KeyedOptimizerWrapper(named, lambda params: Adagrad(params, lr=lr)), GradientClipping.NORM, max_gradient=0.1
-        )
-
-
-class EveryOther(torch.optim.Optimizer):
-    """Accumulates two gradients, as a user's own does."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        self.inner, self.calls = SGD(parameters, lr=lr, momentum=0.9), 0
-        super().__init__(self.inner.param_groups, {})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    def step(self, closure: Any = None) -> None:
-        self.calls += 1
-        if self.calls % 2 == 0:
-            self.inner.step()
-
-
-@pytest.mark.usefixtures("graphed")
-def test_the_step_of_an_optimizer_within_others_is_replayed():
-    twins = Twins(Clipping)
-    assert twins.run(10) == ANEW
-    twins = Twins(EveryOther)
-    assert twins.run(20) == ANEW
-
-
-@pytest.mark.usefixtures("graphed")
-def test_optimizers_that_cannot_be_captured_are_named():
-    parameters = {"p": nn.Parameter(torch.ones(3)), "q": nn.Parameter(torch.ones(2))}
-    own = torch.optim.LBFGS(parameters.values())
-    assert "it is LBFGS's, which has no option `capturable`" in (
-        DenseUpdate(own, parameters.values(), CPU).why_not or ""
-    )
-
-
-class Fused(FusedOptimizer):
-    def __init__(self) -> None:
-        table = nn.Parameter(torch.ones(3))
-        super().__init__({"table": table}, {}, [{"params": [table], "lr": 0.1}])
-
-    def step(self, closure: Any = None) -> None:
-        """The backward has done it."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """There is none."""
-
-
-@pytest.mark.usefixtures("graphed")
-def test_tables_that_step_in_the_backward_need_no_graph():
-    fused = Fused()
-    parameters = {"p": nn.Parameter(torch.ones(3))}
-    warm_up = WarmupOptimizer(fused, [WarmupStage(WarmupPolicy.NONE)])
-    keyed = KeyedOptimizerWrapper(parameters, lambda params: Adagrad(params, lr=0.1))
-    for tables in (fused, warm_up):
-        update = DenseUpdate(CombinedOptimizer([("tables", tables), ("dense", keyed)]), parameters.values(), CPU)
-        assert update.why_not is None
-        assert len(update._graphs) == 1
 
 
 def test_without_a_gpu_nothing_is_captured():

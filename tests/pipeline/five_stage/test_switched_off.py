@@ -20,7 +20,7 @@ from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
-from tests.pipeline.five_stage.test_dense_update import graphs_on_cpu
+from tests.pipeline.five_stage.graphed_steps import graphs_on_cpu
 from tests.pipeline.five_stage.torchrec_models import BATCH, batches, build
 
 TIMEOUT = 600  # seconds, after which a rank that hangs is killed

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_bench.dlrm.data.check import CheckConfig
 from dlrm_bench.dlrm.dlrmv4.data import check as module
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
-from dlrm_bench.dlrm.dlrmv4.data.check import CheckConfig, check, main
+from dlrm_bench.dlrm.dlrmv4.data.check import check, main
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate
 from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import MD5, SHA256
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
@@ -106,5 +107,3 @@ def test_mlperfs_files_are_known(made):
     assert any("not MLPerf's 4763272693" in finding for finding in findings)
     assert sum("does not exist" in finding for finding in findings) == 16 + 1
     assert sum("is not MLPerf's: md5" in finding for finding in findings) == 2
-    with pytest.raises(ValueError, match="choose one"):
-        CheckConfig(directory=made, mlperf=True, fast=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from dlrm_bench.dlrm.data.check import CheckConfig
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
-from dlrm_bench.dlrm.dlrmv4.data.check import CheckConfig, check
+from dlrm_bench.dlrm.dlrmv4.data.check import check
 from dlrm_bench.dlrm.dlrmv4.data.generate import (
     GenerateConfig,
     auc,

@@ -4,7 +4,7 @@ import pytest
 
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.costs import (
@@ -68,8 +68,8 @@ def test_ranks_of_one_node_with_the_same_tables_share_their_sort():
     assert sort_sharers(parts, Topology.one_node(2)) == [1, 1]
     model = model_of([10**6] * 3, [10] * 3, dim=128)
     alone, shared = (tables_us(halves[:2], model, 10000, sharers=sharers) for sharers in (1, 2))
-    received = 8 * 0.2e6 / 2 / DEFAULT.all_to_all_bytes_per_us
-    assert alone - shared == pytest.approx(DEFAULT.sort_us_per_million_ids * 0.2 / 2 - received)
+    received = 8 * 0.2e6 / 2 / DEFAULT_COSTS.all_to_all_bytes_per_us
+    assert alone - shared == pytest.approx(DEFAULT_COSTS.sort_us_per_million_ids * 0.2 / 2 - received)
     shards = tuple(sorted(shard for own in by_rank for shard in own))
     loads = rank_loads(Plan(3, shards), model, OptimizerConfig().tables, 10000, 2)
     assert loads[0].tables_us == loads[1].tables_us == pytest.approx(shared)
@@ -102,11 +102,11 @@ def test_a_part_of_the_rows_costs_a_part_and_a_look_at_all_ids():
     whole, half = [Shard(0, 0, 0, 128)], [Shard(0, 0, 0, 128, 1, 2)]
     fixed = tables_us([], model, 10000)
     picking = tables_us(half, model, 10000) - fixed - (tables_us(whole, model, 10000) - fixed) / 2
-    assert picking == pytest.approx(DEFAULT.picking_us + picking_us(0, model, 10000, DEFAULT))
+    assert picking == pytest.approx(DEFAULT_COSTS.picking_us + picking_us(0, model, 10000, DEFAULT_COSTS))
     # The ids of a whole table go the same way, where they lie among those of a split one.
     both = tables_us([*half, Shard(0, 1, 0, 128)], model, 10000)
     apart = tables_us(half, model, 10000) + tables_us([Shard(0, 1, 0, 128)], model, 10000) - fixed
-    assert both == pytest.approx(apart + picking_us(1, model, 10000, DEFAULT))
+    assert both == pytest.approx(apart + picking_us(1, model, 10000, DEFAULT_COSTS))
 
 
 def test_cost_counts_ids_columns_and_rows():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.runtime.gpu_costs import DEFAULT
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
@@ -59,7 +59,7 @@ def test_every_column_is_held_once_and_ranks_have_one_width(model, world_size, g
 def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
     model = model_of([10**6] * 3, [1, 2, 3], 64)
     for ranks in (1, 2, 5, 12, 13):
-        work = _Work(model, Topology.one_node(ranks), 512, 2, DEFAULT, UNIFORM)
+        work = _Work(model, Topology.one_node(ranks), 512, 2, DEFAULT_COSTS, UNIFORM)
         costliest = [2, 1, 0]
         every = [
             _Candidate(
@@ -77,7 +77,7 @@ def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
 
 
 def test_many_more_ranks_than_shards_are_refused_at_once():
-    work = _Work(MLPERF_MODEL.tables, Topology.one_node(100_000), 512, 2, DEFAULT, UNIFORM)
+    work = _Work(MLPERF_MODEL.tables, Topology.one_node(100_000), 512, 2, DEFAULT_COSTS, UNIFORM)
     assert next(_by_columns(work, (), [128, 64, 32, 16]), None) is None
 
 

@@ -1,0 +1,68 @@
+"""Flags and report of the programs that check data sets: dlrm-bench data check."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
+
+import tyro
+
+from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CheckConfig:
+    """A directory of data, checked."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Directory of the data."""
+    fast: bool = False
+    """Look at sizes, headers and samples of the files only: seconds instead of hours."""
+    mlperf: bool = False
+    """The files are MLPerf's own: compare all counts, and the checksum of every file."""
+
+    def __post_init__(self) -> None:
+        if self.mlperf and self.fast:
+            raise ValueError("--mlperf reads every byte, and --fast does not: choose one of them")
+
+
+class Checked(Protocol):
+    """The result of a check."""
+
+    @property
+    def findings(self) -> list[str]:
+        """A line for each defect, which names a file and the fix; empty if all is well."""
+        ...
+
+    @property
+    def counts(self) -> str:
+        """The numbers of files, samples or events checked, in words."""
+        ...
+
+
+C = TypeVar("C", bound=CheckConfig)
+
+
+def run_check(kind: type[C], check: Callable[[C], Checked], args: Sequence[str] | None, description: str | None) -> int:
+    """Checks the directory that a command line names and prints each finding on a line of stdout.
+
+    Returns the exit status, 2 if there are findings. kind: the flags.
+    """
+
+    def run() -> int:
+        config = tyro.cli(
+            kind,
+            args=args,
+            prog="dlrm-bench data check",
+            description=description,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+        checked = check(config)
+        for finding in checked.findings:
+            print(finding)
+        if checked.findings:
+            return EXIT_BAD_INPUT
+        print(f"{config.directory}: {checked.counts}, all well")
+        return 0
+
+    return exit_status(run)

@@ -1,0 +1,165 @@
+"""Types of GPU: the measured figures of each, and those of its data sheet. Another GPU is a `GpuType` in `_KNOWN`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRates:
+    """The most that a GPU does in a second."""
+
+    flop: Mapping[str, float]
+    """FLOP, by precision of the run."""
+    memory: float
+    """Bytes, read plus written."""
+    links: float
+    """Bytes that leave a GPU for others of its node."""
+    pcie: float
+    """Bytes from the host."""
+    cache: float
+    """Bytes that the L2 cache holds."""
+    source: str
+    """Where the rates are from, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCosts:
+    """Measured costs of one type of GPU. Times are microseconds, sizes bytes."""
+
+    measured_on: str
+    """The GPU, and the measurement, that the constants come from, for tables and records."""
+    memory_bytes: int
+    """The memory of one GPU."""
+    memory_bytes_per_us: float
+    """Rate at which a kernel moves memory, read plus write."""
+    cache_bytes_per_us: float
+    """Rate at which a kernel reads rows from the cache, such as those of an id that the batch has named before."""
+    lookup_us: float
+    """The fixed part of a rank's lookup."""
+    sort_us: float
+    """The fixed part of a rank's sort of ids, beside which other streams' work runs: few multiprocessors are busy."""
+    sort_us_per_million_ids: float
+    """Time that each million of ids adds to the sort."""
+    update_us: float
+    """The fixed part of a rank's table update, as that of the sort."""
+    update_us_per_million_ids: float
+    """Time that each million of ids adds to the update, in addition to the bytes that it moves."""
+    picking_us: float
+    """The fixed part of finding the ids whose rows this rank has, where a table is split by rows."""
+    picking_us_per_million_ids: float
+    """Finding those of a million ids."""
+    all_to_all_us: float
+    """The fixed part of an all-to-all."""
+    all_to_all_bytes_per_us: float
+    """Rate at which bytes leave a rank in an all-to-all."""
+    peer_exchange_us: float
+    """The fixed part of an exchange through peer memory: a kernel that writes to the other ranks, and a barrier."""
+    peer_bytes_per_us: float
+    """Rate at which bytes leave a rank through peer memory."""
+
+    @property
+    def tables_us(self) -> float:
+        """The fixed part of lookup, sort and update together."""
+        return self.lookup_us + self.sort_us + self.update_us
+
+    def at_memory_rate(self, bytes_per_us: float, measured_on: str) -> "GpuCosts":
+        """Returns the costs of a GPU whose memory has another rate, and whose cache and kernels follow it."""
+        slower = self.memory_bytes_per_us / bytes_per_us
+        return replace(
+            self,
+            measured_on=measured_on,
+            memory_bytes_per_us=bytes_per_us,
+            cache_bytes_per_us=self.cache_bytes_per_us / slower,
+            sort_us_per_million_ids=self.sort_us_per_million_ids * slower,
+            update_us_per_million_ids=self.update_us_per_million_ids * slower,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuType:
+    """One type of GPU."""
+
+    name: str
+    """The name that CUDA gives it."""
+    data_sheet_flop: Mapping[str, float]
+    """FLOP a second of the data sheet, dense, by precision of the products: an MFU is a share of it."""
+    rates: GpuRates
+    """Rates for the lower bound of an iteration (`dlrm-bench limits --above`)."""
+    costs: GpuCosts
+    """Costs for the placement of tables."""
+
+
+_H200_COSTS = GpuCosts(
+    measured_on="NVIDIA H200",
+    memory_bytes=141_000_000_000,
+    # An addition in place over 1 GiB, as `dlrm-bench limits` times it.
+    memory_bytes_per_us=4.23e6,
+    # Fitted to lookup, sort and update, each alone as a graph, of 60 sets of tables (one hot table, several, all 26) at
+    # 1024 to 55296 samples with MLPerf-like ids and 16 to 128 columns: tests/dlrm/tables/plan/test_costs.py.
+    cache_bytes_per_us=7.9e6,
+    lookup_us=4.5,
+    sort_us=33.0,
+    sort_us_per_million_ids=60.0,
+    update_us=20.0,
+    update_us_per_million_ids=20.0,
+    # kernels/input_dist/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for
+    # 6.55, and of six tables 25 for 1.30 and 81 for 10.4.
+    picking_us=17.0,
+    picking_us_per_million_ids=6.0,
+    # NCCL's all-to-all of pooled vectors on 8 x H200, by bytes that leave a rank: 34 us for 3.0 MB, 157 us for 40 MB.
+    all_to_all_us=24.0,
+    all_to_all_bytes_per_us=303e3,
+    # kernels/embedding/push_columns.py and a barrier as a graph, bf16, on 2 and 4 x H200, by bytes that leave a rank:
+    # 9.1 us for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
+    peer_exchange_us=4.4,
+    peer_bytes_per_us=353e3,
+)
+
+H200 = GpuType(
+    name="NVIDIA H200",
+    data_sheet_flop={"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12, "fp8": 1978.9e12},  # SXM
+    rates=GpuRates(
+        # bf16: the most that an 8192-cubed product of random numbers reached; tf32 and fp32: the data sheet.
+        flop={"bf16": 798e12, "tf32": 494.7e12, "fp32": 67e12},
+        memory=4.3e12,  # a copy; an addition in place over 1 GiB reaches 4.23e12
+        links=478.8e9,  # 18 NVLinks of 26.6 GB/s
+        pcie=64e9,  # generation 5, 16 lanes, before its encoding
+        cache=60e6,
+        source="rates known of NVIDIA H200 (dlrm/runtime/gpu_types.py)",
+    ),
+    costs=_H200_COSTS,
+)
+
+# Stated, for comparisons with published results: by the data sheets an H100 has another memory rate than an H200, 3.35
+# of 4.8 TB/s, and another size of memory; multiprocessors and NVLink are the same.
+H100_STATED = replace(
+    H200.costs.at_memory_rate(
+        H200.costs.memory_bytes_per_us * 3.35 / 4.8,
+        "NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
+    ),
+    memory_bytes=80_000_000_000,
+)
+
+_KNOWN = {gpu.name: gpu for gpu in (H200,)}
+DEFAULT_COSTS = H200.costs
+
+
+def gpu_type(gpu_name: str | None) -> GpuType | None:
+    """Returns the type of the GPU that CUDA calls `gpu_name`; None of an unknown one, and of none."""
+    return _KNOWN.get(gpu_name or "")
+
+
+def costs_of(gpu_name: str | None) -> GpuCosts:
+    """Returns the costs of the GPU that CUDA calls `gpu_name`; DEFAULT_COSTS for an unknown one, and for none.
+
+    A plan made by another GPU's costs is correct, but may be less balanced; `note` says whose costs they are.
+    """
+    known = gpu_type(gpu_name)
+    return known.costs if known else DEFAULT_COSTS
+
+
+def note(costs: GpuCosts, gpu_name: str | None) -> str:
+    """Returns the source of predicted times, for a reader; for another GPU's, also how to measure this one."""
+    if gpu_name is None or gpu_name in costs.measured_on:
+        return costs.measured_on
+    return f"{costs.measured_on}, as there are no costs of {gpu_name}: run `dlrm-bench limits` on it"
