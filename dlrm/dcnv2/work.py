@@ -47,8 +47,8 @@ def products(config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASUR
     layers = []
     for i in range(model.cross_layers):
         layers += [(f"cross {i} V", width, model.cross_rank), (f"cross {i} W", model.cross_rank, width)]
-    for mlp, sizes in zip(("bottom", "top"), mlp_widths(model), strict=True):
-        layers += [(f"{mlp} {i}", *io) for i, io in enumerate(pairwise(sizes))]
+    for mlp, widths in zip(("bottom", "top"), mlp_widths(model), strict=True):
+        layers += [(f"{mlp} {i}", *io) for i, io in enumerate(pairwise(widths))]
     shapes = {}
     for name, inputs, outputs in layers:
         shapes[f"GEMM: {name} forward"] = (samples, outputs, inputs)

@@ -348,7 +348,7 @@ class FiveStagePipeline(Generic[In, Out]):
             return
         with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
             batch = next(batches, None)
-            features = self._features_of(batch) if type(batch) is self._form else []
+            features = self._features_of(cast(In, batch)) if type(batch) is self._form else []
             fits = self._by_graph is not None and batch is not None and self._by_graph.fits(batch, features)
             self._end.announce(batch is not None, fits)
             if batch is None:

@@ -7,9 +7,9 @@
 5 dense update             one all-reduce and Adam, beside 4
 
 A loss that is not finite stops every update of its iteration and of all later ones, on all ranks, a gradient that is
-not finite those of all later ones: see LossGuard. pipeline/static/CONCURRENCY.md describes streams
-and their safety; its three rules hold here. Rows, gradients and dense weights are used by one iteration at a time; of ids and batches there
-are two, in turn.
+not finite those of all later ones: see LossGuard. pipeline/static/CONCURRENCY.md describes streams and their safety;
+its three rules hold here. Rows, gradients and dense weights are used by one iteration at a time; of ids and batches
+there are two, in turn.
 """
 
 from dataclasses import dataclass
