@@ -299,6 +299,7 @@ def run(
         )
         if resumed is not None:
             this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
+            pipeline.go_on_after(resumed.first)
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
             BEGINNING.now("warms up")

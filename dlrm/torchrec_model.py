@@ -66,6 +66,9 @@ class TorchRecModel:
     drops_repeats: bool = False
     """Whether a rank asks for the rows of an EmbeddingCollection that its batch names once each (use_index_dedup), on
     GPUs: FBGEMM has no such operator for CPUs."""
+    before_step: Callable[[int], None] | None = None
+    """Called before each training step with its iteration, counted from 1 over all runs of a training: seeds what the
+    module draws at random. None where it draws nothing."""
     sizes: DeclaredSizes = field(default_factory=DeclaredSizes)
     compiled: tuple[nn.Module, ...] = ()
     """Parts of `module` that torch.compile can take, in which TorchRec's trace finds no sharded module."""

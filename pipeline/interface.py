@@ -61,6 +61,11 @@ class Pipeline(Protocol):
         names a bad one."""
         ...
 
+    def go_on_after(self, iterations: int) -> None:
+        """Says how many iterations of the training came before the first step, in a run that goes on from a checkpoint:
+        what training draws at random depends on the iteration."""
+        ...
+
     def tallies(self) -> Tallies:
         """Returns this rank's counts of numbers that went wrong so far, on the device. Where any was not finite, no
         weight on any rank changes from the next step on."""

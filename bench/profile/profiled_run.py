@@ -112,6 +112,10 @@ class ProfiledPipeline:
         """See Pipeline."""
         self._pipeline.set_learning_rate(value)
 
+    def go_on_after(self, iterations: int) -> None:
+        """See Pipeline."""
+        self._pipeline.go_on_after(iterations)
+
     def tallies(self) -> "Tallies":
         """See prepare."""
         return self._pipeline.tallies()

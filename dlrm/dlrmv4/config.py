@@ -37,7 +37,6 @@ AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
 DropoutSeed = Literal["rank", "same"]
 Kernels = Literal["plain", "fused"]
-Exchange = Literal["fp32", "fp16"]
 Network = Literal["own", "reference", "reference-as-shipped"]
 
 

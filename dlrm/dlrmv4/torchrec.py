@@ -26,7 +26,7 @@ _STATES = {"step": ".step", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}
 
 
 def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
-    """Returns Dlrmv4Train with the initial dense weights of the seed, and seeds dropout. ValueError, which names the
+    """Returns Dlrmv4Train with the initial dense weights of the seed. ValueError, which names the
     flag, for a pipeline's option that this model's batches cannot take."""
     model, data, optimizer = config.model, config.data, config.optimizer
     assert isinstance(model, ModelConfig)
@@ -50,13 +50,13 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
         from dlrm_bench.dlrm.dlrmv4.reference import reference_parts
 
         parts = reference_parts(of_v4, ranks.device, artist, album)
-    seed_dropout(of_v4, ranks.rank)
     return TorchRecModel(
         module=parts.module,
         prefix="model.",
         batch=parts.batch,
         zeros=parts.zeros,
         dense_optimizer=partial(_clipped_adam, config=optimizer),
+        before_step=partial(seed_dropout, of_v4, ranks.rank),
         dense_states=_STATES,
         by_rows=True,
         drops_repeats=True,

@@ -160,6 +160,9 @@ class StaticPipeline:
         self.dense.gather()
         yield from self._eval.run(batches)
 
+    def go_on_after(self, iterations: int) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline: nothing here is drawn at random."""
+
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""
         return self.dense.tallies

@@ -61,6 +61,7 @@ class TorchRecPipeline(ABC):
         self._model, self._plan, self._tables, self._guard = built.model, built.plan, built.tables, built.guard
         self._optimizer = _build_optimizer(built, of_benchmark, config)
         self._codecs: Codecs | None = sharders.bags.qcomm_codecs_registry
+        self._iteration = 0
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
 
     @property
@@ -87,6 +88,9 @@ class TorchRecPipeline(ABC):
 
     def train_step(self, batches: Iterator[Pipelineable]) -> Tensor:
         """One `progress` of the schedule, which may read two batches ahead."""
+        self._iteration += 1
+        if self._of_benchmark.before_step is not None:
+            self._of_benchmark.before_step(self._iteration)
         loss, _, _ = self._progress(self._train, batches)
         return loss
 
@@ -100,6 +104,10 @@ class TorchRecPipeline(ABC):
                 except StopIteration:
                     return
                 yield logits, labels
+
+    def go_on_after(self, iterations: int) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        self._iteration = iterations
 
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""

@@ -125,6 +125,29 @@ def test_all_switches_of_the_drop_in_train_what_stock_does(folder: Path, tmp_pat
     assert losses["switched"] == losses["stock"]
 
 
+def test_a_resumed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    """With dropout: the fourth loss of a run is that of one that resumes it after the third."""
+    assert SMOKE.model.input_dropout > 0
+    losses = {}
+    saves, resumes = ("--checkpoint.every", "3", "--checkpoint.path"), ("--resume",)
+    for name, flags in {"straight": saves, "resumed": resumes}.items():
+        given = [
+            "--preset",
+            "smoke-dlrmv4",
+            "--data.path",
+            str(folder),
+            "--results-dir",
+            str(tmp_path),
+            "--run-id",
+            name,
+        ]
+        given += ["--local-batch-size", "16", "--iterations", "4", "--warmup-iterations", "0", "--target-auc", "None"]
+        ended = forked_launch(2, tmp_path, [*given, *flags, str(tmp_path / "saved")])
+        assert ended.statuses == [0, 0], ended
+        losses[name] = read_record(tmp_path / name).losses.tolist()
+    assert losses["resumed"] == losses["straight"][3:]
+
+
 def test_the_smoke_preset_trains_to_its_target(folder: Path, tmp_path: Path) -> None:
     """On two ranks; the log is what ruleset 6.1.0 asks for, but for what it takes of MLPerf's own data alone."""
     flags = ["--preset", "smoke-dlrmv4", "--data.path", str(folder), "--results-dir", str(tmp_path), "--run-id", "x"]
