@@ -107,6 +107,10 @@ class StaticSequences(Protocol):
         """
         ...
 
+    def before_step(self, iteration: int) -> None:
+        """Seeds what the iteration draws at random, counted from 1 over all runs of a training; see TorchRecModel."""
+        ...
+
     def update(self, context: DenseContext, backward: SequenceBackward) -> None:
         """Averages the gradients over ranks and updates the dense weights, on the current stream. Collective."""
         ...

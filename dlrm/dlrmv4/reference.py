@@ -18,6 +18,7 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
         flag, fixed = f"--model.{name.replace('_', '-')}", getattr(_FIXED, name)
         require(getattr(model, name) == fixed, f"{flag}: the reference's code has {fixed}, which no flag of it changes")
     try:
-        from generative_recommenders.common import HammerKernel
-        from generative_recommenders.dlrm_v4.configs import get_hstu_configs
-        from generative_recommenders.modules.dlrm_hstu import DlrmHSTU
+        common: Any = import_module(f"{_PACKAGE}.common")
+        configs: Any = import_module(f"{_PACKAGE}.dlrm_v4.configs")
+        hstu: Any = import_module(f"{_PACKAGE}.modules.dlrm_hstu")
     except ImportError as error:
         raise ValueError(f"--model.reference: its modules need {error.name}, which is not installed") from error
-    theirs = get_hstu_configs("yambda-5b")
+    theirs = configs.get_hstu_configs("yambda-5b")
     theirs.hstu_embedding_table_dim, theirs.hstu_transducer_embedding_dim = model.embedding_dim, model.width
     theirs.hstu_num_heads, theirs.hstu_attn_num_layers = model.heads, model.layers
     theirs.hstu_attn_linear_dim = theirs.hstu_attn_qk_dim = model.head_width
@@ -100,8 +101,10 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
     theirs.hstu_input_dropout_ratio, theirs.hstu_linear_dropout_rate = model.input_dropout, model.layer_dropout
     if model.max_history == _FIXED.max_history:
         theirs.max_seq_len = 4096  # train/gin/yambda_5b.gin; kernels are tuned for it
-    network = DlrmHSTU(theirs, {}, is_inference=False, is_dense=True, bf16_training=bf16)
-    network.set_hammer_kernel(HammerKernel.TRITON if device.type == "cuda" else HammerKernel.PYTORCH)
+    network: nn.Module = hstu.DlrmHSTU(theirs, {}, is_inference=False, is_dense=True, bf16_training=bf16)
+    kernels: Any = common.HammerKernel
+    set_kernel: Any = network.set_hammer_kernel
+    set_kernel(kernels.TRITON if device.type == "cuda" else kernels.PYTORCH)
     return network.to(device)
 
 
@@ -225,7 +228,8 @@ class _Dense(nn.Module):
 
     def __init__(self, network: nn.Module, config: ModelConfig) -> None:
         super().__init__()
-        self.network, self._config = network, config
+        self.network: Any = network
+        self._config = config
         self._logits: list[Tensor] = []
         head: Any = network.get_submodule("_multitask_module._prediction_module")
         head.register_forward_hook(lambda _, __, logits: self._logits.append(logits))

@@ -35,8 +35,8 @@ class Dlrmv4Stage:
     """See dlrm_bench.dlrm.dense.static_sequences.StaticSequences."""
 
     def __init__(self, config: Dlrmv4Training, ranks: Ranks) -> None:
-        """Collective. Draws the initial weights of config.seed and seeds dropout."""
-        self._model, self._ranks = config.model, ranks
+        """Collective. Draws the initial weights of config.seed."""
+        self._model, self._ranks, self._config = config.model, ranks, config
         self._samples = config.local_batch_size
         self._pin = ranks.device.type == "cuda"
         network = DenseNetwork(config.model, config.precision)
@@ -45,7 +45,6 @@ class Dlrmv4Stage:
         optimizer = config.optimizer
         options = AdamOptions(optimizer.adam_betas, optimizer.adam_eps, optimizer.clip_norm)
         self.bucket = AdamBucket(self.network, options, ranks)
-        seed_dropout(config, ranks.rank)
         self._artist, self._album = item_maps(config.data, config.model, ranks.device)
         self.tallies = Tallies((), ranks.device)
         self._losses = torch.zeros(LOSSES_KEPT, device=ranks.device)
@@ -117,6 +116,10 @@ class Dlrmv4Stage:
         of_all = torch.autograd.grad(loss, [*weights, *leaves.values()])
         torch.cat(of_all[len(weights) :], out=gradients)
         return SequenceBackward(of_all[: len(weights)], guarded, losses)
+
+    def before_step(self, iteration: int) -> None:
+        """See StaticSequences."""
+        seed_dropout(self._config, self._ranks.rank, iteration)
 
     def update(self, context: DenseContext, backward: SequenceBackward) -> None:
         """See StaticSequences."""

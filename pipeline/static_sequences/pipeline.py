@@ -58,7 +58,7 @@ class StaticSequencesPipeline:
         self._eval = self._new_lane("evaluation", self._evaluate, room, trains=False)
         self._runs = self._train
         """The lane that batches are prepared for."""
-        self._launched = 0
+        self._launched = self._before = 0
 
     def _new_tables(self, room: IdRoom) -> SequenceTables:
         config = self._config
@@ -110,6 +110,7 @@ class StaticSequencesPipeline:
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
         """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the
         end."""
+        self.dense.before_step(self._before + self._launched + 1)
         if self._train.run(batches) is None:
             raise StopIteration
         self._launched += 1
@@ -128,6 +129,10 @@ class StaticSequencesPipeline:
 
     def _evaluate(self, space: Space, slot: int, tokens: int) -> None:
         self._iteration.evaluate(space, slot, tokens, *self._evaluated[slot].unbind())
+
+    def go_on_after(self, iterations: int) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        self._before = iterations
 
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""
