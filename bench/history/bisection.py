@@ -1,9 +1,9 @@
 """Which commit between two changed the time of an iteration: candidates run in turn with the good one, in one sitting.
 
-A step asks on which side of half of the difference a candidate is. It looks at its pairs of runs again and again, and
-ends with the first look that proves one side; looks share the step's probability of an error as 1/l^2, so that all of
-them together keep it, and steps share what the user allows in equal parts. The answer takes for granted that the time
-changed once: of several changes it is the one that crosses half of the difference.
+A step asks on which side of half of the difference a candidate is. It looks at its pairs of runs several times, and
+ends with the first look that proves one side. Steps share the probability of an error that the user allows in equal
+parts, and so do the looks of a step (Bonferroni), so that all of them together keep it. The answer takes for granted
+that the time changed once: of several changes it is the one that crosses half of the difference.
 """
 
 import math
@@ -13,11 +13,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dlrm_bench.bench.stats.statistics import Estimate, compare
+from dlrm_bench.bench.stats.statistics import Estimate, of_pairs
 
 Place = Literal["before", "after", "undecided", "cannot run"]
 FEWEST_PAIRS = 4
-"""Pairs of runs before a step's first look; it looks after every second one, where the orders A B and B A balance."""
+"""Pairs of runs before a step's first look."""
+_GROWTH = 1.4  # from look to look
+_MOST_UNDECIDED = 2
+"""Candidates that stay undecided before a bisection ends: others would take as many pairs."""
 
 
 class Pair(NamedTuple):
@@ -74,7 +77,7 @@ def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int
         return
     assert whole.estimate is not None
     half = whole.estimate.log / 2
-    last_before, first, refused = -1, len(candidates) - 1, set[int]()
+    last_before, first, refused, undecided = -1, len(candidates) - 1, set[int](), 0
     while open_ones := [i for i in range(last_before + 1, first) if i not in refused]:
         # Of those that can be run, the middle one.
         place = open_ones[len(open_ones) // 2]
@@ -87,6 +90,9 @@ def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int
             first = place
         else:
             refused.add(place)
+            undecided += step.place == "undecided"
+            if undecided == _MOST_UNDECIDED:
+                break
     taken = sum(step.error for step in steps if step.place in ("before", "after"))
     yield Finding(
         steps=steps,
@@ -103,23 +109,28 @@ def decide(commit: str, pairs: Iterator[Pair], half: float | None, error: float,
     half: logarithm of time over time; None for the bad commit, which is after the change if its time differs at all.
     most: pairs after which it stays undecided.
     """
-    good: list[np.ndarray] = []
-    candidate: list[np.ndarray] = []
+    logs: list[list[float]] = []
     estimate: Estimate | None = None
-    for look in range(1, 1 + max(0, (most - FEWEST_PAIRS) // 2 + 1)):
-        wanted = FEWEST_PAIRS + 2 * (look - 1)
+    looks = looks_of(most)
+    for wanted in looks:
         try:
-            while len(good) < wanted:
-                pair = next(pairs)
-                good.append(pair.good)
-                candidate.append(pair.candidate)
+            logs += [[math.log(np.median(run)) for run in next(pairs)] for _ in range(wanted - len(logs))]
         except ValueError:
-            return Step(commit=commit, place="cannot run", pairs=len(good), estimate=None, error=0.0)
-        estimate = compare(good, candidate, paired=True).estimates["p50"]
-        place = _place(estimate, half, error * 6 / (math.pi * look) ** 2)
+            return Step(commit=commit, place="cannot run", pairs=len(logs), estimate=None, error=0.0)
+        estimate = of_pairs(*np.array(logs).T)
+        place = _place(estimate, half, error / len(looks))
         if place != "undecided":
-            return Step(commit=commit, place=place, pairs=len(good), estimate=estimate, error=error)
-    return Step(commit=commit, place="undecided", pairs=len(good), estimate=estimate, error=error)
+            return Step(commit=commit, place=place, pairs=len(logs), estimate=estimate, error=error)
+    return Step(commit=commit, place="undecided", pairs=len(logs), estimate=estimate, error=error)
+
+
+def looks_of(most: int) -> list[int]:
+    """Returns the numbers of pairs at which a step looks, `most` last: even ones, in which the orders A B and B A
+    balance. most: at least FEWEST_PAIRS."""
+    looks = [FEWEST_PAIRS]
+    while (wanted := 2 * math.ceil(looks[-1] * _GROWTH / 2)) < most:
+        looks.append(wanted)
+    return [*looks, most] if most > looks[-1] else looks
 
 
 def _place(estimate: Estimate, half: float | None, error: float) -> Place:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.history.bisection import Finding, Pair, Step, bisect, decide
+from dlrm_bench.bench.history.bisection import Finding, Pair, Step, bisect, decide, looks_of
 
 COMMITS = [f"c{i:02d}" for i in range(20)]
 
@@ -95,6 +95,15 @@ def test_a_candidate_in_the_middle_stays_undecided() -> None:
     step = decide("c", pairs("c"), 0.1, 0.01, 20)
     assert (step.place, step.pairs) == ("undecided", 20)
     assert isinstance(step, Step)
+    middle = simulated(np.random.default_rng(6), lambda commit: 0.2 if commit == "c19" else 0.1)
+    finding = found(middle)
+    assert (finding.first, len(finding.between)) == ("c19", 20)
+    assert [step.place for step in finding.steps] == ["after", "undecided", "undecided"]
+
+
+def test_looks_come_ever_later_and_end_with_the_most() -> None:
+    assert looks_of(40) == [4, 6, 10, 14, 20, 28, 40]
+    assert (looks_of(4), looks_of(5), looks_of(6)) == ([4], [4, 5], [4, 6])
 
 
 def test_one_candidate_needs_one_step() -> None:
