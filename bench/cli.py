@@ -17,6 +17,7 @@ from tyro.conf import Positional
 
 from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.doctor.options import DoctorOptions
+from dlrm_bench.bench.history.arguments import BisectCommand, HistoryCommand
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.report.arguments import Report, Tables
 from dlrm_bench.bench.scale.arguments import Scale
@@ -297,6 +298,8 @@ Command = (
     | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Scale, tyro.conf.subcommand("scale")]
+    | Annotated[HistoryCommand, tyro.conf.subcommand("history")]
+    | Annotated[BisectCommand, tyro.conf.subcommand("bisect")]
 )
 
 
@@ -326,7 +329,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """Raises ValueError for a flag in the wrong place, before anything starts: both commands have a --seed."""
-    if forwarded and isinstance(command, Compare | Report | Rerun | RecordCommand | Checkpoint | Scale):
+    if forwarded and isinstance(
+        command, Compare | Report | Rerun | RecordCommand | Checkpoint | Scale | HistoryCommand
+    ):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for word in forwarded:

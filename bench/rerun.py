@@ -11,13 +11,10 @@ same version, installed or checked out, reruns it.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +30,7 @@ from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.records.config_form import check_config
 from dlrm_bench.bench.records.record import RUN_JSON, Record, create_run_folder, read_record
 from dlrm_bench.bench.started_runs import new_id
+from dlrm_bench.bench.worktrees import environment_of, worktree
 
 _FLAGS = """
 import json, sys
@@ -41,14 +39,6 @@ from dlrm_bench.bench.compare.repeat import repeating_flags
 from dlrm_bench.bench.records.record import read_record
 print(json.dumps(repeating_flags(read_record(Path(sys.argv[1])))))
 """
-
-_REMOVAL = """
-cat
-git -C "$1" worktree remove --force "$2/tree"
-rm -rf "$2"
-"""
-"""Program that removes a worktree once its standard input ends, with the process that made the worktree, however that
-one ends."""
 
 
 class Rerun(NamedTuple):
@@ -85,8 +75,8 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
     record = read_record(path)
     check_config(path / RUN_JSON, record.run["config"])
     program = _program_of(record)
-    checkout = nullcontext(ROOT) if program.checked_out is None else _worktree(program.checked_out)
-    with checkout as tree, _environment(tree, program.stated):
+    checkout = nullcontext(ROOT) if program.checked_out is None else worktree(ROOT, program.checked_out)
+    with checkout as tree, environment_of(tree, program.stated):
         flags, processes = _flags(tree, path, record.run["git"]["commit"])
         folder = create_run_folder(results_dir, new_id(nproc or processes, flags, "rerun"))
         with StillBar(rounds, "runs", stderr_console()) as bar:
@@ -134,40 +124,6 @@ def _program_of(record: Record) -> _Program:
         unknown = "was changed" if state["dirty"] else "may have been changed"
         notes.append(f"the record's source {unknown}: it is of before records held its hash")
     return _Program(commit, None, notes)
-
-
-@contextmanager
-def _worktree(commit: str) -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="dlrm-bench-rerun-")
-    tree = Path(folder) / "tree"
-    # A process in its own session removes the tree, as this process may be killed; no child inherits the pipe's other
-    # end.
-    removal = subprocess.Popen(
-        ["sh", "-c", _REMOVAL, "sh", str(ROOT), folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    with removal:  # closes the pipe, and waits
-        if git(ROOT, "worktree", "add", "--detach", "--quiet", str(tree), commit) is None:
-            raise ValueError(f"git cannot check {commit} out into {tree}: `git worktree prune` may help")
-        yield tree
-
-
-@contextmanager
-def _environment(tree: Path, commit: str | None) -> Iterator[None]:
-    """Makes started processes import the tree's code. `commit` is the one that they record; None: git's."""
-    before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "SOURCE_COMMIT")}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), before["PYTHONPATH"]]))
-    if commit is not None:
-        os.environ["SOURCE_COMMIT"] = commit
-    try:
-        yield
-    finally:
-        for name in before:
-            os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _flags(tree: Path, record: Path, commit: str | None) -> tuple[list[str], int]:

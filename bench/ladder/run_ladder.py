@@ -80,7 +80,7 @@ def make_plan(
         processes=processes,
         flags=list(flags),
         host=host,
-        node=_node(),
+        node=this_node(),
         source={**git_state(ROOT)},
     )
     if launch:
@@ -100,8 +100,8 @@ def plan_to_resume(folder: Path) -> Plan:
             f"{folder} is a finished ladder. More rounds until something is proven would prove anything: run a new "
             "one, with --rounds auto if the number is not known"
         )
-    if plan["node"] != _node():
-        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {_node()}: run a new ladder here")
+    if plan["node"] != this_node():
+        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: run a new ladder here")
     if plan["source"] != {**git_state(ROOT)}:
         raise ValueError(
             f"{folder} was begun by other source code ({plan['source']}): check that out, or run a new one"
@@ -169,7 +169,7 @@ def profiled_run_id(rung: str) -> str:
 def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
     """Returns the record of a run: an existing one, or that of a run made now."""
     if not (folder / member / RUN_JSON).exists():
-        _put_aside(folder / member)
+        put_aside(folder / member)
         flags, output = [*plan["flags"], *rung.flags], folder / f"{member}.log"
         if "launch" in plan:  # maybe from another directory
             run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", member], output)
@@ -178,7 +178,7 @@ def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
     return _timed(read_record(folder / member))
 
 
-def _put_aside(unfinished: Path) -> None:
+def put_aside(unfinished: Path) -> None:
     """Renames the folder of an unfinished run, if there is one: runs never write into an existing folder."""
     if unfinished.exists():
         taken = len(list(unfinished.parent.glob(f"{unfinished.name}.unfinished-*")))
@@ -203,7 +203,7 @@ def _enough(
     return rounds >= FEWEST_ROUNDS and rounds % 2 == 0 and precision.detectable[1] <= plan["detect"]
 
 
-def _node() -> str:
+def this_node() -> str:
     """Returns the host name and, on Linux, the random id of this boot, which tells hosts of one name apart."""
     boot = readable(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     return f"{platform.node()} (boot {boot})"

@@ -99,7 +99,7 @@ def _draw(drawn: Sequence[Picture], console: Console) -> dict[str, bytes]:
     with StillBar(len(drawn), "drawing", console) as bar:
         for number, picture in enumerate(drawn):
             bar.show(number, f"drawing {escape(picture.name)}")
-            encoded[picture.name] = _png(picture.draw())
+            encoded[picture.name] = png_of(picture.draw())
         bar.show(len(drawn), "drawn")
     return encoded
 
@@ -134,7 +134,7 @@ def _render(sources: Sources, sections: list[Section], published: Picture | None
     return environment.get_template("report.html").render(values)
 
 
-def _png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
     """Returns the figure as a PNG with a palette, enough for the few colours of a chart: a third of the bytes."""
     drawn, buffer = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI)

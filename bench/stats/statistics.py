@@ -156,7 +156,7 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
     for i, metric in enumerate(METRICS):
         left, right = logs[0][:, i], logs[1][:, i]
         if between_runs:
-            estimates[metric] = _paired(left, right) if paired else welch(left, right)
+            estimates[metric] = of_pairs(left, right) if paired else welch(left, right)
         else:
             estimates[metric] = _of_these_runs(a, b, metric, float(right.mean() - left.mean()))
     return Comparison(
@@ -183,7 +183,8 @@ def _one_sided_p(distance: float, error: float, freedom: float) -> float:
     return float(stdtr(min(freedom, 1e12), distance / error))
 
 
-def _paired(a: np.ndarray, b: np.ndarray) -> Estimate:
+def of_pairs(a: np.ndarray, b: np.ndarray) -> Estimate:
+    """Returns the estimate of the mean of b - a over pairs [n], n at least 2 (Student's t)."""
     differences = b - a
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences))
     return Estimate(float(differences.mean()), error, len(differences) - 1.0)

@@ -1,0 +1,1 @@
+"""One configuration over commits and months: its times beside a reference's, what changed, and which commit did it."""

@@ -1,0 +1,218 @@
+"""dlrm-bench bisect GOOD BAD -- FLAGS: plans a bisection or resumes one, runs it, and prints what it proves.
+
+Commits are those of BAD's own line (its first parents) that change the program's files: a merge counts as one. Each run
+is made by its commit's own code, in a worktree, in fresh processes. Records and plan stay in one folder, from which an
+interrupted bisection goes on: pairs that are complete are read, and not run again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.compare.command import EXIT_UNDECIDED
+from dlrm_bench.bench.history.arguments import BisectCommand
+from dlrm_bench.bench.history.bisection import FEWEST_PAIRS, Finding, Pair, Step, bisect
+from dlrm_bench.bench.instruments.progress import stderr_console
+from dlrm_bench.bench.ladder.launching import torchrun
+from dlrm_bench.bench.ladder.run_ladder import put_aside, this_node
+from dlrm_bench.bench.machine.source import git, source_of_commit
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
+from dlrm_bench.bench.records.record import RUN_JSON, create_run_folder, read_record
+from dlrm_bench.bench.report.rounding import with_interval
+from dlrm_bench.bench.started_runs import new_id, processes_of_run
+from dlrm_bench.bench.worktrees import environment_of, worktree
+
+PLAN_JSON = "bisection.json"
+_SCHEMA = 1
+
+
+class Plan(TypedDict):
+    """What bisection.json holds, which is written first."""
+
+    schema: int
+    good: str
+    candidates: list[str]
+    """Commits after the good one that change the program, in order; the last one is as the bad one."""
+    flags: list[str]
+    processes: int
+    confidence: float
+    max_pairs: int
+    node: str
+    """Host name and boot id of the machine."""
+
+
+def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectCommand) -> int:
+    """Bisects and prints steps and answer; returns the exit status. ValueError names what cannot be used."""
+    if asked.resume is not None:
+        if forwarded or asked.good is not None:
+            raise ValueError(f"--resume goes on by the plan of {asked.resume}: leave commits and flags out")
+        folder, plan = asked.resume, _plan_to_resume(asked.resume)
+    else:
+        plan = _new_plan(asked, forwarded)
+        folder = create_run_folder(asked.results_dir, new_id(plan["processes"], plan["flags"], "bisection"))
+        (folder / PLAN_JSON).write_text(json_text(plan) + "\n", encoding="utf-8")
+    finding: Finding | None = None
+    try:
+        for found in run_plan(plan, folder):
+            if isinstance(found, Finding):
+                finding = found
+            else:
+                stderr_console().print(step_in_words(found), soft_wrap=True, markup=False, highlight=False)
+    except BaseException as error:
+        error.add_note(f"what ran is kept; go on with dlrm-bench bisect --resume {folder}")
+        raise
+    assert finding is not None
+    console.print(steps_table(finding))
+    for text in finding_in_words(finding):
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+    console.print(f"records {folder}", soft_wrap=True)
+    return EXIT_UNDECIDED if finding.first is None or len(finding.between) > 1 else 0
+
+
+def run_plan(plan: Plan, folder: Path) -> Iterator[Step | Finding]:
+    """Runs what is left of a plan; yields steps and the finding."""
+    with worktree(ROOT, plan["good"]) as good:
+
+        def pairs(commit: str) -> Iterator[Pair]:
+            with ExitStack() as kept:
+                trees: list[Path] = []  # made once a run is needed: a step may have all of its pairs already
+                for number in range(plan["max_pairs"]):
+                    ids = [folder / commit[:12] / f"{number:02d}-{name}" for name in ("good", "candidate")]
+                    if not all((each / RUN_JSON).exists() for each in ids):
+                        if not trees:
+                            trees = [good, kept.enter_context(worktree(ROOT, commit))]
+                        _run_pair(plan, trees, ids, number)
+                    before, after = (read_record(each).latencies_ms for each in ids)
+                    yield Pair(before, after)
+
+        yield from bisect(plan["candidates"], pairs, plan["confidence"], plan["max_pairs"])
+
+
+def _run_pair(plan: Plan, trees: Sequence[Path], ids: Sequence[Path], number: int) -> None:
+    """Runs both of a pair, the good commit first in every other one. ValueError if one fails."""
+    ids[0].parent.mkdir(exist_ok=True)
+    for each in ids:  # a half of a pair is no neighbour of what runs now
+        put_aside(each)
+    in_turn = list(zip(trees, ids, strict=True))
+    for tree, run in in_turn if number % 2 == 0 else in_turn[::-1]:
+        place = ["--results-dir", str(run.parent.resolve()), "--run-id", run.name]
+        with environment_of(tree, None):
+            output = run.with_suffix(".log")
+            torchrun([*plan["flags"], *place], plan["processes"], output, tree / "launch" / "dlrm.py")
+        if read_record(run).run["latency_ms"] is None:
+            raise ValueError(f"{run} ended within its warm-up: lower --warmup-iterations")
+
+
+def _new_plan(asked: BisectCommand, flags: Sequence[str]) -> Plan:
+    if asked.good is None or asked.bad is None or not flags:
+        raise ValueError("name two commits and the flags of a run: dlrm-bench bisect GOOD BAD -- --preset smoke")
+    if not 0 < asked.confidence < 1:
+        raise ValueError(f"--confidence is {asked.confidence:g}: it lies between 0 and 1")
+    if asked.max_pairs < FEWEST_PAIRS:
+        raise ValueError(f"--max-pairs is {asked.max_pairs}: {FEWEST_PAIRS} are needed for a first look")
+    for flag in ("--run-id", "--results-dir"):
+        if any(word.partition("=")[0] == flag for word in flags):
+            raise ValueError(f"{flag} is the bisection's to choose: leave it out")
+    good = commit_of(asked.good)
+    return Plan(
+        schema=_SCHEMA,
+        good=good,
+        candidates=candidates_of(good, commit_of(asked.bad)),
+        flags=list(flags),
+        processes=processes_of_run(asked.nproc),
+        confidence=asked.confidence,
+        max_pairs=asked.max_pairs,
+        node=this_node(),
+    )
+
+
+def commit_of(name: str) -> str:
+    """Returns the full name of a commit of this checkout; ValueError if it has none."""
+    found = None if name.startswith("-") else git(ROOT, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    if found is None:
+        raise ValueError(f"commit {name} is not in {ROOT}: fetch it")
+    return found
+
+
+def candidates_of(good: str, bad: str) -> list[str]:
+    """Returns the commits of bad's own line after good that change the program's files, in order.
+
+    ValueError if bad does not follow on good, or no commit does.
+    """
+    if git(ROOT, "merge-base", "--is-ancestor", good, bad) is None:
+        raise ValueError(f"{bad[:12]} does not have {good[:12]} in its history: name an older GOOD, or swap them")
+    listed = git(ROOT, "rev-list", "--reverse", "--first-parent", f"{good}..{bad}") or ""
+    found, source = [], source_of_commit(ROOT, good)
+    for commit in listed.split():
+        own = source_of_commit(ROOT, commit)
+        if own != source:
+            found.append(commit)
+        source = own
+    if not found:
+        raise ValueError(f"no commit from {good[:12]} to {bad[:12]} changes the program: there is nothing to find")
+    return found
+
+
+def _plan_to_resume(folder: Path) -> Plan:
+    file = folder / PLAN_JSON
+    try:
+        content: Any = read_json(file)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): name the folder of a bisection") from error
+    check_form(file, content, Plan, (_SCHEMA,))
+    plan: Plan = content
+    if plan["node"] != this_node():
+        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: bisect anew here")
+    return plan
+
+
+def steps_table(finding: Finding) -> Table:
+    """Returns the steps of a bisection as a table."""
+    table = Table(title="candidates, each in turn with the good commit", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("commit", "pairs", "times as fast (95 % interval)", "is"):
+        table.add_column(column, justify="right" if column == "pairs" else "left", no_wrap=True)
+    for step in finding.steps:
+        times = "" if step.estimate is None else with_interval(*step.estimate.speedup())
+        table.add_row(step.commit[:12], str(step.pairs), times, _WORDS[step.place])
+    return table
+
+
+_WORDS = {
+    "before": "as before the change",
+    "after": "as after it",
+    "undecided": "undecided",
+    "cannot run": "cannot be run",
+}
+
+
+def step_in_words(step: Step) -> str:
+    """Returns a step in one line."""
+    times = "" if step.estimate is None else f", {with_interval(*step.estimate.speedup())} times as fast"
+    return f"{step.commit[:12]}: {_WORDS[step.place]} ({step.pairs} pairs{times})"
+
+
+def finding_in_words(finding: Finding) -> Iterator[str]:
+    """Yields the answer, how sure it is, and what it takes for granted."""
+    whole = finding.steps[0]
+    if finding.first is None:
+        if whole.place == "cannot run":
+            yield f"{whole.commit[:12]} cannot be run with these flags: name a later GOOD or an earlier BAD"
+        else:
+            said = f"no difference proven between both ends in {whole.pairs} pairs"
+            yield f"{said}: raise --max-pairs, or time longer runs"
+        return
+    assert whole.estimate is not None
+    word = "slower" if whole.estimate.log > 0 else "faster"
+    sure = f"{finding.confidence:.1%} sure, or more".replace("%", " %")
+    if len(finding.between) == 1:
+        yield f"{finding.first[:12]} is the first {word} commit ({sure}): git show {finding.first[:12]}"
+    else:
+        names = ", ".join(commit[:12] for commit in finding.between)
+        yield f"one of {names} is the first {word} commit ({sure}); those before the last are undecided or cannot run"
+    yield "this takes for granted that the time changed once; of several changes it is the one that crosses the middle"

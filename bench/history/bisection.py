@@ -1,0 +1,146 @@
+"""Which commit between two changed the time of an iteration: candidates run in turn with the good one, in one sitting.
+
+A step asks on which side of half of the difference a candidate is. It looks at its pairs of runs several times, and
+ends with the first look that proves one side. Steps share the probability of an error that the user allows in equal
+parts, and so do the looks of a step (Bonferroni), so that all of them together keep it. The answer takes for granted
+that the time changed once: of several changes it is the one that crosses half of the difference.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dlrm_bench.bench.stats.statistics import Estimate, of_pairs
+
+Place = Literal["before", "after", "undecided", "cannot run"]
+FEWEST_PAIRS = 4
+"""Pairs of runs before a step's first look."""
+_GROWTH = 1.4  # from look to look
+_MOST_UNDECIDED = 2
+"""Candidates that stay undecided before a bisection ends: others would take as many pairs."""
+
+
+class Pair(NamedTuple):
+    """Latencies [n] of a run of the good commit and of one of the candidate, neighbours in time; milliseconds."""
+
+    good: np.ndarray
+    candidate: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a candidate's pairs prove."""
+
+    commit: str
+    place: Place
+    """Whether it is as before the change, or as after it."""
+    pairs: int
+    estimate: Estimate | None
+    """Logarithm of its time over the good commit's."""
+    error: float
+    """Probability of a wrong place that was allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Where a bisection ended."""
+
+    steps: Sequence[Step]
+    first: str | None
+    """The first commit after the change; None where that is not proven."""
+    last_before: str | None
+    between: Sequence[str]
+    """Candidates of which it is not known on which side they are."""
+    confidence: float
+    """That the change lies between these two."""
+
+
+Pairs = Callable[[str], Iterator[Pair]]
+"""Yields pairs of runs of a candidate, as many as are taken. ValueError where the commit cannot be run."""
+
+
+def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int) -> Iterator[Step | Finding]:
+    """Yields each step, and then what they prove together.
+
+    candidates: commits after the good one, in order; the last one is the bad one. most: pairs of a candidate.
+    """
+    count = 1 + math.ceil(math.log2(max(2, len(candidates))))
+    error = (1 - confidence) / count
+    whole = decide(candidates[-1], pairs(candidates[-1]), None, error, most)
+    steps = [whole]
+    yield whole
+    if whole.place != "after":
+        yield Finding(steps=steps, first=None, last_before=None, between=candidates, confidence=0.0)
+        return
+    assert whole.estimate is not None
+    half = whole.estimate.log / 2
+    last_before, first, refused, undecided = -1, len(candidates) - 1, set[int](), 0
+    while open_ones := [i for i in range(last_before + 1, first) if i not in refused]:
+        # Of those that can be run, the middle one.
+        place = open_ones[len(open_ones) // 2]
+        step = decide(candidates[place], pairs(candidates[place]), half, error, most)
+        steps.append(step)
+        yield step
+        if step.place == "before":
+            last_before = place
+        elif step.place == "after":
+            first = place
+        else:
+            refused.add(place)
+            undecided += step.place == "undecided"
+            if undecided == _MOST_UNDECIDED:
+                break
+    taken = sum(step.error for step in steps if step.place in ("before", "after"))
+    yield Finding(
+        steps=steps,
+        first=candidates[first],
+        last_before=candidates[last_before] if last_before >= 0 else None,
+        between=candidates[last_before + 1 : first + 1],
+        confidence=1 - taken,
+    )
+
+
+def decide(commit: str, pairs: Iterator[Pair], half: float | None, error: float, most: int) -> Step:
+    """Returns on which side of `half` of the difference a candidate is, proven with this probability of an error.
+
+    half: logarithm of time over time; None for the bad commit, which is after the change if its time differs at all.
+    most: pairs after which it stays undecided.
+    """
+    logs: list[list[float]] = []
+    estimate: Estimate | None = None
+    looks = looks_of(most)
+    for wanted in looks:
+        try:
+            logs += [[math.log(np.median(run)) for run in next(pairs)] for _ in range(wanted - len(logs))]
+        except ValueError:
+            return Step(commit=commit, place="cannot run", pairs=len(logs), estimate=None, error=0.0)
+        estimate = of_pairs(*np.array(logs).T)
+        place = _place(estimate, half, error / len(looks))
+        if place != "undecided":
+            return Step(commit=commit, place=place, pairs=len(logs), estimate=estimate, error=error)
+    return Step(commit=commit, place="undecided", pairs=len(logs), estimate=estimate, error=error)
+
+
+def looks_of(most: int) -> list[int]:
+    """Returns the numbers of pairs at which a step looks, `most` last: even ones, in which the orders A B and B A
+    balance. most: at least FEWEST_PAIRS."""
+    looks = [FEWEST_PAIRS]
+    while (wanted := 2 * math.ceil(looks[-1] * _GROWTH / 2)) < most:
+        looks.append(wanted)
+    return [*looks, most] if most > looks[-1] else looks
+
+
+def _place(estimate: Estimate, half: float | None, error: float) -> Place:
+    """The side of `half` that one look proves: by two tests at half of the error each, or, without `half`, by one."""
+    if half is None:
+        return "after" if estimate.p_value < error else "undecided"
+    at_least, at_most = estimate.p_at_least(math.exp(half)), estimate.p_at_most(math.exp(half))
+    slower_after = half > 0  # small p of being at least that much: it is less
+    if at_least < error / 2:
+        return "before" if slower_after else "after"
+    if at_most < error / 2:
+        return "after" if slower_after else "before"
+    return "undecided"

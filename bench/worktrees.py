@@ -1,0 +1,53 @@
+"""Programs of commits: worktrees of git's, which are removed whatever happens, and an environment that imports them."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlrm_bench.bench.machine.source import git
+
+_REMOVAL = """
+cat
+git -C "$1" worktree remove --force "$2/tree"
+rm -rf "$2"
+"""
+"""Program that removes a worktree once its standard input ends, with the process that made the worktree, however that
+one ends."""
+
+
+@contextmanager
+def worktree(root: Path, commit: str) -> Iterator[Path]:
+    """A worktree of a commit of the checkout at `root`. ValueError if git cannot make it."""
+    folder = tempfile.mkdtemp(prefix="dlrm-bench-rerun-")
+    tree = Path(folder) / "tree"
+    # A process in its own session removes the tree, as this process may be killed; no child inherits the pipe's other
+    # end.
+    removal = subprocess.Popen(
+        ["sh", "-c", _REMOVAL, "sh", str(root), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with removal:  # closes the pipe, and waits
+        if git(root, "worktree", "add", "--detach", "--quiet", str(tree), commit) is None:
+            raise ValueError(f"git cannot check {commit} out into {tree}: `git worktree prune` may help")
+        yield tree
+
+
+@contextmanager
+def environment_of(tree: Path, commit: str | None) -> Iterator[None]:
+    """Makes started processes import the tree's code. `commit` is the one that they record; None: git's."""
+    before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "SOURCE_COMMIT")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), before["PYTHONPATH"]]))
+    if commit is not None:
+        os.environ["SOURCE_COMMIT"] = commit
+    try:
+        yield
+    finally:
+        for name in before:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -1,0 +1,112 @@
+"""Bisection on simulated pairs: the right commit, how often another, and what is said where nothing is proven."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench.history.bisection import Finding, Pair, Step, bisect, decide, looks_of
+
+COMMITS = [f"c{i:02d}" for i in range(20)]
+
+
+def simulated(
+    rng: np.random.Generator, effect: Callable[[str], float], spread: float = 0.01
+) -> Callable[[str], Iterator[Pair]]:
+    """Pairs whose runs differ by `spread`, on a machine that drifts from pair to pair."""
+
+    def pairs(commit: str) -> Iterator[Pair]:
+        number = 0
+        while True:
+            day = 0.02 * number
+            good, candidate = rng.normal(day, spread, 2)
+            yield Pair(np.array([math.exp(good)]), np.array([math.exp(candidate + effect(commit))]))
+            number += 1
+
+    return pairs
+
+
+def found(pairs: Callable[[str], Iterator[Pair]], most: int = 40) -> Finding:
+    *steps, finding = bisect(COMMITS, pairs, 0.95, most)
+    assert isinstance(finding, Finding)
+    assert list(finding.steps) == steps
+    return finding
+
+
+@pytest.mark.parametrize("size", [0.05, -0.05])
+def test_the_first_commit_after_the_change_is_found(size: float) -> None:
+    """Wrong in 5 % of tries at most; of 40 that would be 2, and 6 are rarer than one in a hundred."""
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(40):
+        at = int(rng.integers(len(COMMITS)))
+        finding = found(simulated(rng, lambda commit, at=at: size * (COMMITS.index(commit) >= at)))  # type: ignore[misc]
+        wrong += finding.first != COMMITS[at]
+        assert finding.confidence >= 0.95
+        assert len(finding.steps) <= 6
+    assert wrong < 6
+
+
+def test_a_large_change_takes_few_pairs_and_a_small_one_more() -> None:
+    pairs = []
+    for size in (0.5, 0.03):
+        finding = found(simulated(np.random.default_rng(1), lambda commit, size=size: size * (commit >= "c07")))  # type: ignore[misc]
+        assert finding.first == "c07"
+        assert finding.last_before == "c06"
+        assert finding.between == ["c07"]
+        pairs.append([step.pairs for step in finding.steps])
+    assert set(pairs[0]) == {4}
+    assert sum(pairs[0]) < sum(pairs[1])
+
+
+def test_without_a_change_nothing_is_found() -> None:
+    rng, somewhere = np.random.default_rng(2), 0
+    for _ in range(60):
+        finding = found(simulated(rng, lambda commit: 0.0), most=12)
+        if finding.first is None:
+            assert (finding.between, len(finding.steps)) == (COMMITS, 1)
+            assert finding.steps[0].place == "undecided"
+        somewhere += finding.first is not None
+    assert somewhere < 4  # the first step's share of 5 % is 0.8 %
+
+
+def test_commits_that_cannot_run_are_left_out_and_named() -> None:
+    of_change = simulated(np.random.default_rng(3), lambda commit: 0.2 * (commit >= "c07"))
+
+    def pairs(commit: str) -> Iterator[Pair]:
+        if commit in ("c06", "c07", "c09"):
+            raise ValueError("does not run")
+        yield from of_change(commit)
+
+    finding = found(pairs)
+    assert (finding.first, finding.last_before) == ("c08", "c05")
+    assert finding.between == ["c06", "c07", "c08"]
+    assert [step.commit for step in finding.steps if step.place == "cannot run"] == ["c09", "c07", "c06"]
+
+    def none(commit: str) -> Iterator[Pair]:
+        raise ValueError("does not run")
+        yield
+
+    assert found(none).steps[0].place == "cannot run"
+
+
+def test_a_candidate_in_the_middle_stays_undecided() -> None:
+    pairs = simulated(np.random.default_rng(4), lambda commit: 0.1)
+    step = decide("c", pairs("c"), 0.1, 0.01, 20)
+    assert (step.place, step.pairs) == ("undecided", 20)
+    assert isinstance(step, Step)
+    middle = simulated(np.random.default_rng(6), lambda commit: 0.2 if commit == "c19" else 0.1)
+    finding = found(middle)
+    assert (finding.first, len(finding.between)) == ("c19", 20)
+    assert [step.place for step in finding.steps] == ["after", "undecided", "undecided"]
+
+
+def test_looks_come_ever_later_and_end_with_the_most() -> None:
+    assert looks_of(40) == [4, 6, 10, 14, 20, 28, 40]
+    assert (looks_of(4), looks_of(5), looks_of(6)) == ([4], [4, 5], [4, 6])
+
+
+def test_one_candidate_needs_one_step() -> None:
+    *steps, finding = bisect(["c"], simulated(np.random.default_rng(5), lambda commit: 0.3), 0.95, 40)
+    assert isinstance(finding, Finding)
+    assert (finding.first, finding.last_before, len(steps)) == ("c", None, 1)
