@@ -124,8 +124,8 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, comparison: Comparis
     for line in text.prediction_lines(diagnosis):
         say(f"at best: {line}")
     say("lines of the script that take longest, ms of an iteration (interval of 95 %):")
-    for ms, cpu_ms, where in text.line_rows(diagnosis, _LINES):
-        say(f"   {ms}, on the CPU {cpu_ms}: {where}")
+    for ms, blocked_ms, where in text.line_rows(diagnosis, _LINES):
+        say(f"   {ms}, blocked {blocked_ms}: {where}")
     for line in text.collective_lines(diagnosis):
         say(line)
     if comparison is not None:

@@ -41,7 +41,7 @@ class Finding(TypedDict):
     called_from: Frame | None
     """The library's line that called that one's function."""
     count: float
-    """Calls of torch that did it; of the CUDA API where no line is known."""
+    """Calls of torch that did it; of the CUDA API where no line is known; 1 of what no call shows."""
     ms: float | None
     """What leaving it out would take away from an iteration; None where that cannot be told from the rest.
 
@@ -93,6 +93,14 @@ class Seen:
             return in_calls
         agrees = in_calls is not None and self.left_out.low <= in_calls <= self.left_out.high
         return in_calls if agrees else self.left_out.ms
+
+    def add(self, other: "Seen") -> None:
+        """Takes another place's calls in."""
+        self.count += other.count
+        self.us = None if self.us is None or other.us is None else self.us + other.us
+        self.waits += other.waits
+        self.copies += other.copies
+        self.calls += other.calls
 
 
 class _Counted(NamedTuple):
@@ -200,7 +208,7 @@ def findings_of(
             text=place.user.text,
             library=_frame(place.library[0], libraries) if place.library else None,
             called_from=_frame(place.library[1], libraries) if len(place.library) > 1 else None,
-            count=fmean(one.count / n for one, n in each),
+            count=1.0 if place.kind in OUTSIDE else fmean(one.count / n for one, n in each),
             ms=fmean(known) if costs else None,
             low_ms=sum(one.low for one in sampled) / len(each) if costs and sampled else None,
             high_ms=sum(one.high for one in sampled) / len(each) if costs and sampled else None,

@@ -49,9 +49,10 @@ class HostCosts:
     """Attributes the samples of one rank to its findings, and finds more in the rest."""
 
     def __init__(
-        self, rank: RankFile, seen: Mapping[Place, Seen], backward: Mapping[int, float], recurring: Sequence[Recurring]
+        self, rank: RankFile, seen: dict[Place, Seen], backward: Mapping[int, float], recurring: Sequence[Recurring]
     ) -> None:
-        """seen: findings of calls. backward: microseconds of marked calls' backward, by their number."""
+        """seen: findings of calls; those of one loop become one. backward: microseconds of marked calls' backward, by
+        their number."""
         self._rank = rank
         self._seen = seen
         self._backward = backward
@@ -65,25 +66,27 @@ class HostCosts:
             if call["name"].endswith(".backward")
             for frame in rank["stacks"][call["stack"]]
         }
+        self._extents = _one_of_each_loop(seen, kept_out)
         self._matches = [
-            (place, _match(place, kept_out))
+            (place, _match(place, self._extents))
             for place, one in seen.items()
             if place.kind != SHAPE and place.user.file and one.calls and all(call["main"] for call in one.calls)
         ]
-        self._extents = {place: lines_of_loop(place.user.file, place.user.line, kept_out) for place, _ in self._matches}
 
     def estimates(self) -> dict[Place, Estimate]:
         """What leaving each place out takes away, of findings of calls and of those outside of torch."""
         owned: defaultdict[Place, list[Sample]] = defaultdict(list)
         rest: defaultdict[int, list[Sample]] = defaultdict(list)
         recurring = [(one.iterations, _at_line(one.place.user)) for one in self._recurring]
+        if not self._samples.samples:
+            return {}
         owners = [self._owners(stack) for stack in self._samples.stacks]
         for sample in self._samples.samples:
             stack = self._samples.stacks[sample.stack]
             if any(sample.iteration in iterations and at(stack) for iterations, at in recurring):
                 continue  # the finding of what recurs has it
             for place, share in owners[sample.stack]:
-                owned[place].append(sample._replace(ms=sample.ms * share, cpu_ms=sample.cpu_ms * share))
+                owned[place].append(sample._replace(ms=sample.ms * share, running_ms=sample.running_ms * share))
             if not owners[sample.stack]:
                 rest[sample.stack].append(sample)
         found = {
@@ -110,7 +113,7 @@ class HostCosts:
 
     def _numbers(self, place: Place) -> Iterable[int]:
         """Numbers of the calls that a line that is left out takes along: for a loop, those of all its lines."""
-        if place.kind == BURST and not place.library:
+        if place in self._extents:
             match = _in_lines(place.user, self._extents[place])
             within = [match(stack) is not None for stack in self._rank["stacks"]]
             return [number for number, call in enumerate(self._rank["calls"]) if within[call["stack"]]]
@@ -121,10 +124,10 @@ class HostCosts:
         """Places outside of torch that take at least _LEAST of an iteration, surely more than nothing."""
         loader: defaultdict[tuple[Line, Line], list[Sample]] = defaultdict(list)
         lines: defaultdict[Line, list[Sample]] = defaultdict(list)
-        inner: defaultdict[Line, defaultdict[Line | None, float]] = defaultdict(lambda: defaultdict(float))
+        inner: defaultdict[Line, defaultdict[tuple[Line, ...], float]] = defaultdict(lambda: defaultdict(float))
         for number, samples in rest.items():
             stack = self._samples.stacks[number]
-            user = self._frames.user(stack)
+            user = _statement(stack, self._frames.user(stack))
             reads = next((frame for frame in stack if _LOADER.search(frame["file"])), None)
             if self._frames.is_library(user):
                 continue
@@ -132,28 +135,28 @@ class HostCosts:
                 loader[line_of(user), _function(reads)] += samples
             elif not launches(stack):
                 lines[line_of(user)] += samples
-                leaf = None if stack[0] is user else _function(self._frames.library(stack)[0])
-                inner[line_of(user)][leaf] += sum(sample.ms for sample in samples)
+                library = tuple(_function(frame) for frame in self._frames.library(stack)[:1])
+                inner[line_of(user)][library] += sum(sample.ms for sample in samples)
         for (line, function), samples in loader.items():
             estimate = self._samples.estimate(samples)
             if self._counts(estimate):
                 yield Place(LOADER, line, (function,)), estimate
         for line, samples in lines.items():
-            estimate, computed = self._samples.estimate(samples), sum(sample.cpu_ms for sample in samples)
-            waits = computed < sum(sample.ms for sample in samples) / 2
+            estimate, ran = self._samples.estimate(samples), sum(sample.running_ms for sample in samples)
+            waits = ran < sum(sample.ms for sample in samples) / 2
             in_torch = self._torch_ms(line)
             # Calls of torch that run no Python of its own have the script's line as their innermost frame.
+            known = estimate.low > 2 * in_torch and (waits or not self._rank["reduced"])
             estimate = estimate._replace(ms=estimate.ms - in_torch)
-            known = waits or not self._rank["reduced"]
-            if known and estimate.ms > in_torch and self._counts(estimate):
-                leaf = max(inner[line], key=lambda function: inner[line][function])
-                yield Place(HOST_WAIT if waits else HOST_COMPUTE, line, () if leaf is None else (leaf,)), estimate
+            if known and self._counts(estimate):
+                called = max(inner[line], key=lambda functions: inner[line][functions])
+                yield Place(HOST_WAIT if waits else HOST_COMPUTE, line, called), estimate
 
     def _counts(self, estimate: Estimate) -> bool:
         return estimate.low > 0 and estimate.ms >= _LEAST * self._rank["plain"]["ms"]
 
     def _torch_ms(self, line: Line) -> float:
-        """Time of marked calls that the line itself makes, an iteration without marks."""
+        """Time of marked calls that the line itself makes, in a marked iteration."""
 
         def made_here(call: Call) -> bool:
             return call["main"] and line_of(self._rank["stacks"][call["stack"]][0]) == line
@@ -161,7 +164,7 @@ class HostCosts:
         calls = self._rank["calls"]
         own = [call for call in calls if made_here(call)]
         outer = [call for call in own if call["within"] is None or not made_here(calls[call["within"]])]
-        return sum(call["us"] for call in outer) / 1000 / self._rank["marked"]["iterations"] / slower(self._rank)
+        return sum(call["us"] for call in outer) / 1000 / self._rank["marked"]["iterations"]
 
 
 def launches(stack: Sequence[Frame]) -> bool:
@@ -170,13 +173,31 @@ def launches(stack: Sequence[Frame]) -> bool:
     return _LAUNCHES.search(inner["file"]) is not None or is_ours(inner)
 
 
+def _statement(stack: Sequence[Frame], frame: Frame) -> Frame:
+    """The frame, or of a lambda or comprehension the one that holds it."""
+    outer = stack[stack.index(frame) + 1 :]
+    same = outer[0] if outer and frame["function"].endswith(">") else None
+    return same if same is not None and same["file"] == frame["file"] and same["line"] == frame["line"] else frame
+
+
 _Match = Callable[[Sequence[Frame]], int | None]
 """Returns the number of the frame at which a stack belongs to a place; None where it does not."""
 
 
-def _match(place: Place, kept_out: Collection[tuple[str, int]]) -> _Match:
-    if place.kind == BURST and not place.library:
-        return _in_lines(place.user, lines_of_loop(place.user.file, place.user.line, kept_out))
+def _one_of_each_loop(seen: dict[Place, Seen], kept_out: Collection[tuple[str, int]]) -> dict[Place, range]:
+    """Leaves of the bursts of a loop the costliest, which gets the calls of the others; returns the loops' lines."""
+    loops: dict[tuple[str, range], Place] = {}
+    for place in sorted((p for p in seen if p.kind == BURST and not p.library), key=lambda p: -(seen[p].us or 0.0)):
+        lines = lines_of_loop(place.user.file, place.user.line, kept_out)
+        first = loops.setdefault((place.user.file, lines), place)
+        if first is not place:
+            seen[first].add(seen.pop(place))
+    return {place: lines for (_, lines), place in loops.items()}
+
+
+def _match(place: Place, loops: Mapping[Place, range]) -> _Match:
+    if place in loops:
+        return _in_lines(place.user, loops[place])
     if place.library:
         library = place.library[0]
         return _below(place.user, library)

@@ -51,7 +51,7 @@ KINDS = (
     STRAGGLER,
 )
 OUTSIDE = (LOADER, HOST_WAIT, HOST_COMPUTE, PERIODIC, STRAGGLER)
-"""Kinds that no call of torch shows: from samples of the stack, and from ranks side by side. They have no count."""
+"""Kinds that no call of torch shows: from samples of the stack, and from ranks side by side."""
 WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, H2D)
 """Kinds that stop the host until the GPU has done something, or would."""
 

@@ -14,7 +14,7 @@ from .periodic import Periodic, Work, recurring_work
 from .rank_file import RankFile
 from .samples import Estimate, Sample, Samples
 from .stragglers import Together, more_gpu_work
-from .trace import host_stages_of_loop
+from .trace import OTHER, host_stages_of_loop
 
 SeenBy = Sequence[tuple[RankFile, dict[Place, Seen]]]
 """Each rank with what it saw."""
@@ -36,8 +36,8 @@ class LineTime(TypedDict):
     low_ms: float
     """Ends of the interval of 95 %."""
     high_ms: float
-    cpu_ms: float
-    """CPU time of the loop's thread within it; the rest it waits, or another thread works for it."""
+    blocked_ms: float
+    """Time within it that the loop's thread was blocked: it waited, or another thread worked for it."""
 
 
 def add_host_findings(seen: SeenBy, events: Events) -> list[Periodic]:
@@ -94,7 +94,7 @@ def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms
     else:
         line, line_ms = _slower_line(seen, late_rank)
         place = Place(STRAGGLER, line if line_ms > 0 else _NO_LINE, ())
-        detail += f"; its line takes {line_ms:.3f} ms more, most in the stage {_slower_stage(events, late_rank)}"
+        detail += f"; its line takes {line_ms:.3f} ms more, most {_slower_stage(events, late_rank)}"
     for _, own in seen:
         for other in [other for other in own if other.kind in _HOST and other.user[:3] == place.user[:3]]:
             del own[other]  # this finding's
@@ -117,7 +117,7 @@ def line_times(rank: RankFile) -> list[LineTime]:
                 ms=estimate.ms,
                 low_ms=estimate.low,
                 high_ms=estimate.high,
-                cpu_ms=samples.estimate(own, lambda sample: sample.cpu_ms).ms,
+                blocked_ms=samples.estimate(own, lambda sample: sample.ms - sample.running_ms).ms,
             )
         )
     return lines
@@ -139,11 +139,12 @@ def _slower_line(seen: SeenBy, late_rank: int) -> tuple[Line, float]:
 
 
 def _slower_stage(events: Events, late_rank: int) -> str:
-    """The stage in which the loop of this rank spends more than the mean of the others, by most."""
+    """Where the loop of this rank spends more than the mean of the others, by most."""
     stages = {rank: host_stages_of_loop(own)[0] for rank, own in events.items()}
     others = [own for rank, own in stages.items() if rank != late_rank]
     more = {name: ms - fmean(own[name] for own in others) for name, ms in stages[late_rank].items()}
-    return max(more, key=lambda name: more[name])
+    most = max(more, key=lambda name: more[name])
+    return "outside of any stage" if most == OTHER else f"in the stage {most}"
 
 
 def _by_line(rank: RankFile, samples: Samples) -> dict[Line, list[Sample]]:

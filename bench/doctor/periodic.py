@@ -146,5 +146,5 @@ def _line(rank: RankFile, samples: Samples, own: frozenset[int]) -> Frame | None
 
 def _works_itself(samples: Samples, own: frozenset[int]) -> float:
     taken = [sample for sample in samples.samples if sample.iteration in own]
-    working = [sample.cpu_ms if launches(samples.stacks[sample.stack]) else sample.ms for sample in taken]
+    working = [sample.running_ms if launches(samples.stacks[sample.stack]) else sample.ms for sample in taken]
     return sum(working) / (sum(sample.ms for sample in taken) or 1.0)

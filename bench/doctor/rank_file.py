@@ -119,7 +119,10 @@ class Stacks(TypedDict):
     stacks: list[list[int]]
     """Numbers in `frames`, the innermost first."""
     samples: list[tuple[float, int, float, float]]
-    """(time, number in `stacks`, time since the sample before, CPU time of the loop's thread in it), microseconds."""
+    """(time, number in `stacks`, time that the sample stands for, time of it that the loop's thread ran), microseconds.
+
+    Time that it waited for a core counts as running where the sampler can tell it from blocking.
+    """
 
 
 class Sampled(Window, Stacks):

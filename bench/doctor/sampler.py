@@ -8,6 +8,7 @@ the difference between the sampled and the plain window, which the doctor prints
 """
 
 import linecache
+import resource
 import signal
 import sys
 import threading
@@ -38,12 +39,14 @@ class Sampler:
         self._loop = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._loop)
         self._thread: threading.Thread | None = None
-        self._end = False
+        self._end = self._taking = False
         self._samples: list[tuple[float, int, float, float]] = []
         self._numbers: dict[tuple[CodeType | int, ...], int] = {}
         self._stacks: list[list[tuple[str, int, str]]] = []  # (file, line, function), innermost first
         self._own_s = 0.0
-        self._before = self._cpu_before = 0.0
+        self._began = self._before = self._cpu_before = 0.0
+        self._ticks = 0
+        self._blocks = 0
         self._restore = 0.0
 
     @property
@@ -53,10 +56,11 @@ class Sampler:
 
     def start(self) -> None:
         """Begins to sample."""
-        self._before, self._cpu_before = time.perf_counter(), time.clock_gettime(self._clock)
+        self._began, self._cpu_before = time.perf_counter(), time.clock_gettime(self._clock)
+        self._before = self._began
         unused = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
         if threading.current_thread() is threading.main_thread() and unused:
-            signal.signal(signal.SIGALRM, lambda _, frame: self._take(frame))
+            signal.signal(signal.SIGALRM, self._on_signal)
             signal.siginterrupt(signal.SIGALRM, False)  # calls of libraries go on where it comes
             signal.setitimer(signal.ITIMER_REAL, self._period_s, self._period_s)
             return
@@ -86,6 +90,12 @@ class Sampler:
             samples=self._samples,
         )
 
+    def _on_signal(self, _: int, frame: FrameType | None) -> None:
+        if not self._taking:  # the next signal may come before a sample is taken
+            self._taking = True
+            self._take(frame)
+            self._taking = False
+
     def _sample(self) -> None:
         while not self._end:
             time.sleep(self._period_s)
@@ -93,6 +103,17 @@ class Sampler:
 
     def _take(self, frame: FrameType | None) -> None:
         now, cpu = time.perf_counter(), time.clock_gettime(self._clock)
+        elapsed_s, running_s = now - self._before, cpu - self._cpu_before
+        stands_for_s = elapsed_s
+        if self.by_signal:
+            # A call of C is sampled at its end, at its line: once, for all ticks of the timer that came within it.
+            ticks = int((now - self._began) / self._period_s)
+            stands_for_s = (ticks - self._ticks) * self._period_s
+            self._ticks = ticks
+            blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            if blocks == self._blocks:
+                running_s = elapsed_s  # a thread that gives its core up to no wait could run, had the machine a core
+            self._blocks = blocks
         frames = list(walk(frame))
         key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
         number = self._numbers.get(key)
@@ -100,7 +121,7 @@ class Sampler:
             number = self._numbers[key] = len(self._stacks)
             # A frame that has just ended has no line any more.
             self._stacks.append([(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname) for f in frames])
-        # A sample stands for the time since the one before: a long call of C is sampled at its end, at its line.
-        self._samples.append((now * 1e6, number, (now - self._before) * 1e6, (cpu - self._cpu_before) * 1e6))
+        running = min(1.0, running_s / elapsed_s)
+        self._samples.append((now * 1e6, number, stands_for_s * 1e6, running * stands_for_s * 1e6))
         self._before, self._cpu_before = now, cpu
         self._own_s += time.perf_counter() - now

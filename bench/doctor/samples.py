@@ -39,8 +39,8 @@ class Sample(NamedTuple):
     """Its number in `Samples.stacks`."""
     ms: float
     """Time that it stands for, in an iteration without the sampler."""
-    cpu_ms: float
-    """CPU time of the loop's thread within it."""
+    running_ms: float
+    """Time within it that the loop's thread ran; in the rest it was blocked."""
     at_ms: float
     """Its time, from the beginning of the window."""
 
@@ -57,13 +57,13 @@ class Samples:
         self.scale = rank["plain"]["ms"] / sampled["ms"]
         """What times of the window are multiplied by: the sampler makes iterations longer."""
         taken = [
-            (bisect_right(starts, at) - 1, stack, us, cpu, at)
-            for at, stack, us, cpu in sampled["samples"]
+            (bisect_right(starts, at) - 1, stack, us, running, at)
+            for at, stack, us, running in sampled["samples"]
             if starts[0] <= at < starts[-1] and sampled["stacks"][stack]
         ]
         self.samples = [
-            Sample(i, stack, us / 1000 * self.scale, min(cpu, us) / 1000 * self.scale, (at - starts[0]) / 1000)
-            for i, stack, us, cpu, at in taken
+            Sample(i, stack, us / 1000 * self.scale, min(running, us) / 1000 * self.scale, (at - starts[0]) / 1000)
+            for i, stack, us, running, at in taken
         ]
         self._period_ms = sampled["period_us"] / 1000 * self.scale
 

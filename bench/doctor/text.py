@@ -109,11 +109,11 @@ def details(finding: Finding) -> list[str]:
 
 
 def line_rows(diagnosis: Diagnosis, most: int | None = None) -> list[tuple[str, str, str]]:
-    """Milliseconds with their interval, CPU milliseconds, and place of the lines that take longest."""
+    """Milliseconds with their interval, those blocked, and place of the lines that take longest."""
     return [
         (
             f"{line['ms']:.3f} ({line['low_ms']:.3f} to {line['high_ms']:.3f})",
-            f"{line['cpu_ms']:.3f}",
+            f"{line['blocked_ms']:.3f}",
             _place(line["file"], line["line"], line["function"], line["text"]),
         )
         for line in diagnosis["lines"][:most]

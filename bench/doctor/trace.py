@@ -209,6 +209,8 @@ def _thread(events: list[dict[str, Any]], host: HostWork) -> None:
     for event in events:
         while stack and stack[-1][0] <= event["ts"]:
             stack.pop()
+        if event["name"] == ITERATION:
+            stack.clear()  # one that an optimizer's step begins is opened within the step's range
         _, parent, in_ours = stack[-1] if stack else (0.0, None, False)
         ours = event["name"] in STAGES
         named = event["name"] if ours else None if in_ours else _stage_of_range(event["name"])

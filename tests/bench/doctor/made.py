@@ -11,6 +11,7 @@ from dlrm_bench.bench.doctor.rank_file import (
     Marked,
     Plain,
     RankFile,
+    Sampled,
     Window,
 )
 from dlrm_bench.bench.doctor.trace import ITERATION
@@ -45,6 +46,21 @@ def made_call(
     )
 
 
+def sampled(stacks: list[list[Frame]], samples: list[tuple[float, int, float, float]], iterations: int = 50) -> Sampled:
+    """A window of iterations of 1 ms; samples: (time, number of the stack, time that it stands for, CPU time), us."""
+    frames = [one for stack in stacks for one in stack]
+    return Sampled(
+        iterations=iterations,
+        ms=1.0,
+        period_us=100.0,
+        own_us=10.0 * len(samples),
+        frames=frames,
+        stacks=[[frames.index(one) for one in stack] for stack in stacks],
+        samples=samples,
+        starts_us=[1000.0 * i for i in range(iterations + 1)],
+    )
+
+
 def rank_file(
     stacks: list[list[Frame]], calls: list[Call], *, rank: int = 0, device: str = "cuda", iterations: int = 2
 ) -> RankFile:
@@ -62,6 +78,8 @@ def rank_file(
         complete=True,
         reduced=False,
         libraries=LIBRARIES,
+        loop=[frame(f"{PACKAGES}/torch/optim/optimizer.py", 500, "wrapper"), frame("/home/me/train.py", 60, "main")],
+        sampled=sampled([], []),
         plain=Plain(
             iterations=50,
             ms=1.0,

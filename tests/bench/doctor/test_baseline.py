@@ -5,7 +5,14 @@ import pytest
 
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.baseline import compare
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis, Overhead, RankSummary, read_diagnosis, write_diagnosis
+from dlrm_bench.bench.doctor.diagnosis import (
+    SCHEMA,
+    Diagnosis,
+    Overhead,
+    RankSummary,
+    read_diagnosis,
+    write_diagnosis,
+)
 from dlrm_bench.bench.doctor.findings import Finding
 from dlrm_bench.bench.doctor.parts import Parts
 from dlrm_bench.bench.doctor.remedies import REMEDIES, predict
@@ -24,6 +31,11 @@ def finding(kind: str = judge.SYNC, *, line: int = 9, ms: float | None = 0.5, li
         called_from=None,
         count=1.0,
         ms=ms,
+        low_ms=None,
+        high_ms=None,
+        calls_ms=ms,
+        detail="",
+        reads=[],
         worst_ms=ms,
         waits=1.0,
         copies={},
@@ -46,6 +58,9 @@ def rank(graph_launches: float) -> RankSummary:
         gil_wait_ms=None,
         gpu_computing_ms=None,
         gpu_idle_fraction=None,
+        collective_wait_ms=None,
+        collective_transfer_ms=None,
+        late_ms=None,
     )
 
 
@@ -53,7 +68,7 @@ def diagnosis(
     ms: float, *findings: Finding, device: str = "cuda", graphs: float = 0.0, parts: Parts = NOTHING
 ) -> Diagnosis:
     return Diagnosis(
-        schema=2,
+        schema=SCHEMA,
         created="2026-11-22T00:00:00+00:00",
         command=["train.py"],
         device=device,
@@ -63,10 +78,22 @@ def diagnosis(
         found_by="progress",
         iterations=50,
         iteration_ms=ms,
-        overhead=Overhead(plain_ms=ms, hook_us=1.0, traced_ms=ms, marked_ms=ms),
+        overhead=Overhead(
+            plain_ms=ms,
+            hook_us=1.0,
+            sampled_ms=ms,
+            sample_us=10.0,
+            period_us=1000.0,
+            samples=100,
+            traced_ms=ms,
+            marked_ms=ms,
+        ),
         ranks=[rank(graphs)],
         parts=parts,
         findings=list(findings),
+        lines=[],
+        periodic=[],
+        status=0,
         predictions=[],
         notes=[],
     )

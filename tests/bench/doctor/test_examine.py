@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, diagnose, read_diagnosis
 from dlrm_bench.bench.doctor.examine import ExaminationError, examine
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
-from tests.launched import ranks_naming, wait_until
+from tests.launched import free_port, ranks_naming, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLANTED = {
@@ -26,7 +27,14 @@ PLANTED = {
     "synchronize": "synchronize",
     "unfused": "optimizer_loop",
     "unpinned": "h2d_copy",
+    "starved": "loader_wait",
+    "sleep": "host_wait",
+    "python_sort": "host_compute",
 }
+LONGER = {"evaluates": "periodic_work", "rec_metrics": "metric", "small_operations": "launch_burst"}
+"""Faults that a few iterations do not show."""
+RANKS = {"straggler": "straggler"}
+"""Faults between two ranks."""
 TRAINING = """
 import torch
 model = torch.nn.Linear(4, 1)
@@ -65,43 +73,106 @@ def assert_planted_first(name: str, diagnosis: Diagnosis) -> None:
     (planted,) = (number for number, line in enumerate(lines, start=1) if line.endswith("# planted"))
     first = diagnosis["findings"][0]
     assert (Path(str(first["file"])).name, first["line"]) == (script.name, planted)
-    assert first["kind"] == PLANTED[name]
+    assert first["kind"] == (PLANTED | LONGER | RANKS)[name]
     assert first["text"] == lines[planted - 1].strip()
 
 
 def test_every_script_has_its_fault():
-    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*PLANTED, "stock_torchrec", "mlperf_torchrec"}
+    found = {path.stem for path in SCRIPTS.glob("*.py")}
+    assert found == {*PLANTED, *LONGER, *RANKS, "stock_torchrec", "mlperf_torchrec"}
 
 
 ONE_START = """
 import dataclasses, os, runpy, sys
-import torch, torch.distributed
+import torch, torch.distributed, torch._dynamo, torch.profiler
 from dlrm_bench.bench.doctor import hook
-folder, *scripts = sys.argv[1:]
+folder, port, *scripts = sys.argv[1:]
 for script in scripts:
-    child = os.fork()
-    if child == 0:
-        own = os.path.join(folder, os.path.basename(script).removesuffix(".py"))
-        hook.state.settings = dataclasses.replace(hook.state.settings, folder=own)
-        runpy.run_path(script, run_name="__main__")
-    os.waitpid(child, 0)
+    script, iterations, ranks = script.split(":")
+    own = os.path.join(folder, os.path.basename(script).removesuffix(".py"))
+    hook.state.settings = dataclasses.replace(hook.state.settings, folder=own, iterations=int(iterations))
+    children = []
+    for rank in range(int(ranks)):
+        child = os.fork()
+        if child == 0:
+            if ranks != "1":
+                world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
+            runpy.run_path(script, run_name="__main__")
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
 """
 
 
-def test_the_planted_lines_are_named_first(tmp_path):
-    """In forks of one process that has imported torch, which takes longer than all of them."""
-    settings = Settings(folder=str(tmp_path), warmup=3, iterations=5, keep_running=False)
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> Callable[[str], Diagnosis]:
+    """Diagnosis of each planted script. They run in forks of one process: importing torch takes longer than all."""
+    folder = tmp_path_factory.mktemp("planted")
+    settings = Settings(folder=str(folder), warmup=3, iterations=5, keep_running=False)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name in PLANTED:
-        (tmp_path / name).mkdir()
-    command = [sys.executable, "-c", ONE_START, str(tmp_path), *(str(SCRIPTS / f"{name}.py") for name in PLANTED)]
-    subprocess.run(command, env=environment_with_hook(tmp_path / "site", settings, environment), check=True)
-    for name in PLANTED:
-        diagnosis, _ = diagnose(tmp_path / name, command, 0, {})
-        assert_planted_first(name, diagnosis)
-        assert diagnosis["found_by"] == "optimizer"
-        costs = [finding["ms"] for finding in diagnosis["findings"] if finding["ms"] is not None]
-        assert sum(costs) <= diagnosis["iteration_ms"] * 1.000001, name
+    specs = [(name, 5, 1) for name in PLANTED] + [(name, 40, 1) for name in LONGER] + [(name, 20, 2) for name in RANKS]
+    for name, _, _ in specs:
+        (folder / name).mkdir()
+    arguments = [f"{SCRIPTS / name}.py:{iterations}:{ranks}" for name, iterations, ranks in specs]
+    command = [sys.executable, "-c", ONE_START, str(folder), str(free_port()), *arguments]
+    subprocess.run(command, env=environment_with_hook(folder / "site", settings, environment), check=True)
+    return lambda name: diagnose(folder / name, [name], 0, {})[0]
+
+
+@pytest.mark.parametrize("name", [*PLANTED, *LONGER, *RANKS])
+def test_the_planted_line_is_named_first(name, planted):
+    diagnosis = planted(name)
+    assert_planted_first(name, diagnosis)
+    assert diagnosis["found_by"] == "optimizer"
+    costs = [finding["ms"] for finding in diagnosis["findings"] if finding["ms"] is not None]
+    assert sum(costs) <= diagnosis["iteration_ms"] * 1.000001
+
+
+def test_a_sleep_costs_what_it_takes(planted):
+    """10 ms, and what a busy machine adds."""
+    first = planted("sleep")["findings"][0]
+    assert 9.5 < first["ms"] < planted("sleep")["iteration_ms"]
+    assert first["calls_ms"] is None
+
+
+def test_work_of_every_seventh_iteration_has_its_period(planted):
+    diagnosis = planted("evaluates")
+    (periodic,) = diagnosis["periodic"]
+    assert periodic["period"] == 7
+    assert periodic["with_ms"] - periodic["without_ms"] > 10
+    assert periodic["ms"] == pytest.approx((periodic["with_ms"] - periodic["without_ms"]) / 7, rel=0.2)
+
+
+def test_leaving_a_loop_out_takes_its_python_and_its_backward_away(planted):
+    """The calls of its lines alone are less than half of that."""
+    diagnosis = planted("small_operations")
+    first = diagnosis["findings"][0]
+    assert first["ms"] > 1.5 * first["calls_ms"]
+    assert 0.3 < first["ms"] / diagnosis["iteration_ms"] < 0.9
+    assert first["low_ms"] < first["ms"] < first["high_ms"]
+
+
+def test_a_straggler_and_who_waits_for_it(planted):
+    diagnosis = planted("straggler")
+    first, (waiting, late) = diagnosis["findings"][0], diagnosis["ranks"]
+    assert 8 < first["ms"] < diagnosis["iteration_ms"]  # less than 12 where rank 0 is late too
+    assert "rank 1 comes last to 100%" in first["detail"]
+    assert "outside of any stage" in first["detail"]
+    assert waiting["collective_wait_ms"] > 8 > late["collective_wait_ms"]
+    assert late["late_ms"] > 8 > waiting["late_ms"]
+
+
+def test_torchrecs_metrics_are_named_with_their_waits_and_what_takes_their_place(planted):
+    diagnosis = planted("rec_metrics")
+    first = diagnosis["findings"][0]
+    assert first["library"]["function"] == "RecMetricModule.update"
+    assert "DeviceRecMetrics" in first["suggestion"]
+    assert first["reads"]
+    assert all("if " in read["text"] and "has_valid_weights" in read["text"] for read in first["reads"])
+    (prediction,) = (p for p in diagnosis["predictions"] if "DeviceRecMetrics" in p["remedy"])
+    assert (prediction["findings"], prediction["removes_ms"]) == ([1], first["ms"])
 
 
 @pytest.mark.gpu
@@ -189,7 +260,8 @@ def test_a_script_that_trains_as_it_likes(tmp_path):
     diagnosis = examined(script, tmp_path / "out", PYTHONPATH=str(tmp_path / "theirs"))
     assert diagnosis["found_by"] == "mark"
     assert len(diagnosis["ranks"]) == 1
-    found = {finding["text"]: (finding["kind"], finding["count"]) for finding in diagnosis["findings"]}
+    calls = [finding for finding in diagnosis["findings"] if finding["kind"] != "loader_wait"]
+    found = {finding["text"]: (finding["kind"], finding["count"]) for finding in calls}
     assert found == {"gradient.sum().item()": ("sync", 2), "torch.ones(3).tolist()": ("sync", 1)}
     wait_until(lambda: not list(ranks_naming(str(tmp_path))), "the loader's processes have ended")
 
@@ -225,7 +297,7 @@ def test_a_script_that_compiles_is_not_compiled_anew(tmp_path, monkeypatch):
         (
             TRAINING.format(iterations=19, more="") + "\nraise SystemExit(3)\n",
             ExaminationError,
-            "ended with status 3: .* made 18 iterations on rank 0, and 21 are needed",
+            "ended with status 3: .* made 18 iterations on rank 0, and 28 are needed",
         ),
         ("print('no loop')", ValueError, "no iteration was found"),
     ],
