@@ -67,6 +67,14 @@ def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJagg
     return None
 
 
+def refusal(why: str) -> str:
+    """Returns the error for a model that was to be captured whole, and cannot be."""
+    return (
+        f"FiveStageOptions(cuda_graph='iteration'): {why}. Or set cuda_graph='iteration-or-dense', which then captures "
+        "the dense part alone, as far as it can be"
+    )
+
+
 def _of_kernel(name: str, kernel: Any) -> str | None:
     if not isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
         return f"a table of {name} is looked up by {type(kernel).__name__}: plan the compute kernel `fused`"
