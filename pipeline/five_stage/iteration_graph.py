@@ -34,6 +34,7 @@ from .in_flight import InFlight
 from .input_dist import InputDist
 from .iteration_obstacles import learning_rates, lookup_kernels, why_no_iteration_of
 from .iteration_slots import BatchForm, Slot, Staging, distinct, fields_of
+from .replicated_tables import ReplicatedTables
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
 
@@ -57,6 +58,7 @@ class IterationGraph:
     def __init__(
         self,
         dense: DenseGraph,
+        replicated: ReplicatedTables,
         optimizer: torch.optim.Optimizer,
         input_dists: InputDist,
         lookups: Lookups,
@@ -64,8 +66,8 @@ class IterationGraph:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """dense: of the whole model, without graphs of its own. group: all ranks'."""
-        self._dense, self._input_dists, self._lookups = dense, input_dists, lookups
+        """dense: of the whole model, without graphs of its own, and of replicated tables. group: all ranks'."""
+        self._dense, self._replicated, self._input_dists, self._lookups = dense, replicated, input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
         self._update = CapturedUpdate(optimizer, dense.parameters)
         self._kernels = [kernel for _, kernel in lookup_kernels(lookups.called)]
@@ -231,13 +233,18 @@ class IterationGraph:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
         with stage("embedding_forward", self._device):
             of_modules = zip(lookups.called, slot.contexts, slot.features, strict=True)
-            awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
+            with self._replicated.looked_up():
+                awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
         with stage("dense_forward_backward", self._device):
             output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
-        updated = self._dense_update(after=streams.mark()) if self.updates else None
+        made = streams.mark()
         with stage("embedding_backward", self._device):
             embedding_backward(outputs, grads)
+            if self._replicated.parameters:
+                self._dense.keep_of_processors(self._replicated.gradients())
+                made = streams.mark()
+        updated = self._dense_update(after=made) if self.updates else None
         for event in (updated, brought):
             streams.wait(event)
         self._outputs[index] = map_fields(output, of_graph)

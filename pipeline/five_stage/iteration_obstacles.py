@@ -16,13 +16,11 @@ OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.E
 
 
 def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
-    """Returns FBGEMM's modules of all sharded modules on this rank, with the name of the sharded module."""
+    """Returns FBGEMM's modules of this rank's tables that backward updates, with the name of the sharded module."""
     for one in modules:
         for lookup in one.collection._lookups:
-            while isinstance(lookup, DistributedDataParallel):
-                lookup = lookup.module
-            for of_group in lookup._emb_modules:
-                yield one.name, of_group.emb_module
+            if not isinstance(lookup, DistributedDataParallel):
+                yield from ((one.name, of_group.emb_module) for of_group in lookup._emb_modules)
 
 
 def learning_rates(kernels: Iterable[Any]) -> list[float]:
@@ -45,8 +43,6 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
                 f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the multi_hot_sizes "
                 "of all features, and plan tables table-wise or column-wise"
             )
-        if any(isinstance(lookup, DistributedDataParallel) for lookup in one.module._lookups):
-            return f"{one.name} has data-parallel tables: plan them table-wise or column-wise"
     return next(
         (why for name, kernel in lookup_kernels(modules) if (why := _of_kernel(name, kernel)) is not None), None
     )

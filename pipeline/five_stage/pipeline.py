@@ -10,6 +10,7 @@
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
@@ -33,6 +34,7 @@ from .iteration_obstacles import refusal, why_no_iteration
 from .launching_thread import LaunchingThread
 from .optimizers import communicates, steps_on
 from .options import FiveStageOptions, few_queues
+from .replicated_tables import ReplicatedTables
 from .sharded_modules import find_inputs, sharded_modules
 from .streams import StageStreams, stage
 
@@ -98,13 +100,15 @@ class FiveStagePipeline(Generic[In, Out]):
         self._by_graph: IterationGraph | None = None
         self._whole = graphed and options.graphs_iterations
         self._not_whole: str | None = None
+        if self._whole and (why := why_no_iteration(self._modules)) is not None:
+            self._no_iteration(why)
+        self._replicated = ReplicatedTables(self._modules if self._whole else ())
         if graphed:
-            sharded, of_processors = [one.module for one in self._modules], self._processors.parameters
-            self._graph = DenseGraph(model.module, sharded, device, ranks, of_processors, not self._whole)
+            sharded = [one.module for one in self._modules]
+            within = [*self._processors.parameters, *self._replicated.parameters]
+            self._graph = DenseGraph(model.module, sharded, device, ranks, within, not self._whole)
             if not self._whole:
                 self._graph_update()
-            elif (why := why_no_iteration(self._modules)) is not None:
-                self._no_iteration(why)
         # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
         self._joined = processed and not graphed
         if (why := few_queues(options, device.type)) is not None:
@@ -147,7 +151,7 @@ class FiveStagePipeline(Generic[In, Out]):
     @property
     def switched_off(self) -> dict[str, str]:
         """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
-        why = [self._not_whole] if self._graph is None else [self._not_whole, (self._by_graph or self._graph).why_eager]
+        why = [self._not_whole, getattr(self._by_graph or self._graph, "why_eager", None)]
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
         said = "; ".join(filter(None, why))
@@ -269,7 +273,8 @@ class FiveStagePipeline(Generic[In, Out]):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 for crossing in (cast(Any, now.batch), *distribution.contexts, *distribution.features):
                     crossing.record_stream(self._streams.current())
-            awaited = self._processors.look_up(self._lookups.called, distribution.contexts, distribution.features)
+            with self._replicated.looked_up() if self._model.training else nullcontext():
+                awaited = self._processors.look_up(self._lookups.called, distribution.contexts, distribution.features)
             return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
 
     def _dense_forward_backward(
@@ -294,7 +299,7 @@ class FiveStagePipeline(Generic[In, Out]):
         with stage("embedding_backward", self._device):
             embedding_backward(outputs, grads)
             if self._graph is not None:
-                self._graph.keep_of_processors(self._processors.gradients())
+                self._graph.keep_of_processors([*self._processors.gradients(), *self._replicated.gradients()])
 
     def _dense_update(self, after: torch.cuda.Event | None) -> None:
         with self._streams.on("dense_update", after):
@@ -327,15 +332,9 @@ class FiveStagePipeline(Generic[In, Out]):
             self._switch_off("pinned_d2h", "batch sizes differ between features, which TorchRec's input dist reads")
         if self._whole:
             assert self._graph is not None
-            self._by_graph = self._incoming.graph = IterationGraph(
-                self._graph,
-                self._optimizer,
-                self._input_dists,
-                self._lookups,
-                self._streams,
-                self._device,
-                self._model._env.process_group,
-            )
+            dense, group = self._graph, self._model._env.process_group
+            parts = (dense, self._replicated, self._optimizer, self._input_dists, self._lookups, self._streams)
+            self._by_graph = self._incoming.graph = IterationGraph(*parts, self._device, group)
             if (why := self._by_graph.begin(first.batch, first.features)) is not None:
                 self._no_iteration(why)
 
@@ -364,20 +363,20 @@ class FiveStagePipeline(Generic[In, Out]):
         """Goes on with a graph of the dense part, where that is what the options say, and ValueError otherwise."""
         if self._options.cuda_graph == "iteration":
             raise ValueError(refusal(why))
-        assert self._graph is not None
         if self._by_graph is not None:
             self._by_graph.close()
-        self._by_graph = self._incoming.graph = None
-        self._whole, self._graph.own_graphs = False, True
-        self._graph_update()
+        self._by_graph, self._incoming.graph, self._whole = None, None, False
+        if self._graph is not None:
+            self._graph.own_graphs = True
+            self._graph_update()
         self._not_whole = f"for whole iterations, and on for the dense part: {why}"
         self._warn("cuda_graph is off %s", self._not_whole)
 
     def _graph_update(self) -> None:
         assert self._graph is not None
         self._graphed_update = DenseUpdate(self._optimizer, self._graph.parameters, self._device)
-        if self._graphed_update.why_not is not None:
-            self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
+        if (why := self._graphed_update.why_not) is not None:
+            self._warn("cuda_graph is off for the dense update: %s", why)
 
     def _switch_off(self, option: str, why: str) -> None:
         """Says it once: on rank 0, or where a rank alone has this reason, there."""

@@ -44,6 +44,7 @@ CASES: list[dict[str, Any]] = [
     {"plan": "TW", "kind": "dot"},
     {"plan": "CW", "tables_by": torch.optim.SGD, "dense_by": sgd},
     {"plan": "TW", "tables_by": RowWiseAdagrad, "dense_by": adam},
+    {"plan": "mixed without RW"},
 ]
 
 
@@ -246,7 +247,6 @@ def refused(ranks: Ranks) -> list[str]:
 
     cases: list[dict[str, Any]] = [
         {"plan": "RW"},
-        {"plan": "DP"},
         {"sharder": None},
         {"sizes": loose},
         {"each": every_step, "data": batches(ranks, 20, fixed=True)},
@@ -265,9 +265,8 @@ def refused(ranks: Ranks) -> list[str]:
 
 
 def test_what_cannot_be_captured_is_named(run_ranks):
-    ((by_rows, replicated, plain, undeclared, every_step),) = run_ranks(1, refused)
+    ((by_rows, plain, undeclared, every_step),) = run_ranks(1, refused)
     assert "depends on the ids" in by_rows
-    assert "has data-parallel tables: plan them table-wise or column-wise" in replicated
     assert "shard an EmbeddingBagCollection by TrimmedEBCSharder(multi_hot_sizes)" in plain
     assert "declare the multi_hot_sizes" in undeclared
     assert f"has changed with each of {RATE_CHANGES} steps" in every_step
