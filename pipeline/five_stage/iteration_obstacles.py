@@ -1,6 +1,6 @@
 """What keeps a model's sharded modules out of the graph of a whole iteration, each named with what to do about it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -21,11 +21,6 @@ def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
         for lookup in one.collection._lookups:
             if not isinstance(lookup, DistributedDataParallel):
                 yield from ((one.name, of_group.emb_module) for of_group in lookup._emb_modules)
-
-
-def learning_rates(kernels: Iterable[Any]) -> list[float]:
-    """Returns the rates with which kernels update tables, which a capture freezes."""
-    return [kernel.learning_rate_tensor.item() for kernel in kernels]
 
 
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:

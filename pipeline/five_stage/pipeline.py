@@ -196,16 +196,19 @@ class FiveStagePipeline(Generic[In, Out]):
     def _iteration(self, batches: Iterator[In]) -> tuple[Out]:
         in_flight, train = self._incoming.in_flight, self._model.training
         now, ahead = in_flight[0], in_flight[1] if len(in_flight) > 1 else None
-        if train and self._by_graph is not None:
-            self._trained = True
-            if (why := self._by_graph.why_not_now(now, ahead)) is None:
-                return (self._whole_iteration(self._by_graph, now, ahead, batches),)
-            if self._by_graph.failure is not None:
-                self._no_iteration(why)
-            self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
         if train:
             self._trained = True
-            self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+            inside = self._by_graph is not None and self._by_graph.updates
+            if not inside:
+                self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+            if self._by_graph is not None:
+                if (why := self._by_graph.why_not_now(now, ahead)) is None:
+                    return (self._whole_iteration(self._by_graph, now, ahead, batches),)
+                if self._by_graph.failure is not None:
+                    self._no_iteration(why)
+                self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
+            if inside:
+                self._zero_grad()
         self._input_dist(now, "features")
         distributing = self._launch_input_dist(ahead)
         self._incoming.copy(batches)
@@ -229,8 +232,6 @@ class FiveStagePipeline(Generic[In, Out]):
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 
-        if not graph.updates:
-            self._zero_grad()
         for of in (now, ahead):
             self._streams.wait(of.copied if of is not None else None)
         output = graph.train(now, ahead, distribute)
