@@ -60,7 +60,7 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: bool = False) -> Mapping[st
         rungs.append(Rung(name, flags, note))
     full = tuple(rungs)
     main = tuple(rung for rung in full if rung.name in _MAIN)
-    ends = main[0], main[-1]
+    ends: tuple[Rung, ...] = (main[0], main[-1])
     if whole:
         rung = replace(_WHOLE, flags=(*main[-1].flags, "--cuda-graph", "iteration"))
         main, ends = (*main, rung), (*ends, rung)

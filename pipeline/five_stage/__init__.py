@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .trimmed.ec_sharder import TrimmedECSharder
     from .trimmed.sharder import TrimmedEBCSharder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["FiveStageOptions", "FiveStagePipeline", "TrimmedEBCSharder", "TrimmedECSharder"]
 
 

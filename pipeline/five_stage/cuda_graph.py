@@ -22,11 +22,16 @@ def record(
     watch: AbstractContextManager[Any] | None = None,
     pool: Any = None,
     stream: "torch.cuda.Stream | None" = None,
+    keep: bool = False,
 ) -> torch.cuda.CUDAGraph:
-    """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. Raises what torch does
-    where it cannot be captured; the device, the current stream and the random numbers are then as before. Threads
-    capture one after the other."""
-    graph, pool, device = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. keep: its nodes, to be
+    changed. Raises what torch does where it cannot be captured; the device, the current stream and the random numbers
+    are then as before. Threads capture one after the other."""
+    graph, pool, device = (
+        torch.cuda.CUDAGraph(keep_graph=keep),
+        pool or torch.cuda.graph_pool_handle(),
+        torch.cuda.current_device(),
+    )
     generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
     # torch.cuda.graph leaves its stream current where the end of the capture raises.
@@ -42,6 +47,8 @@ def record(
                 torch._C._cuda_endAllocateToPool(device, pool)
                 generator.graphsafe_set_state(before)
             raise
+    if keep:
+        graph.instantiate()
     return graph
 
 

@@ -60,9 +60,9 @@ class DenseGraph:
         processors: Sequence[nn.Parameter] = (),
         own_graphs: bool = True,
     ) -> None:
-        """Collective over `ranks`. model: unwrapped, with its sharded modules. processors: parameters within those
-        whose gradients `keep_of_processors` is given. own_graphs: False where an iteration's graph holds the dense
-        part, and all else runs eagerly. On the CPU nothing is captured."""
+        """Collective over `ranks`. model: unwrapped, with its sharded modules. processors: parameters within those, of
+        feature processors or replicated tables, whose gradients `keep_of_processors` is given. own_graphs: False where
+        an iteration's graph holds the dense part, and all else runs eagerly. On the CPU nothing is captured."""
         self.own_graphs = own_graphs
         self._model, self._sharded, self._device = model, list(sharded), device
         tables = {id(parameter) for module in sharded for parameter in module.parameters()}
@@ -94,7 +94,7 @@ class DenseGraph:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that gradients are made for, feature processors' last."""
+        """All that gradients are made for, those within sharded modules last."""
         return self.gradients.parameters
 
     @property
@@ -152,7 +152,7 @@ class DenseGraph:
         return None if replaced is None else f"its forward puts another tensor in the place of {replaced}"
 
     def keep_of_processors(self, grads: Sequence[Tensor]) -> None:
-        """Takes the gradients of the feature processors' parameters, before the all-reduce of every batch."""
+        """Takes the gradients of the parameters within sharded modules, before the all-reduce of every batch."""
         self.gradients.keep(grads, first=len(self._parameters))
 
     def all_reduce(self) -> None:

@@ -130,7 +130,8 @@ def innermost(optimizer: Any) -> list[Any]:
 
 def others(inner: Any, own: set[int]) -> str | None:
     """Says that an optimizer has parameters beside those with these ids, if it has."""
-    if all(id(p) in own for group in inner.param_groups for p in group["params"]):
+    # TorchRec's parameter of a table that is looked up with others is a slice of theirs.
+    if all(id(getattr(p, "_original_tensor", p)) in own for group in inner.param_groups for p in group["params"]):
         return None
     return (
         f"{type(inner).__name__} has parameters whose gradients do not stay in their memory, of data-parallel tables "

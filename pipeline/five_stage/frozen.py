@@ -88,9 +88,9 @@ class TrainedParameters:
     """Which parameters are trained: what DistributedDataParallel, too, learns from its first batch for good."""
 
     def __init__(self, dense: Iterable[tuple[str, nn.Parameter]], processors: Sequence[nn.Parameter]) -> None:
-        """dense: with their names, frozen ones too. processors: parameters of feature processors that are trained."""
+        """dense: with their names, frozen ones too. processors: parameters within sharded modules that are trained."""
         named = dict(dense)
-        names = [*named, *(f"a feature processor's parameter of shape {tuple(p.shape)}" for p in processors)]
+        names = [*named, *(f"a sharded module's parameter of shape {tuple(p.shape)}" for p in processors)]
         self._names, self._parameters = names, [*named.values(), *processors]
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self._may_freeze = [True] * len(named) + [False] * len(processors)

@@ -32,15 +32,15 @@ from .dense_graph import DenseGraph
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .in_flight import InFlight
 from .input_dist import InputDist
-from .iteration_obstacles import learning_rates, lookup_kernels, why_no_iteration_of
+from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_slots import BatchForm, Slot, Staging, distinct, fields_of
+from .replicated_tables import ReplicatedTables
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
+from .table_rates import TableRates
 
 logger = logging.getLogger(__name__)
 
-RATE_CHANGES = 4
-"""Iterations one after the other, each with another learning rate of the tables, that are captured anew."""
 FIRST = f"the first {WARM_UP} iterations run eagerly"
 STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
 _UPDATE = ("all-reduce of dense gradients", "dense update")
@@ -50,13 +50,14 @@ class IterationGraph:
     """Trains on batches of the first one's form; see the module.
 
     What a replay would not notice is looked for before every iteration: changes of the model (see FrozenModel), of the
-    optimizers' numbers and memory, of the tables' learning rates, which FBGEMM reads on the host. The graphs are then
-    captured anew, on all ranks at once: such changes are the same on all of them.
+    optimizers' numbers and memory. The graphs are then captured anew, on all ranks at once: such changes are the same
+    on all of them. Learning rates may change with every step (see TableRates and StepWork).
     """
 
     def __init__(
         self,
         dense: DenseGraph,
+        replicated: ReplicatedTables,
         optimizer: torch.optim.Optimizer,
         input_dists: InputDist,
         lookups: Lookups,
@@ -64,11 +65,11 @@ class IterationGraph:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """dense: of the whole model, without graphs of its own. group: all ranks'."""
-        self._dense, self._input_dists, self._lookups = dense, input_dists, lookups
+        """dense: of the whole model, without graphs of its own, and of replicated tables. group: all ranks'."""
+        self._dense, self._replicated, self._input_dists, self._lookups = dense, replicated, input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
         self._update = CapturedUpdate(optimizer, dense.parameters)
-        self._kernels = [kernel for _, kernel in lookup_kernels(lookups.called)]
+        self._rates = TableRates([kernel for _, kernel in lookup_kernels(lookups.called)])
         self._form: BatchForm | None = None
         self._slots: list[Slot] = []
         self._staging: list[Staging] = []
@@ -77,8 +78,6 @@ class IterationGraph:
         self._pool: Any = None
         self._turn = 0
         self._rehearsed = 0
-        self._rates: list[float] = []
-        self._rates_changed = 0
         self._autocast = ""
         self._iterations = self.captures = self.replays = 0
         self._eager: dict[str, int] = {}
@@ -103,7 +102,8 @@ class IterationGraph:
         """Returns what the graph holds, how often it was captured and replayed, and what ran without it."""
         stages = [*STAGES, *(_UPDATE if self.updates else ())]
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
-        return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager)}
+        followed = {"follows_table_rates": self._rates.followed}
+        return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager), **followed}
 
     # Batches
 
@@ -160,18 +160,12 @@ class IterationGraph:
         return why
 
     def _rates_moved(self) -> bool:
-        """Whether the tables' learning rates have changed since the last iteration."""
+        """Whether the graphs have other rates of the tables than the lookups, and cannot be given these."""
         if self.updates:
             self._update.set_rates()
-        rates = learning_rates(self._kernels)
-        moved, self._rates = rates != self._rates, rates
-        self._rates_changed = self._rates_changed + 1 if moved else 0
-        if self._rates_changed >= RATE_CHANGES:
-            self.failure = (
-                f"the tables' learning rate has changed with each of {RATE_CHANGES} steps, and FBGEMM reads it on the "
-                "host: a graph is captured anew for every rate; change it in larger steps"
-            )
-        return moved
+        follows = self._rates.follow()
+        self.failure = self.failure or self._rates.failure
+        return not follows
 
     def train(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> Any:
         """Trains on `now` and distributes `ahead`; returns the model's output. wait: for the distribution of `now`,
@@ -218,7 +212,6 @@ class IterationGraph:
     def _prepare(self) -> None:
         if self.updates:
             self._update.prepare()
-        self._rates = learning_rates(self._kernels)
 
     def _work(self, index: int) -> None:
         """All launches of an iteration, in which nothing is read by the host."""
@@ -229,15 +222,21 @@ class IterationGraph:
             brought = streams.mark("input_dist")
         if self.updates:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
+        self._rates.mark()
         with stage("embedding_forward", self._device):
             of_modules = zip(lookups.called, slot.contexts, slot.features, strict=True)
-            awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
+            with self._replicated.looked_up():
+                awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
         with stage("dense_forward_backward", self._device):
             output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
-        updated = self._dense_update(after=streams.mark()) if self.updates else None
+        made = streams.mark()
         with stage("embedding_backward", self._device):
             embedding_backward(outputs, grads)
+            if self._replicated.parameters:
+                self._dense.keep_of_processors(self._replicated.gradients())
+                made = streams.mark()
+        updated = self._dense_update(after=made) if self.updates else None
         for event in (updated, brought):
             streams.wait(event)
         self._outputs[index] = map_fields(output, of_graph)
@@ -262,14 +261,18 @@ class IterationGraph:
         """Captures both graphs, which runs nothing. Collective: all ranks have them, or none has, and says why."""
         self._prepare()
         torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        on, error = self._streams.stream("iteration"), None
+        error: str | None = None
         try:
-            for index in range(len(self._slots)):
-                work = partial(self._work, index)
-                self._graphs.append(record(work, pool=self._pool, stream=on))
+            keep = self._rates.begin_capture()
+            self._record(keep)
+            if not self._rates.end_capture(self._graphs):
+                self._drop()
+                self._rates.begin_capture()
+                self._record(keep=False)
+                self._rates.end_capture(())
         except Exception as caught:
             error = told(caught)
+            self._rates.end_capture(())
         torch.clear_autocast_cache()
         if (replaced := self._dense.put_back()) is not None:
             error = error or f"{replaced}, which no replay does"
@@ -281,6 +284,12 @@ class IterationGraph:
         if failed:
             self.failure = "; ".join(failed)
             self._drop()
+
+    def _record(self, keep: bool) -> None:
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        on = self._streams.stream("iteration")
+        for index in range(len(self._slots)):
+            self._graphs.append(record(partial(self._work, index), pool=self._pool, stream=on, keep=keep))
 
     def _drop(self) -> None:
         destroy(self._graphs)

@@ -1,6 +1,6 @@
 """What keeps a model's sharded modules out of the graph of a whole iteration, each named with what to do about it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -16,18 +16,11 @@ OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.E
 
 
 def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
-    """Returns FBGEMM's modules of all sharded modules on this rank, with the name of the sharded module."""
+    """Returns FBGEMM's modules of this rank's tables that backward updates, with the name of the sharded module."""
     for one in modules:
         for lookup in one.collection._lookups:
-            while isinstance(lookup, DistributedDataParallel):
-                lookup = lookup.module
-            for of_group in lookup._emb_modules:
-                yield one.name, of_group.emb_module
-
-
-def learning_rates(kernels: Iterable[Any]) -> list[float]:
-    """Returns the rates with which kernels update tables, which a capture freezes."""
-    return [kernel.learning_rate_tensor.item() for kernel in kernels]
+            if not isinstance(lookup, DistributedDataParallel):
+                yield from ((one.name, of_group.emb_module) for of_group in lookup._emb_modules)
 
 
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
@@ -45,8 +38,6 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
                 f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the multi_hot_sizes "
                 "of all features, and plan tables table-wise or column-wise"
             )
-        if any(isinstance(lookup, DistributedDataParallel) for lookup in one.module._lookups):
-            return f"{one.name} has data-parallel tables: plan them table-wise or column-wise"
     return next(
         (why for name, kernel in lookup_kernels(modules) if (why := _of_kernel(name, kernel)) is not None), None
     )
@@ -65,6 +56,14 @@ def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJagg
                 "multi_hot_sizes, or give them in a KJT of their own"
             )
     return None
+
+
+def refusal(why: str) -> str:
+    """Returns the error for a model that was to be captured whole, and cannot be."""
+    return (
+        f"FiveStageOptions(cuda_graph='iteration'): {why}. Or set cuda_graph='iteration-or-dense', which then captures "
+        "the dense part alone, as far as it can be"
+    )
 
 
 def _of_kernel(name: str, kernel: Any) -> str | None:

@@ -8,20 +8,18 @@
 """
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 from .batch_end import BatchEnd
-from .batch_fields import Path, follow
 from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
@@ -29,13 +27,15 @@ from .feature_processors import FeatureProcessors
 from .graph_obstacles import why_not_graphed
 from .groups import ready_group
 from .in_flight import InFlight
-from .input_dist import Distribution, InputDist, Step
+from .incoming import Incoming
+from .input_dist import InputDist, Step
 from .iteration_graph import IterationGraph
-from .iteration_obstacles import why_no_iteration
+from .iteration_obstacles import refusal, why_no_iteration
 from .launching_thread import LaunchingThread
 from .optimizers import communicates, steps_on
 from .options import FiveStageOptions, few_queues
-from .sharded_modules import Sharded, find_inputs, sharded_modules
+from .replicated_tables import ReplicatedTables
+from .sharded_modules import find_inputs, sharded_modules
 from .streams import StageStreams, stage
 
 __all__ = ["FiveStageOptions", "FiveStagePipeline"]
@@ -77,8 +77,6 @@ class FiveStagePipeline(Generic[In, Out]):
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
         self._off: dict[str, str] = {}
         self._modules = sharded_modules(model)
-        self._paths: dict[Sharded, Path] = {}
-        self._form: type | None = None  # of batches on the device: on the host they may have another, without a KJT
         self._lookups: Lookups | None = None
         self._streams = StageStreams(device)
         ranks = dist.get_process_group_ranks(model._env.process_group)
@@ -91,7 +89,9 @@ class FiveStagePipeline(Generic[In, Out]):
             self._thread = LaunchingThread("five-stage", device)
         self._update_on_thread = self._thread is not None and not self._update_last and not communicates(optimizer)
         self._input_dists = InputDist(self._modules, device, group, options.pinned_d2h)
-        self._end = BatchEnd(model._env.process_group, options.uneven_end)
+        self._end = end = BatchEnd(model._env.process_group, options.uneven_end)
+        holds = options.avoid_record_streams or options.graphs_iterations
+        self._incoming = Incoming[In](device, self._streams, self._input_dists, end, options.pinned_d2h, holds)
         self._graph: DenseGraph | None = None
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
@@ -100,24 +100,21 @@ class FiveStagePipeline(Generic[In, Out]):
         self._by_graph: IterationGraph | None = None
         self._whole = graphed and options.graphs_iterations
         self._not_whole: str | None = None
+        if self._whole and (why := why_no_iteration(self._modules)) is not None:
+            self._no_iteration(why)
+        self._replicated = ReplicatedTables(self._modules if self._whole else ())
         if graphed:
-            sharded, of_processors = [one.module for one in self._modules], self._processors.parameters
-            self._graph = DenseGraph(model.module, sharded, device, ranks, of_processors, not self._whole)
+            sharded = [one.module for one in self._modules]
+            within = [*self._processors.parameters, *self._replicated.parameters]
+            self._graph = DenseGraph(model.module, sharded, device, ranks, within, not self._whole)
             if not self._whole:
                 self._graph_update()
-            elif (why := why_no_iteration(self._modules)) is not None:
-                self._no_iteration(why)
         # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
         self._joined = processed and not graphed
         if (why := few_queues(options, device.type)) is not None:
             self._warn("%s", why)
-        self._in_flight: deque[InFlight[In]] = deque()
-        self._held: list[InFlight[In]] = []
-        self._spent: list[Distribution] = []
-        self._spent_at: torch.cuda.Event | None = None
         self._updated: torch.cuda.Event | None = None
-        self._batches: Iterator[In] | None = None
-        self._exhausted = self._failed = self._closed = self._trained = False
+        self._failed = self._closed = self._trained = False
 
     def progress(self, batches: Iterator[In]) -> Out:
         """Trains on the next batch, or in eval mode only runs the model on it; its output. Reads two batches ahead.
@@ -131,12 +128,15 @@ class FiveStagePipeline(Generic[In, Out]):
                 "this pipeline was closed" if self._closed else "this pipeline failed in an iteration: make a new one"
             )
         try:
-            self._release()
-            self._fill(batches)
+            self._incoming.release()
+            self._incoming.fill(batches)
+            in_flight = self._incoming.in_flight
+            if self._lookups is None and in_flight:
+                self._find_inputs(in_flight[0])
             # Backward passes run on this thread: while they were handed to autograd's own, a trace on 4 x H200 had 0.57
             # ms around the embedding backward in which neither thread launched anything.
             with torch.autograd.set_multithreading_enabled(False):
-                output = self._iteration(batches) if self._in_flight else None
+                output = self._iteration(batches) if in_flight else None
         except BaseException as error:
             self._failed = True
             if isinstance(error, torch.OutOfMemoryError) and self._graph is not None:
@@ -151,7 +151,7 @@ class FiveStagePipeline(Generic[In, Out]):
     @property
     def switched_off(self) -> dict[str, str]:
         """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
-        why = [self._not_whole] if self._graph is None else [self._not_whole, (self._by_graph or self._graph).why_eager]
+        why = [self._not_whole, getattr(self._by_graph or self._graph, "why_eager", None)]
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
         said = "; ".join(filter(None, why))
@@ -169,10 +169,7 @@ class FiveStagePipeline(Generic[In, Out]):
             # After a failure the thread may be in a collective that no other rank enters.
             self._thread.close(wait=not self._failed)
         self._closed = True
-        self._held += self._in_flight
-        self._in_flight.clear()
-        self._release()
-        self._release()
+        self._incoming.drop()
         if self._by_graph is not None:
             self._by_graph.close()
         trimmed = [one.collection for one in self._modules if self._trained and hasattr(one.collection, "graphed")]
@@ -197,21 +194,24 @@ class FiveStagePipeline(Generic[In, Out]):
     # The five stages
 
     def _iteration(self, batches: Iterator[In]) -> tuple[Out]:
-        now, train = self._in_flight[0], self._model.training
-        ahead = self._in_flight[1] if len(self._in_flight) > 1 else None
-        if train and self._by_graph is not None:
-            self._trained = True
-            if (why := self._by_graph.why_not_now(now, ahead)) is None:
-                return (self._whole_iteration(self._by_graph, now, ahead, batches),)
-            if self._by_graph.failure is not None:
-                self._no_iteration(why)
-            self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
+        in_flight, train = self._incoming.in_flight, self._model.training
+        now, ahead = in_flight[0], in_flight[1] if len(in_flight) > 1 else None
         if train:
             self._trained = True
-            self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+            inside = self._by_graph is not None and self._by_graph.updates
+            if not inside:
+                self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+            if self._by_graph is not None:
+                if (why := self._by_graph.why_not_now(now, ahead)) is None:
+                    return (self._whole_iteration(self._by_graph, now, ahead, batches),)
+                if self._by_graph.failure is not None:
+                    self._no_iteration(why)
+                self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
+            if inside:
+                self._zero_grad()
         self._input_dist(now, "features")
         distributing = self._launch_input_dist(ahead)
-        self._copy(batches)
+        self._incoming.copy(batches)
         outputs = self._embedding_forward(now)
         output, grads = self._dense_forward_backward(now, outputs, train)
         if ahead is not None and distributing is None:
@@ -220,13 +220,8 @@ class FiveStagePipeline(Generic[In, Out]):
             self._update(outputs, grads)
         if distributing is not None:
             distributing.result()
-        self._done(now)
+        self._incoming.done()
         return (output,)
-
-    def _done(self, now: InFlight[In]) -> None:
-        self._in_flight.popleft()
-        if self._options.avoid_record_streams or self._whole:
-            self._held.append(now)
 
     def _whole_iteration(
         self, graph: IterationGraph, now: InFlight[In], ahead: InFlight[In] | None, batches: Iterator[In]
@@ -237,16 +232,14 @@ class FiveStagePipeline(Generic[In, Out]):
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 
-        if not graph.updates:
-            self._zero_grad()
         for of in (now, ahead):
             self._streams.wait(of.copied if of is not None else None)
         output = graph.train(now, ahead, distribute)
         if not graph.updates:
             self._dense_update(self._streams.mark())
             self._streams.wait(self._updated)
-        self._copy(batches)
-        self._done(now)
+        self._incoming.copy(batches)
+        self._incoming.done()
         return cast(Out, output)
 
     def _zero_grad(self) -> None:
@@ -281,7 +274,8 @@ class FiveStagePipeline(Generic[In, Out]):
             if not self._options.avoid_record_streams and self._streams.cuda:
                 for crossing in (cast(Any, now.batch), *distribution.contexts, *distribution.features):
                     crossing.record_stream(self._streams.current())
-            awaited = self._processors.look_up(self._lookups.called, distribution.contexts, distribution.features)
+            with self._replicated.looked_up() if self._model.training else nullcontext():
+                awaited = self._processors.look_up(self._lookups.called, distribution.contexts, distribution.features)
             return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
 
     def _dense_forward_backward(
@@ -306,7 +300,7 @@ class FiveStagePipeline(Generic[In, Out]):
         with stage("embedding_backward", self._device):
             embedding_backward(outputs, grads)
             if self._graph is not None:
-                self._graph.keep_of_processors(self._processors.gradients())
+                self._graph.keep_of_processors([*self._processors.gradients(), *self._replicated.gradients()])
 
     def _dense_update(self, after: torch.cuda.Event | None) -> None:
         with self._streams.on("dense_update", after):
@@ -329,91 +323,21 @@ class FiveStagePipeline(Generic[In, Out]):
             self._dense_update(self._streams.mark() if self._update_last else gradients)
         self._streams.wait(self._updated)
 
-    # Batches in flight
-
-    def _fill(self, batches: Iterator[In]) -> None:
-        self._settle()
-        if batches is not self._batches:
-            self._batches, self._exhausted = batches, False
-            self._end.begin()
-        while len(self._in_flight) < 2 and not self._exhausted:
-            self._copy(batches)
-            self._settle()
-        if self._lookups is None and self._in_flight:
-            self._find_inputs(self._in_flight[0])
-
-    def _copy(self, batches: Iterator[In]) -> None:
-        """Starts the copy of the next batch, if there is one. An iterator is not asked again once it has ended."""
-        if self._exhausted:
-            return
-        with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
-            batch = next(batches, None)
-            features = self._features_of(cast(In, batch)) if type(batch) is self._form else []
-            fits = self._by_graph is not None and batch is not None and self._by_graph.fits(batch, features)
-            self._end.announce(batch is not None, fits)
-            if batch is None:
-                self._exhausted = True
-                return
-            if self._options.pinned_d2h and not fits:
-                for kjt in features:
-                    if kjt.device().type == "cpu":
-                        kjt.sync()  # lengths per key: cheap here, a read of the device later
-            on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
-            new = InFlight(on_device, None, self._input_dists.new(), self._features_of(on_device), fits)
-            if self._by_graph is not None:
-                self._by_graph.stage(new)
-            new.copied = self._streams.mark("copy")
-            self._in_flight.append(new)
-
-    def _settle(self) -> None:
-        """Drops the batch copied last where another rank has none."""
-        if not self._end.settle():
-            if not self._exhausted:
-                self._in_flight.pop()
-            self._exhausted = True
-        elif not self._exhausted and self._in_flight:
-            self._in_flight[-1].fits = self._in_flight[-1].fits and self._end.all_fit
-
     def _find_inputs(self, first: InFlight[In]) -> None:
         self._streams.wait(first.copied)
-        self._paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
-        self._form = type(first.batch)
-        self._lookups = Lookups(self._modules, list(self._paths))
+        paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
+        self._lookups = Lookups(self._modules, list(paths))
         self._input_dists.modules = self._lookups.called
-        if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in self._features_of(first.batch)):
+        self._incoming.found(type(first.batch), list(paths.values()))
+        if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in first.features):
             self._switch_off("pinned_d2h", "batch sizes differ between features, which TorchRec's input dist reads")
-        for of in self._in_flight:
-            of.features = self._features_of(of.batch)
         if self._whole:
             assert self._graph is not None
-            self._by_graph = IterationGraph(
-                self._graph,
-                self._optimizer,
-                self._input_dists,
-                self._lookups,
-                self._streams,
-                self._device,
-                self._model._env.process_group,
-            )
+            dense, group = self._graph, self._model._env.process_group
+            parts = (dense, self._replicated, self._optimizer, self._input_dists, self._lookups, self._streams)
+            self._by_graph = self._incoming.graph = IterationGraph(*parts, self._device, group)
             if (why := self._by_graph.begin(first.batch, first.features)) is not None:
                 self._no_iteration(why)
-
-    def _features_of(self, batch: In) -> list[KeyedJaggedTensor]:
-        """The KJT of each module that is called; none before the first batch has come to the model."""
-        return [follow(batch, path) for path in self._paths.values()]
-
-    def _release(self) -> None:
-        """Lets go of the last batch, and of what the input dist made of the one before; README.md draws it.
-
-        Without either, too: after two ends of data a caller may still let go of outputs that share a batch's memory.
-        """
-        if not (self._options.avoid_record_streams or self._whole or self._held or self._spent):
-            return
-        self._streams.hold("input_dist", self._spent_at)
-        self._spent_at = self._streams.mark()
-        self._streams.hold("copy", self._spent_at)
-        self._spent = [of.distribution for of in self._held]
-        self._held.clear()
 
     # What is off
 
@@ -428,7 +352,7 @@ class FiveStagePipeline(Generic[In, Out]):
         not_graphed = why_not_graphed(self._model, self._modules, self._device)
         if options.cuda_graph != "none" and not_graphed is not None:
             if options.cuda_graph == "iteration" and not on_cpu:
-                raise ValueError(_refused(not_graphed))
+                raise ValueError(refusal(not_graphed))
             self._switch_off("cuda_graph", not_graphed)
         if options.launch_threads == 2 and not self._update_on_thread:
             why = "clips by a norm over all ranks, whose collectives must keep their order with those of the backward"
@@ -439,20 +363,21 @@ class FiveStagePipeline(Generic[In, Out]):
     def _no_iteration(self, why: str) -> None:
         """Goes on with a graph of the dense part, where that is what the options say, and ValueError otherwise."""
         if self._options.cuda_graph == "iteration":
-            raise ValueError(_refused(why))
-        assert self._graph is not None
+            raise ValueError(refusal(why))
         if self._by_graph is not None:
             self._by_graph.close()
-        self._by_graph, self._whole, self._graph.own_graphs = None, False, True
-        self._graph_update()
+        self._by_graph, self._incoming.graph, self._whole = None, None, False
+        if self._graph is not None:
+            self._graph.own_graphs = True
+            self._graph_update()
         self._not_whole = f"for whole iterations, and on for the dense part: {why}"
         self._warn("cuda_graph is off %s", self._not_whole)
 
     def _graph_update(self) -> None:
         assert self._graph is not None
         self._graphed_update = DenseUpdate(self._optimizer, self._graph.parameters, self._device)
-        if self._graphed_update.why_not is not None:
-            self._warn("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)
+        if (why := self._graphed_update.why_not) is not None:
+            self._warn("cuda_graph is off for the dense update: %s", why)
 
     def _switch_off(self, option: str, why: str) -> None:
         """Says it once: on rank 0, or where a rank alone has this reason, there."""
@@ -463,13 +388,6 @@ class FiveStagePipeline(Generic[In, Out]):
     def _warn(self, message: str, *arguments: str) -> None:
         if dist.get_rank() == 0 or self._lookups is not None:
             _warn_once(message, *arguments)
-
-
-def _refused(why: str) -> str:
-    return (
-        f"FiveStageOptions(cuda_graph='iteration'): {why}. Or set cuda_graph='iteration-or-dense', which then captures "
-        "the dense part alone, as far as it can be"
-    )
 
 
 @cache

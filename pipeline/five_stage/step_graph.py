@@ -90,6 +90,7 @@ class StepWork:
         rates: list[Any] = []
         memory: list[Any] = []
         parameters: list[Tensor] = []
+        grads: list[Tensor | None] = []
         for group in self._optimizer.param_groups:
             for name, value in group.items():
                 if name == "lr":
@@ -97,14 +98,16 @@ class StepWork:
                 elif name == "params":
                     parameters += value
                     for parameter in value:
-                        memory += (parameter, parameter.grad)
+                        memory.append(parameter)
                         memory += state[parameter].values() if parameter in state else ()
+                        grads.append(parameter.grad)  # of a slice of tables it is another view each time
                 elif name != "initial_lr":  # a scheduler's own
                     frozen.append(value)
         same = len(memory) == len(self._memory) and all(map(is_, memory, self._memory))
         if not same:
             self._tensors = [value for value in memory if isinstance(value, Tensor)]
-        layouts = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters)]
+        of_grads = [None if grad is None else (grad.data_ptr(), grad.stride()) for grad in grads]
+        layouts = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters), *of_grads]
         if not same or layouts != self._layouts or not _equal(frozen, self._frozen):
             self.forget()
             # Most optimizers make their state in the very first step.

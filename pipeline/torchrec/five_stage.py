@@ -55,6 +55,8 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         everyone: list[dict[str, str]] = [{}] * self._ranks.world_size
         dist.all_gather_object(everyone, dict(self._train.switched_off))
         described = {**super().describe(), "switched_off": merged_reasons(everyone)}
+        if graph := self._train.describe():
+            described["iteration_graph"] = graph
         trimmed = {
             path: module for path, module in self._model.named_modules() if isinstance(module, TrimmedEBC | TrimmedEC)
         }

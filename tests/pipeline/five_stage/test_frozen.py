@@ -70,7 +70,7 @@ def test_parameters_are_frozen_before_the_first_batch_or_never() -> None:
     model["b"].requires_grad_(False)
     trained = TrainedParameters(model.named_parameters(), [processor])
     processor.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"a feature processor's parameter of shape \(2,\) was frozen"):
+    with pytest.raises(ValueError, match=r"a sharded module's parameter of shape \(2,\) was frozen"):
         trained.check()
     processor.requires_grad_(True)
     model["b"].bias.requires_grad_(True)

@@ -37,6 +37,7 @@ BATCH = 6
 
 TW, CW, RW, DP = "table_wise", "column_wise", "row_wise", "data_parallel"
 PLANS = {"TW": [TW] * 6, "CW": [CW] * 6, "RW": [RW] * 6, "DP": [DP] * 6, "mixed": [TW, DP, RW, CW, TW, DP]}
+WITHOUT_ROWS = {"mixed without RW": [TW, DP, DP, CW, TW, CW]}
 
 Kind = Literal["dcn", "dot"]
 
@@ -143,7 +144,7 @@ def state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def _plan(collection: EmbeddingBagCollection, plan: str, ranks: Ranks) -> ShardingPlan:
     world = ranks.world_size
     of_table = {}
-    for i, (feature, sharding) in enumerate(zip(FEATURES, PLANS[plan], strict=True)):
+    for i, (feature, sharding) in enumerate(zip(FEATURES, (PLANS | WITHOUT_ROWS)[plan], strict=True)):
         of_table[f"t_{feature}"] = {
             TW: table_wise(rank=i % world),
             CW: column_wise(ranks=[i % world, (i + 1) % world]),

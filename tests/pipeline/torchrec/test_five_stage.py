@@ -198,7 +198,7 @@ def off_on_one_rank(ranks: Ranks) -> dict[str, str]:
     with Training(ranks, config(pipeline="five-stage")) as training:
         schedule = training.pipeline._train
         off = {"cuda_graph": "an error"} if ranks.rank == 1 else {}
-        training.pipeline._train = SimpleNamespace(switched_off=off)
+        training.pipeline._train = SimpleNamespace(switched_off=off, describe=dict)
         described = training.pipeline.describe()["switched_off"]
         training.pipeline._train = schedule
     return described

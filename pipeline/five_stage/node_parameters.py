@@ -1,0 +1,126 @@
+"""Numbers that kernels of a captured graph are given by the host, changed without a new capture.
+
+FBGEMM hands its table updates the learning rate as an argument. A capture with a mark in its place, a number that
+nothing else is, shows which arguments of which kernels it is; CUDA changes these in the instantiated graph, and
+launches that are under way keep theirs. This is the driver's API, of CUDA 12.4 and later, by ctypes.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+_KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
+_FLOAT = 4  # bytes
+_FIRST_MARK = 0x2F1D3C5B  # 1.4e-10, and as an integer 790,445,147: neither a rate nor a size of anything
+
+
+def marks(count: int) -> list[float]:
+    """Returns so many numbers, each exact in fp32, that no kernel is given otherwise, be it as other bits."""
+    return [struct.unpack("<f", struct.pack("<I", _FIRST_MARK + i))[0] for i in range(count)]
+
+
+def keeps_graphs() -> bool:
+    """Returns whether this torch and this driver let a captured graph's nodes be changed."""
+    return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and _driver() is not None
+
+
+class _Params(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", c_void_p),
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("arguments", POINTER(c_void_p)),
+        ("extra", POINTER(c_void_p)),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
+
+
+class MarkedArguments:
+    """Arguments of one graph's kernels that were marked at its capture."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, of: Sequence[float]) -> None:
+        """graph: captured with keep_graph, and instantiated. of: the marks."""
+        self._graph: Any = graph
+        self._values = [ctypes.c_float(mark) for mark in of]
+        self._places: list[tuple[int, c_void_p, _Params]] = []
+        bits = {struct.pack("<f", mark): i for i, mark in enumerate(of)}
+        for node in _kernel_nodes(graph.raw_cuda_graph()):
+            params = _Params()
+            if _call("cuGraphKernelNodeGetParams_v2", node, byref(params)) == 0 and params.arguments:
+                self._find(node, params, bits)
+
+    @property
+    def found(self) -> set[int]:
+        """Which marks kernels were given."""
+        return {index for index, _, _ in self._places}
+
+    def set(self, values: Sequence[float]) -> None:
+        """Gives the kernels these values in the place of the marks, from the next launch on."""
+        for place, value in zip(self._values, values, strict=True):
+            place.value = value
+        graph = c_void_p(self._graph.raw_cuda_graph_exec())
+        for _, node, params in self._places:
+            if (error := _call("cuGraphExecKernelNodeSetParams_v2", graph, node, byref(params))) != 0:
+                raise RuntimeError(f"CUDA error {error} at the change of a captured kernel's argument")
+
+    def _find(self, node: c_void_p, params: _Params, bits: dict[bytes, int]) -> None:
+        sizes = _argument_sizes(params)
+        indices = {
+            i: bits[word]
+            for i, size in enumerate(sizes)
+            if size == _FLOAT and (word := ctypes.string_at(params.arguments[i], _FLOAT)) in bits
+        }
+        if not indices:
+            return
+        own = (c_void_p * len(sizes))(*(params.arguments[i] for i in range(len(sizes))))
+        for i, index in indices.items():
+            own[i] = ctypes.addressof(self._values[index])
+        changed = _Params.from_buffer_copy(params)
+        changed.arguments = ctypes.cast(own, POINTER(c_void_p))
+        changed.own = own  # kept
+        self._places += [(index, node, changed) for index in set(indices.values())]
+
+
+def _argument_sizes(params: _Params) -> list[int]:
+    """Returns the bytes of each argument of a node's kernel."""
+    name, kernel = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kern)
+    offset, size, sizes = c_size_t(), c_size_t(), list[int]()
+    while _call(name, c_void_p(kernel), c_size_t(len(sizes)), byref(offset), byref(size)) == 0:
+        sizes.append(size.value)
+    return sizes
+
+
+def _kernel_nodes(raw: int) -> list[c_void_p]:
+    graph, count, kind = c_void_p(raw), c_size_t(), c_int()
+    if _call("cuGraphGetNodes", graph, None, byref(count)) != 0:
+        return []
+    nodes = (c_void_p * count.value)()
+    _call("cuGraphGetNodes", graph, nodes, byref(count))
+    kernels = []
+    for node in map(c_void_p, nodes):
+        if _call("cuGraphNodeGetType", node, byref(kind)) == 0 and kind.value == _KERNEL:
+            kernels.append(node)
+    return kernels
+
+
+def _call(name: str, *arguments: Any) -> int:
+    result: int = getattr(_driver(), name)(*arguments)
+    return result
+
+
+@cache
+def _driver() -> Any:
+    """The driver's library; None where there is none with all that is asked of it."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    needed = ("cuFuncGetParamInfo", "cuKernelGetParamInfo", "cuGraphExecKernelNodeSetParams_v2")
+    return library if all(hasattr(library, name) for name in needed) else None

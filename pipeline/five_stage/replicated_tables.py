@@ -1,0 +1,53 @@
+"""Data-parallel tables without DistributedDataParallel, beside the graph of a whole iteration.
+
+TorchRec wraps their lookups by DDP, whose hooks and buckets no capture takes. Here the lookup within it runs over
+leaves of now, and their gradients go where those of the dense part go: to one all-reduce, and the user's optimizer.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .batch_fields import forwards_replaced
+from .sharded_modules import Sharded
+
+
+class ReplicatedTables:
+    """Those of all sharded modules."""
+
+    def __init__(self, modules: Sequence[Sharded]) -> None:
+        self._wrapped: list[DistributedDataParallel] = [
+            lookup
+            for one in modules
+            for lookup in one.collection._lookups
+            if isinstance(lookup, DistributedDataParallel)
+        ]
+        self._kernels = [kernel.emb_module for lookup in self._wrapped for kernel in lookup.module._emb_modules]
+        self._leaves: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """FBGEMM's, one for several tables; an optimizer has slices of them."""
+        return [kernel.weights for kernel in self._kernels]
+
+    @contextmanager
+    def looked_up(self) -> Iterator[None]:
+        """Within it TorchRec's lookups are of these tables without DDP."""
+        weights = self.parameters
+        self._leaves = [of.detach().requires_grad_(of.requires_grad) for of in weights]
+        forwards = {lookup: lookup.module.__call__ for lookup in self._wrapped}
+        for kernel, leaf in zip(self._kernels, self._leaves, strict=True):
+            kernel._parameters["weights"] = leaf
+        try:
+            with forwards_replaced(forwards):
+                yield
+        finally:
+            for kernel, of in zip(self._kernels, weights, strict=True):
+                kernel._parameters["weights"] = of
+
+    def gradients(self) -> list[Tensor]:
+        """Returns those of `parameters`, after the embedding backward; zeros where it came to none."""
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]

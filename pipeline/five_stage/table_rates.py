@@ -1,0 +1,82 @@
+"""The learning rates of fused tables in graphs of whole iterations: FBGEMM reads them on the host, at every lookup."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .node_parameters import MarkedArguments, keeps_graphs, marks
+
+CAPTURES_IN_A_ROW = 4
+"""Iterations one after the other, each with other rates, for which graphs are captured anew where that is needed."""
+
+
+class TableRates:
+    """Follows the rates of FBGEMM's kernels: by changing their arguments in the captured graphs, or, where CUDA or
+    torch lets nobody do that, by a new capture."""
+
+    def __init__(self, kernels: Sequence[Any]) -> None:
+        self._kernels = list(kernels)
+        self._marks = marks(len(self._kernels))
+        self._can_mark = bool(self._kernels) and torch.cuda.is_available() and keeps_graphs()
+        self._marking = False
+        self._rates: list[float] = []
+        self._marked: list[MarkedArguments] = []
+        self._moved_in_a_row = 0
+        self.failure: str | None = None
+        """Why graphs cannot follow the rates, if so."""
+
+    @property
+    def followed(self) -> bool:
+        """Whether captured graphs take other rates without a new capture."""
+        return bool(self._marked) or not self._kernels
+
+    def begin_capture(self) -> bool:
+        """Remembers the rates; returns whether graphs are to be kept, to be changed later."""
+        self._rates, self._marking, self._marked = self._now(), self._can_mark, []
+        return self._marking
+
+    def mark(self) -> None:
+        """In a capture, before the lookups: puts marks in the place of the rates."""
+        if self._marking:
+            self._fill(self._marks)
+
+    def end_capture(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> bool:
+        """Puts the rates back. Returns False where a mark has come to no kernel: capture again, then without marks."""
+        self._fill(self._rates)
+        if not (self._marking and graphs):
+            return True
+        self._marking = False
+        marked = [MarkedArguments(graph, self._marks) for graph in graphs]
+        self._can_mark = all(len(of.found) == len(self._marks) for of in marked)
+        if self._can_mark:
+            self._marked = marked
+            self._set()
+        return self._can_mark
+
+    def follow(self) -> bool:
+        """Brings the rates of now to the graphs; returns False where these must be captured anew for it."""
+        rates = self._now()
+        moved, self._rates = rates != self._rates, rates
+        if self._marked:
+            if moved:
+                self._set()
+            return True
+        self._moved_in_a_row = self._moved_in_a_row + 1 if moved else 0
+        if self._moved_in_a_row >= CAPTURES_IN_A_ROW:
+            self.failure = (
+                f"the tables' learning rate has changed with each of {CAPTURES_IN_A_ROW} steps, and FBGEMM reads it on "
+                "the host: here a graph must be captured anew for every rate, so change it in larger steps"
+            )
+        return not moved
+
+    def _set(self) -> None:
+        for marked in self._marked:
+            marked.set(self._rates)
+
+    def _now(self) -> list[float]:
+        return [kernel.learning_rate_tensor.item() for kernel in self._kernels]
+
+    def _fill(self, rates: Sequence[float]) -> None:
+        for kernel, rate in zip(self._kernels, rates, strict=True):
+            kernel.learning_rate_tensor.fill_(rate)
