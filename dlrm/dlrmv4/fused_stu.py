@@ -140,9 +140,9 @@ class _CandidatesLayer(torch.autograd.Function):
         joined = _through_join(grad, gate, attended, weights, _count(ends), options, of_gate, of_attended, of_weights)
         of_weights.output.copy_(torch.mm(joined.t(), grad))
         of_out = of_attended.unflatten(1, (options.heads, -1))
-        of_heads = _last_heads(of_gates_queries, of_values_keys, options)
-        jagged = Jagged(offsets, options.length)
-        last_query_attention_backward(of_out, *_last_heads(gates_queries, values_keys, options), jagged, *of_heads)
+        q, k, v = _last_heads(gates_queries, values_keys, options)
+        dq, dk, dv = _last_heads(of_gates_queries, of_values_keys, options)
+        last_query_attention_backward(of_out, q, k, v, Jagged(offsets, options.length), dq, dk, dv)
 
         of_normed = torch.mm(of_values_keys, _columns(weights.uvqk, 1).t())
         of_normed.index_add_(0, ends, torch.mm(of_gates_queries, _columns(weights.uvqk, 0).t()))  # each row once
@@ -230,8 +230,9 @@ def _parts(uvqk: Tensor, part: int) -> Tensor:
     return uvqk.unflatten(1, (4, -1))[:, part::2]
 
 
-def _last_heads(gates_queries: Tensor, values_keys: Tensor, options: LayerOptions) -> tuple[Tensor, ...]:
+def _last_heads(gates_queries: Tensor, values_keys: Tensor, options: LayerOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k and v by heads."""
-    query = gates_queries.chunk(2, dim=1)[1]
-    value, key = values_keys.chunk(2, dim=1)
-    return tuple(of.unflatten(1, (options.heads, -1)) for of in (query, key, value))
+    (_, query), (value, key) = (
+        of.unflatten(1, (2, options.heads, -1)).unbind(1) for of in (gates_queries, values_keys)
+    )
+    return query, key, value

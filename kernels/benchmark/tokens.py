@@ -42,10 +42,10 @@ def norm_cases() -> Iterator[Case]:
     for count, end, shape in _counts():
         x, grad, residual = (_tokens(count) for _ in range(3))
         weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
-        of_weights = torch.empty(2, WIDTH, device="cuda").unbind()
+        dweight, dbias = torch.empty(2, WIDTH, device="cuda")
         yield Case("norm_forward", shape, 2 * x.nbytes, partial(norm_forward, x, weight, bias, end, grad, _EPS))
         out = torch.empty_like(x)
-        backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, *of_weights, _EPS)
+        backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, dweight, dbias, _EPS)
         yield Case("norm_backward", shape, 5 * x.nbytes, backward)
 
 
@@ -57,9 +57,9 @@ def gated_norm_cases() -> Iterator[Case]:
         )
         joined = _tokens(count, 3 * WIDTH)
         weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
-        of_weights = torch.empty(2, WIDTH, device="cuda").unbind()
+        dweight, dbias = torch.empty(2, WIDTH, device="cuda")
         given = projected[:, :WIDTH], attended, weight, bias, end
-        of_given = of_projected[:, :WIDTH], of_attended, *of_weights
+        of_given = of_projected[:, :WIDTH], of_attended, dweight, dbias
         for dropout in (None, _dropout(0.1)):
             name = shape + (", dropout" if dropout else "")
             forward = partial(gated_norm_forward, *given, dropout, joined, _EPS)

@@ -67,13 +67,13 @@ def _high(factor: int, word: Tensor) -> Tensor:
 @jit
 def dropout_words(seed, stream, first, second, third):
     """Returns the four words of counters (stream, first, second, third), uint32 of the shape of first, int32; second
-    and third: int32 that can be broadcast to it."""
+    and third: int32 that can be broadcast to it. seed: int64, as loaded."""
     zero = first * 0
-    return tl.philox(tl.load(seed), zero + stream, first, zero + second, zero + third, n_rounds=7)
+    return tl.philox(seed, zero + stream, first, zero + second, zero + third, n_rounds=7)
 
 
 @jit
 def dropped(values, word, odd, threshold: tl.constexpr, scale: tl.constexpr):
     """Returns values, scaled where they are kept, else 0. word: of two elements each; odd: 1 for its upper half."""
-    bits = (word >> (odd * 16).to(tl.uint32)) & 0xFFFF
-    return tl.where(bits.to(tl.int32) >= threshold, values * scale, 0.0)
+    bits = word << ((1 - odd) * 16).to(tl.uint32)  # those of the element upmost; what lies below decides nothing
+    return tl.where(bits >= threshold * 65536, values * scale, 0.0)

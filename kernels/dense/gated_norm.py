@@ -67,8 +67,10 @@ def _check(u: Tensor, a: Tensor, joined: Tensor) -> None:
     assert width == next_power_of_2(width), f"width: a power of two, not {width}"
 
 
-def gated_norm_factors(dropout: Dropout | None, rows: int, width: int, device: torch.device) -> Tensor:
-    """Returns the dropout's factor of each element: fp32 [rows, 3 * width], 0 or more than 1; 1 without dropout."""
+def gated_norm_factors(dropout: Dropout | None, u: Tensor) -> Tensor:
+    """Returns the dropout's factor of each element of [N, 3 * W], 0 or more than 1, fp32; 1 without dropout. u: [N, W],
+    of which the shape counts."""
+    (rows, width), device = u.shape, u.device
     if dropout is None:
         return torch.ones(rows, 3 * width, device=device)
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
@@ -85,7 +87,7 @@ def plain_gated_norm_forward(
     x_hat, _ = normalized(torch.where(inside, a, 0), eps)
     s = functional.silu(u.to(x_hat.dtype))
     joined = torch.cat([s, a.to(s.dtype), s * (x_hat * weight + bias)], dim=1)
-    out.copy_(torch.where(inside, joined * gated_norm_factors(dropout, *u.shape, u.device), 0))
+    out.copy_(torch.where(inside, joined * gated_norm_factors(dropout, u), 0))
 
 
 def plain_gated_norm_backward(
@@ -108,7 +110,7 @@ def plain_gated_norm_backward(
     wide = torch.where(inside, u, 0).to(x_hat.dtype)
     sigmoid = wide.sigmoid()
     s, normed = wide * sigmoid, x_hat * weight + bias
-    factors = gated_norm_factors(dropout, *u.shape, u.device)
+    factors = gated_norm_factors(dropout, u)
     of_s, of_a, of_gated = (torch.where(inside, grad, 0) * factors).chunk(3, dim=1)
     joined = torch.cat([s, torch.where(inside, a, 0).to(s.dtype), s * normed], dim=1)
     of_normed = of_gated * s
@@ -165,7 +167,7 @@ def _drop_all(s, a, gated, seed, row, stream, threshold: tl.constexpr, scale: tl
     """Returns all three with dropout. row: int32 [2], an even one and the next."""
     if threshold > 0:
         column = tl.arange(0, s.shape[1])[None, :]
-        of_s, of_a, of_gated, _ = dropout_words(seed, stream, column, tl.min(row, 0) // 2, 0)
+        of_s, of_a, of_gated, _ = dropout_words(seed, stream, column, tl.min(row, 0) // 2, column * 0)
         odd = (row % 2)[:, None]
         s = dropped(s, of_s, odd, threshold, scale)
         a = dropped(a, of_a, odd, threshold, scale)
@@ -183,13 +185,13 @@ def _store_joined(out, row, s, a, gated, stored, width: tl.constexpr):
 
 @jit
 def _gated_norm_forward_kernel(
-    u, a, weight, bias, end, out, u_row, a_row, rows, eps, seed, stream, threshold: tl.constexpr,
+    u, a, weight, bias, end, out, u_row, a_row, rows, eps, seeds, stream, threshold: tl.constexpr,
     kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
     scale = tl.load(weight + column).to(tl.float32)[None, :]
     shift = tl.load(bias + column).to(tl.float32)[None, :]
-    total = tl.minimum(tl.load(end), rows)
+    total, seed = tl.minimum(tl.load(end), rows), tl.load(seeds)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
@@ -207,14 +209,14 @@ def _gated_norm_forward_kernel(
 
 @jit
 def _gated_norm_backward_kernel(
-    grad, u, a, weight, bias, end, du, da, dweights, dbiases, u_row, a_row, du_row, da_row, rows, eps, seed,
+    grad, u, a, weight, bias, end, du, da, dweights, dbiases, u_row, a_row, du_row, da_row, rows, eps, seeds,
     stream, threshold: tl.constexpr, kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
     scale = tl.load(weight + column).to(tl.float32)[None, :]
     shift = tl.load(bias + column).to(tl.float32)[None, :]
     dweight, dbias = tl.zeros([width], tl.float32), tl.zeros([width], tl.float32)
-    total = tl.minimum(tl.load(end), rows)
+    total, seed = tl.minimum(tl.load(end), rows), tl.load(seeds)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)

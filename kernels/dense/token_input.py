@@ -17,7 +17,7 @@ from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, p
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 _ROWS = 8  # places of a program: those that share a mask's counters
-_COLUMNS = 256
+_COLUMNS = 128
 _GROUP = 64  # samples of a program
 
 
@@ -180,7 +180,7 @@ def plain_token_input_backward(
     if len(places.offsets) > 1:
         tokens = _Tokens.of(len(grad), places)
         inside = tokens.inside[:, None]
-        dropped = torch.where(inside, grad.float() * token_input_factors(dropout, *grad.shape, places), 0)
+        dropped = torch.where(inside, grad.float() * token_input_factors(dropout, len(grad), grad.shape[1], places), 0)
         dposition.index_add_(0, tokens.row, dropped)
         through.copy_(torch.where(inside, dropped.to(grad.dtype), through))
 
@@ -254,7 +254,7 @@ def _drop(values, seed, stream, sample, place, column, threshold: tl.constexpr, 
 @jit
 def _token_input_forward_kernel(
     events, context, position, time, offsets, event, timestamp, query, out, event_row, time_row,
-    candidates, buckets, positions, factor, samples, seed, stream, threshold: tl.constexpr, kept: tl.constexpr,
+    candidates, buckets, positions, factor, samples, seeds, stream, threshold: tl.constexpr, kept: tl.constexpr,
     of_context: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * rows
@@ -262,7 +262,7 @@ def _token_input_forward_kernel(
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     at_place = place[:, None] * width + column[None, :]
     of_place = tl.load(position + at_place, (place < positions)[:, None], other=0.0)
-    sample = tl.program_id(2) * group
+    seed, sample = tl.load(seeds), tl.program_id(2) * group
     last = tl.minimum(sample + group, samples)
     while sample < last:
         start, end = tl.load(offsets + sample), tl.load(offsets + sample + 1)
@@ -295,14 +295,14 @@ def _token_input_forward_kernel(
 
 @jit
 def _token_input_backward_kernel(
-    grad, through, offsets, partials, samples, seed, stream, threshold: tl.constexpr, kept: tl.constexpr,
+    grad, through, offsets, partials, samples, seeds, stream, threshold: tl.constexpr, kept: tl.constexpr,
     of_context: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * rows
     place = first + tl.arange(0, rows)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     total = tl.zeros([rows, columns], tl.float32)
-    sample = tl.program_id(2) * group
+    seed, sample = tl.load(seeds), tl.program_id(2) * group
     last = tl.minimum(sample + group, samples)
     while sample < last:
         start, end = tl.load(offsets + sample), tl.load(offsets + sample + 1)

@@ -240,12 +240,12 @@ def masks_of(config: ModelConfig, samples: Samples, seed: Tensor) -> Iterator[Te
     """Yields factors in the order in which the plain network drops: of tokens, and of each layer's joined rows."""
     offsets, none = offsets_of(samples.lengths), torch.zeros(0, dtype=torch.int32)
     places = TokenPlaces(offsets, none, none, none, CONTEXT_TOKENS, config.max_length)
-    tokens, cpu = int(offsets[-1]), torch.device("cpu")
+    tokens = int(offsets[-1])
     yield token_input_factors(Dropout(config.input_dropout, seed, 0), tokens, config.width, places)
     for number in range(1, config.layers + 1):
         last = number == config.layers and config.last_layer == "candidates"
         rows = len(samples.labels) if last else tokens
-        yield gated_norm_factors(Dropout(config.layer_dropout, seed, number), rows, config.inner, cpu)
+        yield gated_norm_factors(Dropout(config.layer_dropout, seed, number), torch.empty(rows, config.inner))
 
 
 def test_fused_kernels_drop_nothing_in_evaluation() -> None:

@@ -25,7 +25,7 @@ def test_ten_rounds_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> N
 def _words_kernel(seed, out, stream, columns: tl.constexpr):
     first, second = tl.arange(0, columns)[None, :] * 77_777, tl.arange(0, 2)[:, None] * 900_000_000
     at = out + tl.arange(0, 2)[:, None] * columns + tl.arange(0, columns)[None, :]
-    a, b, c, d = dropout_words(seed, stream, first + second * 0, second, 9)
+    a, b, c, d = dropout_words(tl.load(seed), stream, first + second * 0, second, second * 0 + 9)
     tl.store(at, a.to(tl.int64))
     tl.store(at + 2 * columns, b.to(tl.int64))
     tl.store(at + 4 * columns, c.to(tl.int64))

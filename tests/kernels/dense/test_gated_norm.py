@@ -52,7 +52,7 @@ def test_equals_the_definition_and_its_derivative(forward, backward, kind: str, 
     exact = [of.double().requires_grad_() for of in (u[:end], a[:end], weight, bias)]
     s = functional.silu(exact[0])
     gated = s * functional.layer_norm(exact[1], (WIDTH,), exact[2], exact[3], EPS)
-    factors = gated_norm_factors(dropout, rows, WIDTH, DEVICE)[:end]
+    factors = gated_norm_factors(dropout, u)[:end]
     expected = torch.cat([s, exact[1], gated], dim=1) * factors
     of_inputs = torch.autograd.grad(expected, exact, grad[:end].double())
 
@@ -75,7 +75,7 @@ def test_equals_the_definition_and_its_derivative(forward, backward, kind: str, 
 
 
 def test_factors_keep_the_share_and_the_mean() -> None:
-    factors = gated_norm_factors(Dropout(0.3, SEED, 2), 2000, WIDTH, DEVICE)
+    factors = gated_norm_factors(Dropout(0.3, SEED, 2), torch.empty(2000, WIDTH, device=DEVICE))
     assert float((factors == 0).float().mean()) == pytest.approx(0.3, abs=0.005)
     assert float(factors.mean()) == pytest.approx(1, abs=0.007)
     torch.testing.assert_close(
