@@ -54,7 +54,7 @@ def _on_hopper(device: torch.device) -> bool:
 def empty_y(batch: int, width: int, scale: float, device: torch.device, tally: Tensor | None = None) -> Fp8:
     """Returns memory for y in eight bits: tiles of 64 rows and 128 columns, the last ones filled up, all zeros.
 
-    [tiles of rows, tiles of columns, 64 * 128], in the order of the kernels' accumulators, which nothing else reads.
+    [tiles of rows, tiles of columns, 64 * 128], in the order of the kernels' accumulators, for these kernels alone.
     """
     size = (cdiv(batch, _ROWS), cdiv(width, _COLUMNS), _ROWS * _COLUMNS)
     return Fp8(torch.zeros(size, dtype=torch.float8_e4m3fn, device=device), scale, tally)
@@ -315,7 +315,7 @@ def _launch(
     unscale = 1 / (a.scale * b.scale) if isinstance(a, Fp8) and isinstance(b, Fp8) else 1
     a, b = (factor.values if isinstance(factor, Fp8) else factor for factor in (a, b))
     (batch, width), pairs, depth = inputs[0].shape, len(inputs) // 2, _CHUNK_BYTES // a.itemsize
-    # Of b's rows: in bf16 the backward's have the summed dimension first.
+    # Rows of b's box: in bf16 the backward's factors have the summed dimension first.
     b_box_rows = _CHUNK if mode != _FORWARD and a.dtype == torch.bfloat16 else _COLUMNS
     blocks = multiprocessors(a.device)
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)

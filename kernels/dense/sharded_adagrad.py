@@ -16,8 +16,8 @@ from dlrm_bench.kernels._triton import cdiv, jit, tl
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-# The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and leave
-# GEMMs, whose blocks each want a multiprocessor, too few of those.
+# The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and take
+# multiprocessors from GEMMs, whose blocks each want one.
 _PROGRAMS, _BLOCK, _WARPS = 24, 4096, 16
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -162,7 +162,7 @@ def _kernel(ranks: int, bf16: bool, threads: int, stages: int, device: torch.dev
     stage_bytes = threads * ((64 if bf16 else 32) + 16 * ranks)
     stages = stages or min(8, _STAGES_BYTES // stage_bytes)
     defines = {"RANKS": ranks, "WEIGHTS_BF16": int(bf16), "THREADS": threads, "STAGES": stages}
-    # What aligns the stages, the stages, barriers.
+    # Alignment, the stages, barriers.
     shared_bytes = 128 + stages * (stage_bytes + 16)
     with torch.cuda.device(device):
         return Kernel(_SOURCE, "sharded_adagrad", defines, threads + 32, shared_bytes)

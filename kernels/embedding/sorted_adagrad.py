@@ -1,12 +1,12 @@
 """Embedding backward and exact element-wise Adagrad in one pass, over ids that were sorted ahead of time.
 
 The ids of a batch are known long before its gradients, so `sort_ids` runs a batch ahead, off the critical path.
-`sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float
-atomics: equal inputs give equal bits.
+`sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float atomics:
+equal inputs give equal bits.
 
 Sorted ids form runs of equal ids. One warp walks over a chunk of consecutive positions, tile by tile, and adds up runs
-by a segmented scan. Runs that lie inside one chunk are finished there. What a chunk holds of a run that crosses its
-borders goes to `partials`, where a second kernel adds it up.
+by a segmented scan. Runs inside one chunk are finished there. A chunk's sums of runs that cross its borders go to
+`partials`, where a second kernel adds them up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TILES = {16: 64, 32: 32, 64: 8, 128: 4}
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS = 128
-# Positions that a group of lanes has on their way at a time: half as many, where there are many ids, and more groups.
+# Positions in flight of a group of lanes: half as many, and more groups, where there are many ids.
 _UNROLL, _MANY = 8, 1 << 20
 
 
@@ -138,7 +138,8 @@ cuda_sorted_adagrad = function(SortedAdagrad, SortedAdagrad.cuda)
 
 
 def _chunk(count: int) -> int:
-    """Positions of one warp: long chunks leave little to merge, short ones keep every multiprocessor busy."""
+    """Returns the number of positions of one warp: long chunks need little merging, short ones keep every
+    multiprocessor busy."""
     return min(128, next_power_of_2(cdiv(count, _WARPS)))
 
 
