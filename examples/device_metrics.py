@@ -1,9 +1,9 @@
-"""A training loop with metrics: TorchRec's RecMetricModule and DeviceRecMetrics beside it, which show the same values.
+"""A training loop with metrics: TorchRec's RecMetricModule and DeviceRecMetrics, which show the same values.
 
 PYTHONPATH=. torchrun --nproc_per_node 2 examples/device_metrics.py
 
 It runs with or without GPUs. A script of your own changes two lines: the import, and metric_class. PYTHONPATH is for a
-checkout; where the package is installed it is not needed.
+checkout; an installed package does not need it.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 PYTHONPATH=. torchrun --nproc_per_node 2 examples/torchrec_script.py [--stock]
 
-It runs with or without GPUs, and prints the same losses both ways; without, all switches of the pipeline are off.
-PYTHONPATH is for a checkout; where the package is installed it is not needed.
+It runs with or without GPUs, and prints the same losses both ways; without a GPU, all switches of the pipeline are off.
+PYTHONPATH is for a checkout; an installed package does not need it.
 """
 
 import logging
@@ -24,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
-# What TorchRec and torch say of themselves, of any script: it would hide what is said of this one.
+# Messages of TorchRec and torch about themselves, in any script, would hide those about this one.
 warnings.simplefilter("ignore", FutureWarning)
 for library in ("torchrec", "torch.fx", *([] if torch.cuda.is_available() else ["dlrm_bench"])):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -49,7 +49,7 @@ optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
 
 
 def batches(count: int, size: int = 32) -> Iterator[Batch]:
-    """Random batches with bags of up to three ids."""
+    """Yields random batches with bags of up to three ids."""
     for _ in range(count):
         lengths = torch.randint(0, 4, (len(names) * size,), dtype=torch.int32)
         features = KeyedJaggedTensor(names, torch.randint(0, 1000, (int(lengths.sum()),)), lengths=lengths)

@@ -35,7 +35,7 @@ def available() -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the GPU has."""
+    """Returns the GPU's number of multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -57,7 +57,7 @@ class Kernel:
         self._checked(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
 
     def launch(self, blocks: int, argument: ctypes.Structure) -> None:
-        """On the current stream."""
+        """Launches on the current stream."""
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         stream = torch.cuda.current_stream().cuda_stream
         grid = (blocks, 1, 1, self._threads, 1, 1)
@@ -98,10 +98,11 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """For boxes of so many rows and columns, 128 bytes wide and in shared memory with the 128-byte swizzle.
+    """Returns a map for boxes of box_rows rows and box_columns columns, 128 bytes wide and in shared memory with the
+    128-byte swizzle.
 
-    matrix: bf16 or in eight bits, its rows at multiples of 16 bytes, contiguous but for its rows, which may lie apart.
-    What a box has outside of it is read as 0, and not written.
+    matrix: bf16 or in eight bits, its rows at multiples of 16 bytes and of any stride, columns contiguous. Elements of
+    a box outside of the matrix are read as 0, and not written.
     """
     formats = {torch.bfloat16: _BFLOAT16, torch.float8_e4m3fn: _UINT8, torch.float8_e5m2: _UINT8}
     assert matrix.dtype in formats and matrix.dim() == 2 and matrix.stride(1) == 1, "a matrix in bf16 or eight bits"
@@ -129,5 +130,5 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    # cuda-bindings' own cuTensorMapEncodeTiled writes to where its object happens to lie, rarely a multiple of 64.
+    # cuda-bindings' own cuTensorMapEncodeTiled writes to its object's address, rarely a multiple of 64.
     return ctypes.CDLL("libcuda.so.1")

@@ -26,7 +26,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many blocks of `size` cover `count`."""
+    """Returns the number of blocks of `size` that cover `count`."""
     return -(-count // size)
 
 

@@ -1,9 +1,9 @@
-"""A flag on every rank that says whether any rank's numbers were ever not finite, and what updates do then: nothing.
+"""A flag on every rank that is raised once any rank's numbers are not finite, after which updates change nothing.
 
 A kernel cannot stop the iteration that the host has launched, let alone a captured one. It raises its rank's flag on
 all ranks, and every update of weights reads the flags first: see the arguments `watch` of the other kernels. Losses are
-known before any update, gradients with the updates: an update that meets one that is not finite leaves that element as
-it is, and tells the next look.
+known before any update, gradients with the updates: an update skips an element whose gradient is not finite, and
+reports it to the next look.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 4096
 
 
 class Watch(NamedTuple):
-    """What an update of weights reads before it changes any, and what it leaves."""
+    """The flags that an update of weights reads before it changes any, and its report."""
 
     stopped: Tensor
     """int32 [2^k]: where any of it is not zero, nothing changes."""
@@ -46,22 +46,22 @@ def raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
 
 
 def plain_raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
-    """What `raise_flag` does, in PyTorch."""
+    """Computes `raise_flag` in PyTorch."""
     raised = flags.own[flags.rank] | ~losses.sum().isfinite() | bad.any()
     for of_rank in flags.tensors:
         of_rank[flags.rank] = raised
 
 
 def triton_raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
-    """What `raise_flag` does, in one kernel."""
+    """Computes `raise_flag` in one kernel."""
     sizes = (losses.stride(0), bad.stride(0), flags.rank, len(losses), len(bad), len(flags))
     blocks = (_LOSSES, next_power_of_2(len(bad)))
     _raise_flag_kernel[(1,)](losses, bad, flags.own, flags.addresses, *sizes, *blocks)
 
 
 def clear_gradients(watch: Watch, gradients: Tensor) -> None:
-    """Sets to zero what must not reach an update that cannot read flags: all gradients where a flag is raised, else
-    those that are not finite, which `bad` then tells.
+    """Sets gradients to zero for an update that cannot read flags: all gradients where a flag is raised, else those
+    that are not finite, which are reported in `bad`.
 
     gradients: contiguous, of any shape and dtype.
     """
@@ -71,14 +71,14 @@ def clear_gradients(watch: Watch, gradients: Tensor) -> None:
 
 
 def plain_clear_gradients(watch: Watch, gradients: Tensor) -> None:
-    """What `clear_gradients` does, in PyTorch."""
+    """Computes `clear_gradients` in PyTorch."""
     unusable = ~gradients.isfinite()
     watch.bad.masked_fill_(unusable.any() & ~watch.stopped.any(), 1)
     gradients.masked_fill_(unusable | watch.stopped.any(), 0)
 
 
 def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
-    """What `clear_gradients` does, in one kernel, which writes only where something is to be done."""
+    """Computes `clear_gradients` in one kernel, which writes only where a gradient changes."""
     if gradients.numel():
         grid = (min(cdiv(gradients.numel(), _BLOCK), 1024),)
         turns = cdiv(gradients.numel(), grid[0] * _BLOCK)
@@ -86,7 +86,7 @@ def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
 
 
 class GradientTables:
-    """Where gradients lie, for one kernel over all of them; kept as long as they lie there."""
+    """The addresses of gradients, for one kernel over all of them; kept as long as the gradients stay there."""
 
     _KEPT = 4
 
@@ -116,7 +116,7 @@ class GradientTables:
 
 def clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
     """Sets all gradients to zero where a flag is raised, or where any of them, or the square of one, is not finite,
-    which `bad` then tells: all are used, or none.
+    which is reported in `bad`: all are used, or none.
 
     gradients: fp32, contiguous, on one device. tables: the same for the same gradients, for speed.
     """
@@ -128,7 +128,7 @@ def clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTa
 
 
 def plain_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """What `clear_together` does, in PyTorch."""
+    """Computes `clear_together` in PyTorch."""
     whole = torch.stack([(gradient * gradient).isfinite().all() for gradient in gradients]).all()
     watch.bad.masked_fill_(~whole & ~watch.stopped.any(), 1)
     for gradient in gradients:
@@ -136,7 +136,7 @@ def plain_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: Grad
 
 
 def triton_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """What `clear_together` does, in two kernels, of which the second ends at once where nothing is to be done."""
+    """Computes `clear_together` in two kernels, of which the second ends at once where there is nothing to clear."""
     addresses, counts = tables.of(gradients)
     for clears in (False, True):
         _clear_together_kernel[(len(counts),)](
@@ -146,7 +146,7 @@ def triton_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: Gra
 
 @jit
 def is_stopped(stopped, flags: tl.constexpr):
-    """For other kernels: whether any of so many flags is raised."""
+    """Returns, within other kernels, whether any of `flags` flags is raised."""
     at = tl.arange(0, flags)
     return tl.max(tl.load(stopped + at), 0) != 0
 
@@ -157,8 +157,8 @@ def watch_of(watch: Watch | None) -> tuple[Tensor | None, Tensor | None, int]:
 
 
 def changed(watch: Watch | None, state: Tensor, weights: Tensor, new_state: Tensor, new_weights: Tensor) -> None:
-    """For plain updates: writes the new values, but where the state would not be finite, which it tells; all where
-    nobody watches."""
+    """Writes new values in plain updates, except where the state would not be finite, which is reported; all of them
+    without a watch."""
     if watch is not None:
         whole = new_state.isfinite()
         watch.bad.masked_fill_(~whole.all(), 1)

@@ -1,4 +1,4 @@
-"""A tensor that every rank has, seen from one rank: what kernels need that read and write the other GPUs' memory."""
+"""A tensor on every rank, as one rank sees it: for kernels that read and write the other GPUs' memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class PeerTensors:
     """One tensor of each rank, alike in shape, strides and dtype; this rank may read and write all of them.
 
-    Kernels find them through `addresses`, int64 [ranks], on the device. Whoever uses them sees to it that nobody writes
-    what another still reads.
+    Kernels find them through `addresses`, int64 [ranks], on the device. Users order their writes after other ranks'
+    reads.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rank: int) -> None:
@@ -24,7 +24,7 @@ class PeerTensors:
         self.addresses = torch.tensor([t.data_ptr() for t in tensors], device=tensors[rank].device)
 
     def viewed(self, dtype: torch.dtype) -> PeerTensors:
-        """The same memory in another dtype."""
+        """Returns the same memory in another dtype."""
         return PeerTensors([tensor.view(dtype) for tensor in self.tensors], self.rank)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The stage of each kernel: a table without imports, for what reads traces where there is no GPU library."""
+"""The stage of each kernel: a table without imports, for readers of traces where there is no GPU library."""
 
 INPUT_DIST = "input_dist"
 EMBEDDING_FORWARD = "embedding_forward"

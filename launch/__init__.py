@@ -1,1 +1,1 @@
-"""What torchrun and Slurm start."""
+"""Entry points of torchrun and Slurm."""

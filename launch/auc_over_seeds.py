@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke --data.path DIR [--field value ...]
 
-With --pipeline static --precision bf16 --fp8: the static pipeline with products in eight bits with the one in bf16.
---seeds N (5 by default) pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
+With --pipeline static --precision bf16 --fp8: compares the static pipeline with products in eight bits with the one in
+bf16. --seeds N (5 by default) pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
 
 All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
 the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
@@ -80,7 +80,7 @@ def _main() -> int:
 
 
 def parse_seeds(arguments: list[str]) -> tuple[range, list[str]]:
-    """Returns the seeds of a command line, and what else it has. ValueError names a bad flag."""
+    """Returns the seeds of a command line, and its other words. ValueError names a bad flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -93,7 +93,7 @@ def parse_seeds(arguments: list[str]) -> tuple[range, list[str]]:
 
 
 def _sides(config: RunConfig, cuda: bool) -> dict[str, RunConfig]:
-    """What is compared with what, by name."""
+    """Returns the two configurations to compare, by name."""
     static = StaticOptions(cuda_graph="iteration" if cuda else "none", overlap=cuda, presort_ids=True, peer_memory=True)
     if isinstance(config.pipeline, StaticOptions) and config.pipeline.fp8:
         return {

@@ -8,8 +8,8 @@ the compliance checker refuses the log; torchrun turns all but 0 into 1.
 
 --preset names one of the presets below and gives the defaults. --pipeline takes torchrec (stock, the default),
 five-stage or static, and adds the options of that pipeline. Two flags show what a run would do and stop, without
-torchrun: --print-config the resolved configuration, --print-plan [RANKS] which rank of the static pipeline would hold
-which tables, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are those of an H200; with
+torchrun: --print-config prints the resolved configuration, --print-plan [RANKS] the tables of each rank of the static
+pipeline, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are those of an H200; with
 --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have --gpus-per-node GPUS,
 8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
 """
@@ -21,7 +21,7 @@ import signal
 import sys
 from pathlib import Path
 
-# The package is that of the tree around this file, a checkout or what pip installed, whatever else the path leads to.
+# The package is that of the tree around this file, a checkout or an installation, whatever else the path leads to.
 _tree = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_tree if (_tree / "dlrm_bench").is_dir() else _tree.parent))
 import dlrm_bench  # noqa: F401

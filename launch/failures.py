@@ -1,4 +1,4 @@
-"""Says what stops a command, in one line where its user can mend it."""
+"""Reports the error that stops a command, in one line where its user can fix it."""
 
 import os
 import sys
@@ -23,14 +23,14 @@ _INSTALLATION = {
     "fbgemm_gpu": _TORCHREC,
     "iopath": "pip install iopath",
 }
-"""How to install what only some commands need, by the name of its import."""
+"""Installation of packages that only some commands need, by the name of their import."""
 
 _SAME_ERROR_S = 5.0
-"""Time that a rank leaves to its node's first rank, which most errors reach as well, to say what is wrong."""
+"""Seconds that a rank leaves to its node's first rank, which meets most errors as well, to report the error."""
 
 
 def what_to_install(error: ModuleNotFoundError) -> str | None:
-    """One line that names the missing package and the fix; None if it is none of those that only some commands need."""
+    """Returns a line that names the missing package and the fix; None if it is not one that only some commands need."""
     package = (error.name or "").partition(".")[0]
     if package not in _INSTALLATION:
         return None
@@ -38,7 +38,7 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
 
 
 def _in_one_line(error: Exception) -> str | None:
-    """What its user can mend; None for everything else."""
+    """Returns an error that its user can fix in one line; None for any other."""
     if isinstance(error, ModuleNotFoundError):
         return what_to_install(error)
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
@@ -50,10 +50,10 @@ def _in_one_line(error: Exception) -> str | None:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Runs `work` on a rank and returns its exit status; says what went wrong, and on which rank.
+    """Runs `work` on a rank and returns its exit status; reports errors with their rank.
 
-    torchrun puts 28 lines of its own below whatever its ranks print, so an error that the user can mend is handed to
-    torchrun, whose last words it becomes. A traceback is printed at once, and torchrun ends with its last line.
+    torchrun prints 28 lines below its ranks' output, so an error that the user can fix is passed to torchrun, whose
+    last words it becomes. A traceback is printed at once, and torchrun ends with its last line.
     """
     where = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "this process"
     try:

@@ -1,4 +1,4 @@
-"""Starts what `dlrm-bench host` and `dlrm-bench limits` measure: torchrun ... launch/measure.py KIND [flags].
+"""Starts the measurements of `dlrm-bench host` and `dlrm-bench limits`: torchrun ... launch/measure.py KIND [flags].
 
 KIND is host (a profiled run of launch/dlrm.py), limits (the ceilings of this machine), or nvtx (a profiled run that
 emits its ranges for another profiler: nsys profile torchrun ... launch/measure.py nvtx ...). The flags are those of
@@ -25,7 +25,7 @@ def main() -> int:
     what, *flags = sys.argv[1:] or ["nothing"]
     if what not in ("host", "limits", "nvtx"):
         raise ValueError(f"{what!r} cannot be measured: host, nvtx or limits can")
-    # Neither measurement has an end or a target of its own: what the preset says of them does not matter.
+    # Both measurements have a fixed length and no target, whatever the preset has.
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
     from dlrm_bench.bench.limits.measured import run_limits
     from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline, profiled_config

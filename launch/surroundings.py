@@ -1,4 +1,4 @@
-"""What holds on a rank before it imports anything that takes time."""
+"""Settings of a rank before its slow imports."""
 
 import logging
 import os
@@ -9,11 +9,11 @@ from dlrm_bench.bench.instruments.beginning import BEGINNING
 
 
 def prepare() -> None:
-    """Begins the watch over a rank's beginning, and sets what libraries read when they are imported."""
+    """Begins the watch over a rank's start, and sets the variables that libraries read when they are imported."""
     BEGINNING.watch()  # first: whatever comes may take its time for good
-    # In the eight hardware queues that CUDA takes by default, kernels of many streams could wait for one another.
+    # CUDA's default is eight hardware queues, in which kernels of many streams could wait for one another.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # torchrec and fbgemm warn at every start of what their users cannot change; `python -W default` shows it.
+    # torchrec and fbgemm warn at every start of things that their users cannot change; `python -W default` shows these.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         logging.basicConfig(level=logging.ERROR)

@@ -1,4 +1,4 @@
-"""Time every kernel: python -m dlrm_bench.kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
+"""Times every kernel: python -m dlrm_bench.kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
 
 Bytes are those that must move: gradient rows once per id, weight and state rows once per distinct id, read and written.
 """
@@ -54,7 +54,7 @@ BF16 = torch.bfloat16
 
 
 def sort_ids_cases() -> Iterator[Case]:
-    """Half of MLPerf's ids, as on one of two ranks."""
+    """Yields half of MLPerf's ids, as on one of two ranks."""
     for batch in (13824, 1024):
         ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
         table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))
@@ -122,7 +122,7 @@ def pooled_lookup_cases() -> Iterator[Case]:
     one_very_hot = [(100, HOT_ROWS), (2, 39060), (1, 7122), (1, 17295)]
     rows = [12_000_000, 39060, 17295, 7_424_000, 20265, 3, 7122, 1543, 63, 11_316_796, 2_953_546, 403_346, 10, 2209]
     mixed_tables = list(zip((3, 1, 2, 6, 7, 3, 8, 9, 5, 1, 1, 12, 27, 10), rows, strict=True))
-    # Each row's optimizer state lies after it.
+    # Each row is followed by its optimizer state.
     weights = torch.rand(sum(rows for _, rows in one_very_hot), 2, columns, device="cuda")[:, 0]
     for local_batch in (3456, 512):
         for sizes in (one_very_hot, mixed_tables):
@@ -215,7 +215,7 @@ def fused_cross_cases() -> Iterator[Case]:
 
 
 def in_two(kernel: str, shape: str, moved: float, run: Callable[[], object]) -> Case:
-    """What a fused kernel replaces: a GEMM and `kernel`."""
+    """Returns the case that a fused kernel replaces: a GEMM and `kernel`."""
     return Case(f"GEMM, {kernel}", shape, moved, run)
 
 
@@ -305,7 +305,7 @@ def flat_adagrad_cases() -> Iterator[Case]:
 
 
 def local_peers(count: int, dtype: torch.dtype) -> PeerTensors:
-    """Buffers of this GPU in place of its peers': what the kernel costs without NVLink's limit."""
+    """Returns buffers of this GPU in place of its peers': the kernel's cost without NVLink's limit."""
     return PeerTensors([torch.zeros(count, device="cuda", dtype=dtype) for _ in range(PEERS)], 0)
 
 

@@ -1,7 +1,7 @@
 """Times attention, which is bound by products: python -m dlrm_bench.kernels.benchmark.attention.
 
-TFLOP/s of what `silu_attention` chooses on this GPU and of its Triton kernels, in turn in one run; operations are of
-keys that rows attend to: two products forward, five backward, whatever a kernel computes twice.
+TFLOP/s of the kernels that `silu_attention` chooses on this GPU and of its Triton kernels, in turn in one run;
+operations are of keys that rows attend to: two products forward, five backward, however often a kernel computes them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def silu_attention_cases() -> Iterator[Case]:
 
 
 def last_query_attention_cases() -> Iterator[Case]:
-    """Keys and values as slices of one projection, as in a layer."""
+    """Yields keys and values as slices of one projection, as in a layer."""
     for samples in (1024, 128, 16):
         lengths = jagged_lengths(samples)
         keys_and_values = torch.randn(sum(lengths), 2 * HEADS * WIDTH, device="cuda").bfloat16()
@@ -69,8 +69,8 @@ def last_query_attention_cases() -> Iterator[Case]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns order statistics between which the median of what values are drawn from lies, with 95 % or more; the
-    least and the greatest of them where no others do."""
+    """Returns order statistics that enclose the values' median with 95 % or more; the least and the greatest of them
+    where no others do."""
     ordered, count = sorted(values), len(values)
     outside, rank = 2.0 ** (1 - count), 0  # both tails
     while rank + 1 < count // 2:
@@ -82,7 +82,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def attention_runs(lengths: Sequence[int]) -> dict[str, tuple[float, dict[str, Callable[[], object]]]]:
-    """Returns by direction the number of operations, and what is to be timed by the name of its kernels."""
+    """Returns by direction the number of operations, and the calls to time by the name of their kernels."""
     tokens = sum(lengths)
     projected = torch.randn(tokens, 4 * HEADS * WIDTH, device="cuda").bfloat16()
     _, v, q, k = (part.unflatten(1, (HEADS, WIDTH)) for part in projected.chunk(4, dim=1))

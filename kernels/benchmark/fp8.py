@@ -1,4 +1,4 @@
-"""The benchmark's cases of products in eight bits, each after what it takes the place of in bf16."""
+"""The benchmark's cases of products in eight bits, each after the bf16 product that it replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlrm_bench.kernels.dense.fp8_copies import fp8_copies, partial_rows
 from dlrm_bench.kernels.dense.fp8_weights import WeightCopies, WeightCopy, fp8_weights
 
 BATCHES = (3456, 512)
-# Of MLPerf's network, by what they compute: columns, depth, format of the first factor, whether bias and ReLU follow.
+# Products of MLPerf's network: columns, depth, format of the first factor, whether bias and ReLU follow.
 PRODUCTS = {
     "u": (512, 3456, E4M3, False),
     "du": (512, 3456, E5M2, False),
@@ -69,7 +69,7 @@ def fp8_copies_cases() -> Iterator[Case]:
 
 
 def in_bf16(shape: str, moved: float, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> Case:
-    """What a product in eight bits takes the place of."""
+    """Returns the case in bf16 that a product in eight bits replaces."""
     if bias is None:
         return Case("GEMM, bf16", shape, moved, partial(torch.mm, a, b.t(), out=out))
     return Case("GEMM, bf16", shape, moved, partial(torch._addmm_activation, bias, a, b.t(), out=out))

@@ -18,7 +18,7 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def replayed_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Returns microseconds of one replay of so many back to back."""
+    """Returns the microseconds of one replay, of `replays` back to back."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):
@@ -29,6 +29,6 @@ def replayed_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> float:
-    """Median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
+    """Returns median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
     graph = captured(run)
     return statistics.median(replayed_us(graph, replays) for _ in range(samples))

@@ -35,7 +35,7 @@ def gather_segments_cases() -> Iterator[Case]:
 
 
 def pick_rows_cases() -> Iterator[Case]:
-    """An eighth of the rows of MLPerf's hottest table, and of six, on one rank of 128 and of eight."""
+    """Yields an eighth of the rows of MLPerf's hottest table, and of six, on one rank of 128 and of eight."""
     for batch, parts in ((512 * 128, 1), (3456 * 8, 2)):
         for hots in ((100,), (100, 27, 12, 7, 3, 10)):
             table = PickTable(tuple(PickedTable(hot, 3, 8, 0) for hot in hots), batch, parts, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Times of kernels: what a case of the benchmark is, how it is timed, and the table of all."""
+"""Times of kernels: the cases of the benchmark, their timing, and the table of all."""
 
 from __future__ import annotations
 

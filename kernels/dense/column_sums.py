@@ -15,12 +15,12 @@ def column_sums(partials: Tensor, out: Tensor) -> None:
 
 
 def plain_column_sums(partials: Tensor, out: Tensor) -> None:
-    """What `column_sums` does, in PyTorch."""
+    """Computes `column_sums` in PyTorch."""
     out.copy_(partials.sum(0))
 
 
 def triton_column_sums(partials: Tensor, out: Tensor) -> None:
-    """What `column_sums` does, in one kernel."""
+    """Computes `column_sums` in one kernel."""
     rows, columns = partials.shape
     _column_sums_kernel[(cdiv(columns, 32),)](partials, out, rows, columns, 64, 32)
 

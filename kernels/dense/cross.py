@@ -5,63 +5,123 @@ On Hopper GPUs kernels.dense.fused_cross has all but the backward of the last la
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
-# Of one program's block, forward and backward: the fastest on an H200 at 512 and 3456 samples.
+# One program's block, forward and backward: the fastest on an H200 at 512 and 3456 samples.
 _ROWS, _COLUMNS = 8, 256
 _BACKWARD_ROWS, _BACKWARD_COLUMNS = 32, 64
 
 
-def cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
-    """out = x0 * (y + bias) + x.
-
-    x0, x, y, out: bf16 or fp32 [batch, width], contiguous; out may be x or y. bias: bf16 or fp32 [width]. Computed in
-    fp32, rounded once. Width a multiple of 8.
-    """
-    _check(x0, x, y, out, bias=bias)
-    forward = triton_cross_forward if x0.is_cuda else plain_cross_forward
-    forward(x0, x, y, bias, out)
-
-
 def partial_rows(batch: int) -> int:
-    """How many rows of partial sums `cross_backward` leaves for so many samples."""
+    """Returns the number of rows of partial sums that `cross_backward` writes for `batch` samples."""
     return cdiv(batch, _BACKWARD_ROWS)
 
 
-def cross_backward(
-    g: Tensor,
-    x0: Tensor,
-    y: Tensor,
-    bias: Tensor,
-    dy: Tensor,
-    dx0: Tensor,
-    partials: Tensor,
-    accumulate: bool,
-    first_layer: bool = False,
-) -> None:
-    """Writes, for g = dL/dx', dy = g * x0 and dx0 = g * (y + bias), added to dx0 if `accumulate`; `partials` are
-    partial column sums of dy, before it is rounded: the bias' gradient, once `column_sums` has added them up.
+class CrossForward(NamedTuple):
+    """out = x0 * (y + bias) + x.
 
-    The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here. g,
-    x0, y, dy, dx0: bf16 or fp32 [batch, width], contiguous; dy may be g or y. bias: bf16 or fp32 [width]. partials:
-    fp32 [partial_rows(batch), width], overwritten. Computed in fp32. Width a multiple of 8.
+    Computed in fp32, rounded once. Width a multiple of 8. Matrices are bf16 or fp32 [batch, width], contiguous.
     """
-    _check(g, x0, y, dy, dx0, bias=bias)
-    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), (
-        "partials: [partial_rows(batch), width], contiguous"
-    )
-    backward = triton_cross_backward if g.is_cuda else plain_cross_backward
-    backward(g, x0, y, bias, dy, dx0, partials, accumulate, first_layer)
+
+    x0: Tensor
+    x: Tensor
+    y: Tensor
+    bias: Tensor
+    """bf16 or fp32 [width]."""
+    out: Tensor
+    """May be x or y."""
+
+    def launch(self) -> None:
+        """Checks the arguments and computes `out`."""
+        _check(self.x0, self.x, self.y, self.out, bias=self.bias)
+        (self.triton if self.x0.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes `out` in PyTorch."""
+        self.out.copy_(self.x0.float() * (self.y.float() + self.bias.float()) + self.x.float())
+
+    def triton(self) -> None:
+        """Computes `out` in one kernel."""
+        batch, width = self.x0.shape
+        grid = (cdiv(width, _COLUMNS), cdiv(batch, _ROWS))
+        _cross_forward_kernel[grid](*self, batch, width, _ROWS, _COLUMNS)
 
 
-def cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
-    """What `cross_backward` does of it: dy = g * x0, and `partials`. All as there."""
-    _check(g, x0, dy, bias=g[0])
-    assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), "partials: as it says"
-    backward = triton_cross_output_backward if g.is_cuda else plain_cross_output_backward
-    backward(g, x0, dy, partials)
+class CrossBackward(NamedTuple):
+    """Writes, for g = dL/dx', dy = g * x0 and dx0 = g * (y + bias), and the bias' gradient as partial sums.
+
+    The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here.
+    Computed in fp32. Width a multiple of 8. Matrices are bf16 or fp32 [batch, width], contiguous.
+    """
+
+    g: Tensor
+    x0: Tensor
+    y: Tensor
+    bias: Tensor
+    """bf16 or fp32 [width]."""
+    dy: Tensor
+    """May be g or y."""
+    dx0: Tensor
+    partials: Tensor
+    """fp32 [partial_rows(batch), width], overwritten: partial column sums of dy, before it is rounded. `column_sums` of
+    these is the bias' gradient."""
+    accumulate: bool
+    """Whether dx0 is added to, and not overwritten."""
+    first_layer: bool = False
+
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        _check(self.g, self.x0, self.y, self.dy, self.dx0, bias=self.bias)
+        _check_partials(self.partials, self.g)
+        (self.triton if self.g.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        product = self.g.float() * self.x0.float()
+        through_y = self.g.float() * (self.y.float() + self.bias.float() + (1 if self.first_layer else 0))
+        self.dx0.copy_(self.dx0.float() + through_y if self.accumulate else through_y)
+        self.partials.zero_()[0] = product.sum(0)
+        self.dy.copy_(product)
+
+    def triton(self) -> None:
+        """Computes the gradients in one kernel."""
+        batch, width = self.g.shape
+        *tensors, accumulate, first_layer = self
+        sizes = (batch, width, accumulate, first_layer, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
+        _cross_backward_kernel[(cdiv(width, _BACKWARD_COLUMNS), len(self.partials))](*tensors, *sizes)
+
+
+class CrossOutputBackward(NamedTuple):
+    """Computes dy = g * x0 and `partials` of `CrossBackward` alone, with the same arguments."""
+
+    g: Tensor
+    x0: Tensor
+    dy: Tensor
+    partials: Tensor
+
+    def launch(self) -> None:
+        """Checks the arguments and computes dy."""
+        _check(self.g, self.x0, self.dy, bias=self.g[0])
+        _check_partials(self.partials, self.g)
+        (self.triton if self.g.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes dy in PyTorch."""
+        product = self.g.float() * self.x0.float()
+        self.partials.zero_()[0] = product.sum(0)
+        self.dy.copy_(product)
+
+    def triton(self) -> None:
+        """Computes dy in one kernel."""
+        batch, width = self.g.shape
+        grid = (cdiv(width, _BACKWARD_COLUMNS), len(self.partials))
+        # 16 bytes of four rows a thread: a seventh faster than of two.
+        _cross_output_backward_kernel[grid](*self, batch, width, _BACKWARD_ROWS, _BACKWARD_COLUMNS, num_warps=2)
 
 
 def _check(*matrices: Tensor, bias: Tensor) -> None:
@@ -69,68 +129,19 @@ def _check(*matrices: Tensor, bias: Tensor) -> None:
     assert bias.shape == matrices[0].shape[1:] and bias.numel() % 8 == 0, "bias: [width], a multiple of 8"
 
 
-def plain_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
-    """What `cross_forward` does, in PyTorch."""
-    out.copy_(x0.float() * (y.float() + bias.float()) + x.float())
+def _check_partials(partials: Tensor, g: Tensor) -> None:
+    rows = partial_rows(len(g)), g.shape[1]
+    assert partials.shape == rows and partials.is_contiguous(), "partials: [partial_rows(batch), width], contiguous"
 
 
-def plain_cross_backward(
-    g: Tensor,
-    x0: Tensor,
-    y: Tensor,
-    bias: Tensor,
-    dy: Tensor,
-    dx0: Tensor,
-    partials: Tensor,
-    accumulate: bool,
-    first_layer: bool = False,
-) -> None:
-    """What `cross_backward` does, in PyTorch."""
-    product = g.float() * x0.float()
-    through_y = g.float() * (y.float() + bias.float() + (1 if first_layer else 0))
-    dx0.copy_(dx0.float() + through_y if accumulate else through_y)
-    partials.zero_()[0] = product.sum(0)
-    dy.copy_(product)
-
-
-def plain_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
-    """What `cross_output_backward` does, in PyTorch."""
-    product = g.float() * x0.float()
-    partials.zero_()[0] = product.sum(0)
-    dy.copy_(product)
-
-
-def triton_cross_forward(x0: Tensor, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> None:
-    """What `cross_forward` does, in one kernel."""
-    batch, width = x0.shape
-    grid = (cdiv(width, _COLUMNS), cdiv(batch, _ROWS))
-    _cross_forward_kernel[grid](x0, x, y, bias, out, batch, width, _ROWS, _COLUMNS)
-
-
-def triton_cross_backward(
-    g: Tensor,
-    x0: Tensor,
-    y: Tensor,
-    bias: Tensor,
-    dy: Tensor,
-    dx0: Tensor,
-    partials: Tensor,
-    accumulate: bool,
-    first_layer: bool = False,
-) -> None:
-    """What `cross_backward` does, in one kernel."""
-    batch, width = g.shape
-    sizes = (batch, width, accumulate, first_layer, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
-    _cross_backward_kernel[(cdiv(width, _BACKWARD_COLUMNS), len(partials))](g, x0, y, bias, dy, dx0, partials, *sizes)
-
-
-def triton_cross_output_backward(g: Tensor, x0: Tensor, dy: Tensor, partials: Tensor) -> None:
-    """What `cross_output_backward` does, in one kernel."""
-    batch, width = g.shape
-    grid = (cdiv(width, _BACKWARD_COLUMNS), len(partials))
-    sizes = (batch, width, _BACKWARD_ROWS, _BACKWARD_COLUMNS)
-    # 16 bytes of four rows a thread: a seventh faster than of two.
-    _cross_output_backward_kernel[grid](g, x0, dy, partials, *sizes, num_warps=2)
+cross_forward = function(CrossForward, CrossForward.launch)
+plain_cross_forward = function(CrossForward, CrossForward.plain)
+triton_cross_forward = function(CrossForward, CrossForward.triton)
+cross_backward = function(CrossBackward, CrossBackward.launch)
+plain_cross_backward = function(CrossBackward, CrossBackward.plain)
+triton_cross_backward = function(CrossBackward, CrossBackward.triton)
+cross_output_backward = function(CrossOutputBackward, CrossOutputBackward.launch)
+triton_cross_output_backward = function(CrossOutputBackward, CrossOutputBackward.triton)
 
 
 @jit

@@ -2,72 +2,72 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 
 _BLOCK = 2048
 
 
-def flat_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    working: Tensor | None = None,
-    watch: Watch | None = None,
-) -> None:
+class FlatAdagrad(NamedTuple):
     """state += grad^2; master -= lr * grad / (sqrt(state) + eps); working = master, rounded. In place.
 
-    master, state: fp32 [n]. grad: bf16 or fp32 [n]. working: bf16 [n] or None. learning_rate: fp32, one element, on
-    the device. All contiguous; best 16-byte aligned and n a multiple of 16. watch: see
-    non_finite.py.
+    All tensors are contiguous; best 16-byte aligned, with n a multiple of 16.
     """
-    tensors = [master, state, grad] if working is None else [master, state, grad, working]
-    assert all(t.shape == master.shape and t.dim() == 1 and t.is_contiguous() for t in tensors), "flat buffers: [n]"
-    assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
-    assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
-    update = triton_flat_adagrad if master.is_cuda else plain_flat_adagrad
-    update(master, state, grad, learning_rate, eps, working, watch)
+
+    master: Tensor
+    """fp32 [n]."""
+    state: Tensor
+    """fp32 [n]."""
+    grad: Tensor
+    """bf16 or fp32 [n]."""
+    learning_rate: Tensor
+    """fp32, one element, on the device."""
+    eps: float
+    working: Tensor | None = None
+    """bf16 [n]."""
+    watch: Watch | None = None
+    """See non_finite.py."""
+
+    def launch(self) -> None:
+        """Checks the arguments and updates."""
+        master, tensors = self.master, (self.master, self.state, self.grad, self.working)
+        flat = [t for t in tensors if t is not None]
+        assert all(t.shape == master.shape and t.dim() == 1 and t.is_contiguous() for t in flat), "flat buffers: [n]"
+        assert master.dtype == self.state.dtype == torch.float32, "master and state: fp32"
+        assert self.learning_rate.numel() == 1 and self.learning_rate.device == master.device, (
+            "learning rate: a device scalar"
+        )
+        (self.triton if master.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Updates in PyTorch."""
+        if self.watch is not None and self.watch.stopped.any():
+            return
+        g = self.grad.float()
+        new_state = self.state + g * g
+        new_master = self.master - self.learning_rate * g / (new_state.sqrt() + self.eps)
+        changed(self.watch, self.state, self.master, new_state, new_master)
+        if self.working is not None:
+            self.working.copy_(self.master)
+
+    def triton(self) -> None:
+        """Updates in one kernel."""
+        count = self.master.numel()
+        if count:
+            stopped, bad, flags = watch_of(self.watch)
+            tensors = (self.master, self.state, self.grad, self.working, self.learning_rate, stopped, bad)
+            _flat_adagrad_kernel[(cdiv(count, _BLOCK),)](*tensors, self.eps, count, flags, _BLOCK, num_warps=8)
 
 
-def plain_flat_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    working: Tensor | None = None,
-    watch: Watch | None = None,
-) -> None:
-    """What `flat_adagrad` does, in PyTorch."""
-    if watch is not None and watch.stopped.any():
-        return
-    g = grad.float()
-    new_state = state + g * g
-    changed(watch, state, master, new_state, master - learning_rate * g / (new_state.sqrt() + eps))
-    if working is not None:
-        working.copy_(master)
-
-
-def triton_flat_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    working: Tensor | None = None,
-    watch: Watch | None = None,
-) -> None:
-    """What `flat_adagrad` does, in one kernel."""
-    if master.numel():
-        stopped, bad, flags = watch_of(watch)
-        tensors = (master, state, grad, working, learning_rate, stopped, bad)
-        sizes = (eps, master.numel(), flags, _BLOCK)
-        _flat_adagrad_kernel[(cdiv(master.numel(), _BLOCK),)](*tensors, *sizes, num_warps=8)
+flat_adagrad = function(FlatAdagrad, FlatAdagrad.launch)
+plain_flat_adagrad = function(FlatAdagrad, FlatAdagrad.plain)
+triton_flat_adagrad = function(FlatAdagrad, FlatAdagrad.triton)
 
 
 @jit

@@ -1,11 +1,11 @@
 """Products of matrices in eight bits, for Hopper GPUs.
 
-They take both factors with the summed dimension last, so what is summed up over its columns in one product and over the
-batch in another is written twice, as it is and transposed.
+They take both factors with the summed dimension last, so a matrix that is summed over its columns in one product and
+over the batch in another is stored twice, as it is and transposed.
 
 A scale is a constant, so nothing has to be measured before a factor is written: e4m3 has 18 powers of two, from its
-smallest number to 448, and e5m2 has 32. What is too large becomes the largest number of its sign, Infinity too, and is
-counted where somebody asks for it.
+smallest number to 448, and e5m2 has 32. A number that is too large becomes the largest number of its sign, Infinity
+too, and is counted where there is a tally.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FORMATS = {torch.bfloat16: 0, E4M3: 1, E5M2: 2}
 
 # As in fp8.cu.
 _TILE, _DEPTH, _THREADS = 128, 128, 384
-# What aligns the rest; six stages of both factors, two warpgroups' outputs; barriers.
+# Alignment; six stages of both factors, two warpgroups' outputs; barriers.
 _SHARED_BYTES = 1024 + 6 * 2 * 16384 + 4 * 8192 + 256
 _SOURCE = Path(__file__).with_suffix(".cu")
 
-# Samples whose order in a transposed matrix is that of an accumulator's fragment, where one lane has the rows r and
-# r + 8. Both factors of a sum over the batch have it.
+# Order of samples in a transposed matrix: that of an accumulator's fragment, where one lane has the rows r and r + 8.
+# Both factors of a sum over the batch have it.
 _GROUP = 16
 
 
@@ -41,12 +41,12 @@ class Fp8(NamedTuple):
     """A matrix in eight bits."""
 
     values: Tensor
-    """e4m3 or e5m2: the numbers times `scale`. Contiguous, but for rows of a part of a batch, which may lie apart."""
+    """e4m3 or e5m2: the numbers times `scale`. Contiguous, but for rows of a part of a batch, which may be strided."""
     scale: float
     """A power of two."""
     tally: Tensor | None = None
-    """int64 [2] or None: whatever rounds to `values` adds the number of those that were finite and too large, which
-    became the largest, and of those that were not finite."""
+    """int64 [2] or None: rounding to `values` adds the number of finite numbers that were too large, which became the
+    largest, and of those that were not finite."""
 
     def rows(self, rows: slice) -> Fp8:
         """Returns these rows, in the same memory."""
@@ -130,9 +130,10 @@ def fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None 
     """out = a @ b.T, or relu(a @ b.T + relu_bias).
 
     a: e4m3 or e5m2 [rows, depth]; b: e4m3 [columns, depth]; out: bf16 (on CPUs also fp32) [rows, columns], or of this
-    shape in eight bits, of what is rounded to bf16 first; relu_bias: [columns]. All contiguous, depth and columns
-    multiples of 16. On GPUs sums over 512 have some 14 bits, and are added up in fp32; cuBLAS's, where out is bf16 and
-    there is no bias, of any depth, but with `exact`, of these products only, of no more than 128.
+    shape in eight bits, from values that are rounded to bf16 first; relu_bias: [columns]. All contiguous, depth and
+    columns multiples of 16. On GPUs sums over 512 have some 14 bits, and are added up in fp32; those of cuBLAS, which
+    computes products to bf16 without a bias, are of any depth, but with `exact`, for these products only, of no more
+    than 128.
     """
     rows, columns = len(a.values), len(b.values)
     assert b.values.dtype == E4M3 and a.values.shape[1] % 16 == 0 and columns % 16 == 0, "b: e4m3, aligned"
@@ -160,7 +161,7 @@ def _inverse(scale: float, device: torch.device) -> Tensor:
 
 
 def plain_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None) -> None:
-    """What `fp8_product` does, in PyTorch."""
+    """Computes `fp8_product` in PyTorch."""
     product = a.float() @ b.float().t()
     if relu_bias is not None:
         product = (product + relu_bias.float()).relu()
@@ -171,7 +172,7 @@ def plain_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor |
 
 
 def cuda_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None) -> None:
-    """What `fp8_product` does, in one kernel."""
+    """Computes `fp8_product` in one kernel."""
     rows, columns = len(a.values), len(b.values)
     in_bf16, in_eight_bits = (None, out) if isinstance(out, Fp8Pair) else (out, None)
     tally, limit = (None, 0) if in_eight_bits is None else in_eight_bits.plain.tallied()

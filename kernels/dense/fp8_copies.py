@@ -19,16 +19,16 @@ _SOURCE = Path(__file__).with_suffix(".cu")
 
 
 def partial_rows(batch: int) -> int:
-    """How many rows of partial sums `fp8_copies` leaves for so many samples."""
+    """Returns the number of rows of partial sums that `fp8_copies` writes for `batch` samples."""
     return cdiv(batch, _TILE)
 
 
 def fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
-    """out = x, but 0 where mask <= 0: the backward of a ReLU that left `mask`.
+    """out = x, but 0 where mask <= 0: the backward of a ReLU whose output is `mask`.
 
     x, mask: bf16 (on CPUs also fp32) [batch, width], contiguous, multiples of 16. partials, with a mask and only there:
-    fp32 [partial_rows(batch), width], overwritten by partial column sums of what is not rounded yet, a bias' gradient
-    once `column_sums` has added them up.
+    fp32 [partial_rows(batch), width], overwritten by partial column sums before rounding, a bias' gradient once
+    `column_sums` has added them up.
     """
     batch, width = x.shape
     assert (mask is None) == (partials is None), "a mask with partials, or neither"
@@ -43,7 +43,7 @@ def fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Te
 
 
 def plain_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
-    """What `fp8_copies` does, in PyTorch."""
+    """Computes `fp8_copies` in PyTorch."""
     result = x.float() if mask is None else x.float().masked_fill(mask <= 0, 0)
     if partials is not None:
         partials.zero_()[0] = result.sum(0)
@@ -51,7 +51,7 @@ def plain_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partia
 
 
 def cuda_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
-    """What `fp8_copies` does, in one kernel."""
+    """Computes `fp8_copies` in one kernel."""
     batch, width = x.shape
     row_tiles, column_tiles = partial_rows(batch), cdiv(width, _TILE)
     tally, limit = out.plain.tallied()

@@ -27,7 +27,7 @@ class WeightCopy(NamedTuple):
     weight: Tensor
     """bf16 (on CPUs also fp32) [rows, columns], contiguous, multiples of 16."""
     plain: Fp8
-    """[rows, columns]; its tally, where it has one, is the weight's."""
+    """[rows, columns]; its tally, if any, is the weight's."""
     transposed: Fp8
     """[columns, rows]."""
 
@@ -53,14 +53,14 @@ def fp8_weights(weights: WeightCopies) -> None:
 
 
 def plain_fp8_weights(weights: WeightCopies) -> None:
-    """What `fp8_weights` does, in PyTorch."""
+    """Computes `fp8_weights` in PyTorch."""
     for weight, plain, transposed in weights.copies:
         plain.take(weight)
         transposed.take(weight.t())
 
 
 def cuda_fp8_weights(weights: WeightCopies) -> None:
-    """What `fp8_weights` does, in one kernel."""
+    """Computes `fp8_weights` in one kernel."""
     assert weights.tiles is not None, "weights on a Hopper GPU"
     first = weights.copies[0].plain
     arguments = _Arguments(weights.tiles.data_ptr(), first.scale, first.tallied()[1], len(weights.tiles))

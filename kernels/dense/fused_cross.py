@@ -1,10 +1,10 @@
 """The cross network's width-wide products with its element-wise parts in one kernel each; on Hopper GPUs.
 
-x' = x0 * (y + b) + x with y = u W^T and u = x V^T (dlrm.model.CrossLayer). What kernels.cross does beside cuBLAS reads
-and writes the matrices of [batch, width] once more than needed, and the multipliers wait meanwhile.
+x' = x0 * (y + b) + x with y = u W^T and u = x V^T (dlrm.model.CrossLayer). kernels.dense.cross beside cuBLAS reads and
+writes the matrices of [batch, width] once more than needed, while the multipliers wait.
 
-All matrices are bf16. Factors may both be in eight bits (kernels.dense.fp8), each with the summed dimension last, and
-what the next products read may then be written in eight bits.
+All matrices are bf16. Factors may both be in eight bits (kernels.dense.fp8), each with the summed dimension last; the
+inputs of the next products may then be written in eight bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._cuda import Kernel, TensorMap, available, multiprocessors, tensor_map
 from dlrm_bench.kernels._triton import cdiv
 from dlrm_bench.kernels.dense.fp8 import FORMATS, Fp8, Fp8Pair, check_pair
@@ -26,21 +28,21 @@ _ROWS, _COLUMNS, _CHUNK, _MAX_STEPS = 64, 128, 64, 8
 _CHUNK_BYTES = 128  # of the factors' rows
 _FORWARD, _BACKWARD, _INPUT, _OUTPUT_BACKWARD = range(4)
 _THREADS = 384
-# Pairs of the epilogue's inputs in shared memory: what the factors leave room for. In eight bits of up to four steps.
+# Pairs of the epilogue's inputs in shared memory, beside the factors. The second: in eight bits of up to four steps.
 _SLOTS, _FP8_SLOTS = 3, 6
-# What aligns the rest; six stages of a, eight chunks of b, three slots of a pair of inputs; barriers. In eight bits:
+# Alignment; six stages of a, eight chunks of b, three slots of a pair of inputs; barriers. In eight bits:
 # four stages, which leaves room for four transposed pieces of 4096 bytes.
 _SHARED_BYTES = 1024 + 6 * 8192 + 8 * 16384 + 3 * 2 * 8192 + 256
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 Factor = Tensor | Fp8
-"""Of a product: bf16, or in eight bits."""
+"""A factor of a product: bf16, or in eight bits."""
 Y = Tensor | Fp8
-"""bf16 [batch, width], or in e4m3 what `empty_y` gives."""
+"""bf16 [batch, width], or in e4m3 as `empty_y` makes it."""
 
 
 def applies(batch: int, width: int, depth: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels take such matrices; the plain functions take all."""
+    """Whether the kernels take matrices of these sizes; the plain functions take all."""
     aligned = width % 8 == 0 and depth % 8 == 0
     return batch > 0 and aligned and depth <= _CHUNK * _MAX_STEPS and dtype == torch.bfloat16 and _on_hopper(device)
 
@@ -52,7 +54,7 @@ def _on_hopper(device: torch.device) -> bool:
 def empty_y(batch: int, width: int, scale: float, device: torch.device, tally: Tensor | None = None) -> Fp8:
     """Returns memory for y in eight bits: tiles of 64 rows and 128 columns, the last ones filled up, all zeros.
 
-    [tiles of rows, tiles of columns, 64 * 128], in the order of the kernels' accumulators, which nothing else reads.
+    [tiles of rows, tiles of columns, 64 * 128], in the order of the kernels' accumulators, for these kernels alone.
     """
     size = (cdiv(batch, _ROWS), cdiv(width, _COLUMNS), _ROWS * _COLUMNS)
     return Fp8(torch.zeros(size, dtype=torch.float8_e4m3fn, device=device), scale, tally)
@@ -69,81 +71,15 @@ def take_y(tiles: Fp8, y: Tensor) -> None:
 
 
 def read_y(tiles: Fp8, batch: int, width: int) -> Tensor:
-    """Returns what `tiles` has, in fp32 [batch, width], in PyTorch."""
+    """Returns the values of `tiles` in fp32 [batch, width], in PyTorch."""
     row_tiles, column_tiles, _ = tiles.values.shape
     parts = tiles.float().view(row_tiles, column_tiles, 2, 2, 4, 8, 4, 4, 2, 2).permute(0, 4, 8, 5, 1, 2, 3, 7, 6, 9)
     return parts.reshape(row_tiles * _ROWS, column_tiles * _COLUMNS)[:batch, :width]
 
 
 def partial_rows(batch: int, width: int, device: torch.device) -> int:
-    """How many rows of partial sums `fused_cross_backward` leaves."""
+    """Returns the number of rows of partial sums that `fused_cross_backward` writes."""
     return 8 * _blocks_of_columns(batch, width, multiprocessors(device)) if _on_hopper(device) else 1
-
-
-def fused_cross_forward(
-    x0: Tensor,
-    x: Tensor,
-    u: Factor,
-    w: Factor,
-    bias: Tensor,
-    y: Y,
-    out: Tensor | None,
-    out8: Fp8Pair | None = None,
-) -> None:
-    """y = u @ w.T + bias; out = x0 * y + x, of the y before it is rounded; out8: the rounded `out` in eight bits.
-    Either of the last two, or both.
-
-    x0, x, y, out, out8: [batch, width]; u: [batch, depth]; w: [width, depth]; bias: [width]. All contiguous. Computed
-    in fp32, rounded once.
-    """
-    matrices = [matrix for matrix in (x0, x, y, out) if isinstance(matrix, Tensor)]
-    _check(u, w, matrices, out8, turned=True)
-    assert out is not None or out8 is not None, "an output"
-    assert bias.shape == x0.shape[1:] and bias.is_contiguous(), "bias: [width]"
-    forward = cuda_fused_cross_forward if _on_hopper(x0.device) else plain_fused_cross_forward
-    forward(x0, x, u, w, bias, y, out, out8)
-
-
-def fused_cross_backward(
-    g: Tensor | None,
-    du: Factor,
-    v: Factor,
-    x0: Tensor,
-    dx: Tensor,
-    dy: Tensor | Fp8Pair,
-    partials: Tensor,
-) -> None:
-    """dx = g + du @ v: from the gradients g by a layer's output and du by its u that by its input, the output of the
-    layer before. dy = dx * x0: the gradient by that layer's y. And partial column sums of dy, before it is rounded: the
-    gradient by that layer's bias, once `column_sums` has added them up.
-
-    Without g: dx = du @ v, as of the layer whose output another product reads, du being the gradient by that one.
-
-    g, x0, dx, dy: [batch, width]; du: [batch, depth]; v: [depth, width], in eight bits [width, depth], its transpose.
-    All contiguous; dy may be in eight bits, of what is rounded to bf16 first. partials: fp32 [partial_rows(batch,
-    width), width], overwritten. Computed in fp32, dy from the dx before it is rounded.
-    """
-    in_bf16, in_eight_bits = (None, dy) if isinstance(dy, Fp8Pair) else (dy, None)
-    matrices = [matrix for matrix in (x0, g, dx, in_bf16) if matrix is not None]
-    _check(du, v, matrices, in_eight_bits, turned=isinstance(v, Fp8))
-    batch, width = x0.shape
-    assert partials.shape == (partial_rows(batch, width, x0.device), width) and partials.is_contiguous(), "partials"
-    backward = cuda_fused_cross_backward if _on_hopper(x0.device) else plain_fused_cross_backward
-    backward(g, du, v, x0, dx, dy, partials)
-
-
-def fused_cross_input_backward(gs: Sequence[Tensor], ys: Sequence[Y], du: Factor, v: Factor, dx0: Tensor) -> None:
-    """The gradient by x0, whole: dx0 = du @ v + gs[0] + the sum over layers of g * y.
-
-    gs: by the layers' outputs, first layer first; ys: what `fused_cross_forward` left of them; du, v: the first
-    layer's. gs, ys, dx0: [batch, width]; du: [batch, depth]; v: as in `fused_cross_backward`. All contiguous. Computed
-    in fp32, rounded once.
-    """
-    _check(du, v, [*gs, *(y for y in ys if isinstance(y, Tensor)), dx0], None, turned=isinstance(v, Fp8))
-    assert len(gs) == len(ys) > 0, "one of each for every layer"
-    assert len({y.scale if isinstance(y, Fp8) else None for y in ys}) == 1, "ys of one format and scale"
-    backward = cuda_fused_cross_input_backward if _on_hopper(dx0.device) else plain_fused_cross_input_backward
-    backward(gs, ys, du, v, dx0)
 
 
 def _check(a: Factor, b: Factor, matrices: Sequence[Tensor], out8: Fp8Pair | None, turned: bool) -> None:
@@ -162,93 +98,161 @@ def _product(a: Factor, b: Factor, turned: bool) -> Tensor:
     return a.float() @ (b.float().t() if turned else b.float())
 
 
-def plain_fused_cross_forward(
-    x0: Tensor,
-    x: Tensor,
-    u: Factor,
-    w: Factor,
-    bias: Tensor,
-    y: Y,
-    out: Tensor | None,
-    out8: Fp8Pair | None = None,
-) -> None:
-    """What `fused_cross_forward` does, in PyTorch."""
-    product = _product(u, w, turned=True) + bias.float()
-    if isinstance(y, Fp8):
-        take_y(y, product)
-    else:
-        y.copy_(product)
-    result = x0.float() * product + x.float()
-    if out is not None:
-        out.copy_(result)
-    if out8 is not None:
-        out8.take(result.to(x.dtype))
+class FusedCrossForward(NamedTuple):
+    """y = u @ w.T + bias; out = x0 * y + x, of the y before it is rounded; out8: the rounded `out` in eight bits.
+
+    Computed in fp32, rounded once. All tensors are contiguous.
+    """
+
+    x0: Tensor
+    """[batch, width], as x, y, out and out8."""
+    x: Tensor
+    u: Factor
+    """[batch, depth]."""
+    w: Factor
+    """[width, depth]."""
+    bias: Tensor
+    """[width]."""
+    y: Y
+    out: Tensor | None
+    """`out` or `out8` is given, or both."""
+    out8: Fp8Pair | None = None
+
+    def launch(self) -> None:
+        """Checks the arguments and computes the outputs."""
+        matrices = [matrix for matrix in (self.x0, self.x, self.y, self.out) if isinstance(matrix, Tensor)]
+        _check(self.u, self.w, matrices, self.out8, turned=True)
+        assert self.out is not None or self.out8 is not None, "an output"
+        assert self.bias.shape == self.x0.shape[1:] and self.bias.is_contiguous(), "bias: [width]"
+        (self.cuda if _on_hopper(self.x0.device) else self.plain)()
+
+    def plain(self) -> None:
+        """Computes the outputs in PyTorch."""
+        product = _product(self.u, self.w, turned=True) + self.bias.float()
+        if isinstance(self.y, Fp8):
+            take_y(self.y, product)
+        else:
+            self.y.copy_(product)
+        result = self.x0.float() * product + self.x.float()
+        if self.out is not None:
+            self.out.copy_(result)
+        if self.out8 is not None:
+            self.out8.take(result.to(self.x.dtype))
+
+    def cuda(self) -> None:
+        """Computes the outputs in one kernel."""
+        in_bf16, tiles = (None, [self.y]) if isinstance(self.y, Fp8) else (self.y, [])
+        outputs = (in_bf16, self.out)
+        _launch(_FORWARD, self.u, self.w, (self.x0, self.x), outputs, self.out8, bias=self.bias, tiles=tiles)
 
 
-def plain_fused_cross_backward(
-    g: Tensor | None,
-    du: Factor,
-    v: Factor,
-    x0: Tensor,
-    dx: Tensor,
-    dy: Tensor | Fp8Pair,
-    partials: Tensor,
-) -> None:
-    """What `fused_cross_backward` does, in PyTorch."""
-    gradient = _product(du, v, turned=isinstance(v, Fp8))
-    if g is not None:
-        gradient += g.float()
-    product = gradient * x0.float()
-    partials.zero_()[0] = product.sum(0)
-    dx.copy_(gradient)
-    if isinstance(dy, Fp8Pair):
-        dy.take(product.to(x0.dtype))
-    else:
-        dy.copy_(product)
+class FusedCrossBackward(NamedTuple):
+    """dx = g + du @ v: the gradient by a layer's input, the output of the layer before. dy = dx * x0: the gradient by
+    that layer's y. And partial column sums of dy, before it is rounded, the gradient by that layer's bias.
+
+    All tensors are contiguous. Computed in fp32, dy from the dx before it is rounded.
+    """
+
+    g: Tensor | None
+    """[batch, width]: gradients by the layer's output. None: dx = du @ v, as for the layer whose output another product
+    reads, du being the gradient by that product."""
+    du: Factor
+    """[batch, depth]: gradients by the layer's u."""
+    v: Factor
+    """[depth, width]; in eight bits its transpose, [width, depth]."""
+    x0: Tensor
+    """[batch, width]."""
+    dx: Tensor
+    """[batch, width]."""
+    dy: Tensor | Fp8Pair
+    """[batch, width]; in eight bits, of values that are rounded to bf16 first."""
+    partials: Tensor
+    """fp32 [partial_rows(batch, width), width], overwritten. `column_sums` of these is the gradient by the bias."""
+
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        in_bf16, in_eight_bits = self._outputs()
+        matrices = [matrix for matrix in (self.x0, self.g, self.dx, in_bf16) if matrix is not None]
+        _check(self.du, self.v, matrices, in_eight_bits, turned=isinstance(self.v, Fp8))
+        batch, width = self.x0.shape
+        rows = partial_rows(batch, width, self.x0.device)
+        assert self.partials.shape == (rows, width) and self.partials.is_contiguous(), "partials"
+        (self.cuda if _on_hopper(self.x0.device) else self.plain)()
+
+    def _outputs(self) -> tuple[Tensor | None, Fp8Pair | None]:
+        """Returns dy in bf16 and in eight bits, of which one is None."""
+        return (None, self.dy) if isinstance(self.dy, Fp8Pair) else (self.dy, None)
+
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        gradient = _product(self.du, self.v, turned=isinstance(self.v, Fp8))
+        if self.g is not None:
+            gradient += self.g.float()
+        product = gradient * self.x0.float()
+        self.partials.zero_()[0] = product.sum(0)
+        self.dx.copy_(gradient)
+        if isinstance(self.dy, Fp8Pair):
+            self.dy.take(product.to(self.x0.dtype))
+        else:
+            self.dy.copy_(product)
+
+    def cuda(self) -> None:
+        """Computes the gradients in one kernel."""
+        in_bf16, in_eight_bits = self._outputs()
+        mode, first = (_OUTPUT_BACKWARD, self.x0) if self.g is None else (_BACKWARD, self.g)
+        outputs = (self.dx, in_bf16)
+        _launch(mode, self.du, self.v, (first, self.x0), outputs, in_eight_bits, partials=self.partials)
 
 
-def plain_fused_cross_input_backward(gs: Sequence[Tensor], ys: Sequence[Y], du: Factor, v: Factor, dx0: Tensor) -> None:
-    """What `fused_cross_input_backward` does, in PyTorch."""
-    in_fp32 = (read_y(y, *dx0.shape) if isinstance(y, Fp8) else y.float() for y in ys)
-    through_y = sum(g.float() * y for g, y in zip(gs, in_fp32, strict=True))
-    dx0.copy_(_product(du, v, turned=isinstance(v, Fp8)) + gs[0].float() + through_y)
+class FusedCrossInputBackward(NamedTuple):
+    """Computes the whole gradient by x0: dx0 = du @ v + gs[0] + the sum over layers of g * y.
+
+    All tensors are contiguous. Computed in fp32, rounded once.
+    """
+
+    gs: Sequence[Tensor]
+    """[batch, width] each: gradients by the layers' outputs, first layer first."""
+    ys: Sequence[Y]
+    """The layers' y of `FusedCrossForward`."""
+    du: Factor
+    """[batch, depth], the first layer's."""
+    v: Factor
+    """The first layer's, as in `FusedCrossBackward`."""
+    dx0: Tensor
+    """[batch, width]."""
+
+    def launch(self) -> None:
+        """Checks the arguments and computes dx0."""
+        in_bf16 = [y for y in self.ys if isinstance(y, Tensor)]
+        _check(self.du, self.v, [*self.gs, *in_bf16, self.dx0], None, turned=isinstance(self.v, Fp8))
+        assert len(self.gs) == len(self.ys) > 0, "one of each for every layer"
+        assert len({y.scale if isinstance(y, Fp8) else None for y in self.ys}) == 1, "ys of one format and scale"
+        (self.cuda if _on_hopper(self.dx0.device) else self.plain)()
+
+    def plain(self) -> None:
+        """Computes dx0 in PyTorch."""
+        in_fp32 = (read_y(y, *self.dx0.shape) if isinstance(y, Fp8) else y.float() for y in self.ys)
+        through_y = sum(g.float() * y for g, y in zip(self.gs, in_fp32, strict=True))
+        product = _product(self.du, self.v, turned=isinstance(self.v, Fp8))
+        self.dx0.copy_(product + self.gs[0].float() + through_y)
+
+    def cuda(self) -> None:
+        """Computes dx0 in one kernel."""
+        tiles = [y for y in self.ys if isinstance(y, Fp8)]
+        pairs = zip(self.gs, self.ys, strict=True)
+        inputs = [m for g, y in pairs for m in (g, g if isinstance(y, Fp8) else y)]
+        _launch(_INPUT, self.du, self.v, inputs, (self.dx0,), tiles=tiles)
 
 
-def cuda_fused_cross_forward(
-    x0: Tensor,
-    x: Tensor,
-    u: Factor,
-    w: Factor,
-    bias: Tensor,
-    y: Y,
-    out: Tensor | None,
-    out8: Fp8Pair | None = None,
-) -> None:
-    """What `fused_cross_forward` does, in one kernel."""
-    in_bf16, tiles = (None, [y]) if isinstance(y, Fp8) else (y, [])
-    _launch(_FORWARD, u, w, (x0, x), (in_bf16, out), out8, bias=bias, tiles=tiles)
-
-
-def cuda_fused_cross_backward(
-    g: Tensor | None,
-    du: Factor,
-    v: Factor,
-    x0: Tensor,
-    dx: Tensor,
-    dy: Tensor | Fp8Pair,
-    partials: Tensor,
-) -> None:
-    """What `fused_cross_backward` does, in one kernel."""
-    in_bf16, in_eight_bits = (None, dy) if isinstance(dy, Fp8Pair) else (dy, None)
-    mode, inputs = (_OUTPUT_BACKWARD, (x0, x0)) if g is None else (_BACKWARD, (g, x0))
-    _launch(mode, du, v, inputs, (dx, in_bf16), in_eight_bits, partials=partials)
-
-
-def cuda_fused_cross_input_backward(gs: Sequence[Tensor], ys: Sequence[Y], du: Factor, v: Factor, dx0: Tensor) -> None:
-    """What `fused_cross_input_backward` does, in one kernel."""
-    tiles = [y for y in ys if isinstance(y, Fp8)]
-    inputs = [m for g, y in zip(gs, ys, strict=True) for m in (g, g if isinstance(y, Fp8) else y)]
-    _launch(_INPUT, du, v, inputs, (dx0,), tiles=tiles)
+fused_cross_forward = function(FusedCrossForward, FusedCrossForward.launch)
+plain_fused_cross_forward = function(FusedCrossForward, FusedCrossForward.plain)
+cuda_fused_cross_forward = function(FusedCrossForward, FusedCrossForward.cuda)
+fused_cross_backward = function(FusedCrossBackward, FusedCrossBackward.launch)
+plain_fused_cross_backward = function(FusedCrossBackward, FusedCrossBackward.plain)
+cuda_fused_cross_backward = function(FusedCrossBackward, FusedCrossBackward.cuda)
+fused_cross_input_backward = function(FusedCrossInputBackward, FusedCrossInputBackward.launch)
+plain_fused_cross_input_backward = function(FusedCrossInputBackward, FusedCrossInputBackward.plain)
+cuda_fused_cross_input_backward = function(FusedCrossInputBackward, FusedCrossInputBackward.cuda)
 
 
 @functools.cache
@@ -311,7 +315,7 @@ def _launch(
     unscale = 1 / (a.scale * b.scale) if isinstance(a, Fp8) and isinstance(b, Fp8) else 1
     a, b = (factor.values if isinstance(factor, Fp8) else factor for factor in (a, b))
     (batch, width), pairs, depth = inputs[0].shape, len(inputs) // 2, _CHUNK_BYTES // a.itemsize
-    # Of b's rows: in bf16 the backward's have the summed dimension first.
+    # Rows of b's box: in bf16 the backward's factors have the summed dimension first.
     b_box_rows = _CHUNK if mode != _FORWARD and a.dtype == torch.bfloat16 else _COLUMNS
     blocks = multiprocessors(a.device)
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)
@@ -346,7 +350,7 @@ def _launch(
 
 @functools.cache
 def _blocks_of_columns(batch: int, width: int, multiprocessors: int) -> int:
-    """How many blocks of the kernel work on the same columns, at most."""
+    """Returns the largest number of blocks of the kernel that work on the same columns."""
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)
     tiles = row_tiles * column_tiles
     blocks = min(multiprocessors, tiles)

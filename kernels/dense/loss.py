@@ -1,15 +1,18 @@
 """The end of the top MLP in training: the last layer's forward, the loss, and the backward of both, in one launch.
 
-What it sums over samples, the loss and the gradients of two biases, it leaves as partial sums, which `add_up` finishes:
-no GEMM waits for these.
+Sums over samples, the loss and the gradients of two biases, are partial, and `add_up` finishes them: no GEMM waits for
+these.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense.column_sums import sum_columns
 
@@ -18,130 +21,130 @@ _SUM_ROWS, _SUM_COLUMNS = 64, 32  # of a block of partial sums
 
 
 def partial_rows(batch: int) -> int:
-    """How many rows of partial sums `logit_loss_backward` leaves for so many samples."""
+    """Returns the number of rows of partial sums that `logit_loss_backward` writes for `batch` samples."""
     return cdiv(batch, _ROWS)
 
 
 def partial_columns(width: int, relu: bool) -> int:
-    """Returns how many columns these rows have: the loss, the gradient by the logits, and after a ReLU those of dz."""
+    """Returns their number of columns: the loss, the gradient by the logits, and after a ReLU those of dz."""
     return 2 + width * relu
 
 
-def logit_loss_backward(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    labels: Tensor,
-    dlogits: Tensor,
-    dz: Tensor,
-    partials: Tensor,
-    global_batch: int,
-    relu: bool,
-) -> None:
-    """The gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean BCE(sigmoid(logits), labels).
+class LogitLossBackward(NamedTuple):
+    """Gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean BCE(sigmoid(logits), labels).
 
-    dlogits = (sigmoid(logits) - labels) / global_batch: summing weight gradients over ranks gives the global mean's. dz
-    = dlogits @ weight, and 0 where h <= 0 comes after a ReLU. partials: partial sums of the losses, of dlogits
-    and of dz, before these are rounded.
-
-    h, dz: bf16 or fp32 [batch, width], contiguous, of any width. weight: [1, width], bias: [1], dlogits: [batch], of
-    h's dtype. labels: fp32 [batch]. partials: fp32 [partial_rows(batch), partial_columns(width, relu)]. Outputs are
-    overwritten. Computed in fp32; logits and dlogits are rounded to h's dtype before they are used.
+    dlogits = (sigmoid(logits) - labels) / global_batch: weight gradients summed over ranks are those of the global
+    mean. dz = dlogits @ weight, and 0 where h <= 0 comes after a ReLU. Outputs are overwritten. Computed in fp32;
+    logits and dlogits are rounded to h's dtype before they are used. All tensors are contiguous.
     """
-    batch, width = h.shape
-    assert batch > 0 and dz.shape == h.shape and labels.shape == dlogits.shape == (batch,), "[batch, width], not empty"
-    assert weight.shape == (1, width) and bias.shape == (1,), "weight: [1, width], bias: [1]"
-    assert partials.shape == (partial_rows(batch), partial_columns(width, relu)), (
-        "partials: [partial_rows, partial_columns]"
-    )
-    assert all(t.is_contiguous() for t in (h, weight, labels, dlogits, dz, partials)), "contiguous tensors only"
-    assert h.dtype == weight.dtype == bias.dtype == dlogits.dtype == dz.dtype, "one dtype"
-    assert labels.dtype == partials.dtype == torch.float32, "labels and partials: fp32"
-    backward = triton_logit_loss_backward if h.is_cuda else plain_logit_loss_backward
-    backward(h, weight, bias, labels, dlogits, dz, partials, global_batch, relu)
+
+    h: Tensor
+    """bf16 or fp32 [batch, width], of any width."""
+    weight: Tensor
+    """[1, width], of h's dtype, as bias and dlogits."""
+    bias: Tensor
+    """[1]."""
+    labels: Tensor
+    """fp32 [batch]."""
+    dlogits: Tensor
+    """[batch]."""
+    dz: Tensor
+    """[batch, width], of h's dtype."""
+    partials: Tensor
+    """fp32 [partial_rows(batch), partial_columns(width, relu)]: partial sums of the losses, of dlogits and of dz,
+    before these are rounded."""
+    global_batch: int
+    relu: bool
+
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        h, weight, dlogits, dz, partials = self.h, self.weight, self.dlogits, self.dz, self.partials
+        batch, width = h.shape
+        assert batch > 0 and dz.shape == h.shape, "[batch, width], not empty"
+        assert self.labels.shape == dlogits.shape == (batch,), "labels, dlogits: [batch]"
+        assert weight.shape == (1, width) and self.bias.shape == (1,), "weight: [1, width], bias: [1]"
+        assert partials.shape == (partial_rows(batch), partial_columns(width, self.relu)), (
+            "partials: [partial_rows, partial_columns]"
+        )
+        assert all(t.is_contiguous() for t in (h, weight, self.labels, dlogits, dz, partials)), (
+            "contiguous tensors only"
+        )
+        assert h.dtype == weight.dtype == self.bias.dtype == dlogits.dtype == dz.dtype, "one dtype"
+        assert self.labels.dtype == partials.dtype == torch.float32, "labels and partials: fp32"
+        (self.triton if h.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        h, row = self.h, self.weight[0].float()
+        logits = torch.mv(h.float(), row).add_(self.bias.float()).to(h.dtype).float()
+        gradient = (logits.sigmoid() - self.labels) / self.global_batch
+        self.dlogits.copy_(gradient)
+        dh = torch.outer(self.dlogits.float(), row)
+        sums = self.partials.zero_()[0]
+        sums[0] = functional.binary_cross_entropy_with_logits(logits, self.labels, reduction="sum")
+        sums[1] = gradient.sum()
+        if self.relu:
+            dh.masked_fill_(h <= 0, 0)
+            sums[2:] = dh.sum(0)
+        self.dz.copy_(dh)
+
+    def triton(self) -> None:
+        """Computes the gradients in one kernel."""
+        batch, width = self.h.shape
+        *tensors, global_batch, relu = self
+        columns = min(next_power_of_2(width), _COLUMNS)
+        sizes = (batch, 1 / global_batch, width, relu, _ROWS, columns)
+        _logit_loss_backward_kernel[(len(self.partials),)](*tensors, *sizes)
 
 
-def plain_logit_loss_backward(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    labels: Tensor,
-    dlogits: Tensor,
-    dz: Tensor,
-    partials: Tensor,
-    global_batch: int,
-    relu: bool,
-) -> None:
-    """What `logit_loss_backward` does, in PyTorch."""
-    logits = torch.mv(h.float(), weight[0].float()).add_(bias.float()).to(h.dtype).float()
-    gradient = (logits.sigmoid() - labels) / global_batch
-    dlogits.copy_(gradient)
-    dh = torch.outer(dlogits.float(), weight[0].float())
-    sums = partials.zero_()[0]
-    sums[0] = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-    sums[1] = gradient.sum()
-    if relu:
-        dh.masked_fill_(h <= 0, 0)
-        sums[2:] = dh.sum(0)
-    dz.copy_(dh)
-
-
-def triton_logit_loss_backward(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    labels: Tensor,
-    dlogits: Tensor,
-    dz: Tensor,
-    partials: Tensor,
-    global_batch: int,
-    relu: bool,
-) -> None:
-    """What `logit_loss_backward` does, in one kernel."""
-    batch, width = h.shape
-    tensors = (h, weight, bias, labels, dlogits, dz, partials)
-    columns = min(next_power_of_2(width), _COLUMNS)
-    _logit_loss_backward_kernel[(len(partials),)](*tensors, batch, 1 / global_batch, width, relu, _ROWS, columns)
-
-
-def add_up(
-    partials: Tensor, losses: Tensor, step: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int
-) -> None:
+class AddUp(NamedTuple):
     """losses[step % n] = the mean over `batch` samples, dbias and dbias_hidden = the biases' gradients, from the
-    partial sums; step += 1.
+    partial sums; step += 1. Without atomics: equal inputs give equal bits."""
 
-    partials: those of `logit_loss_backward`, of one or of several ranges of the samples, one below the other. losses:
-    fp32 [n], a ring, so that the host copies none. step: int64, one element, on its device. dbias: bf16 or fp32 [1],
-    dbias_hidden: [width], None where there is no ReLU. Without atomics: equal inputs give equal bits.
-    """
-    assert losses.dim() == 1 and losses.dtype == torch.float32 and losses.is_contiguous(), "losses: fp32 [n]"
-    assert step.numel() == dbias.numel() == 1 and step.dtype == torch.int64, "step, int64, and dbias: one element"
-    hidden = 0 if dbias_hidden is None else dbias_hidden.numel()
-    assert partials.shape[1] == 2 + hidden and partials.is_contiguous(), "partials: [rows, 2 + width]"
-    add = triton_add_up if partials.is_cuda else plain_add_up
-    add(partials, losses, step, dbias, dbias_hidden, batch)
+    partials: Tensor
+    """Those of `logit_loss_backward`, of one or of several ranges of the samples, one below the other."""
+    losses: Tensor
+    """fp32 [n], a ring, so that the host copies none."""
+    step: Tensor
+    """int64, one element, on the device of the losses."""
+    dbias: Tensor
+    """bf16 or fp32 [1]."""
+    dbias_hidden: Tensor | None
+    """bf16 or fp32 [width]; None where there is no ReLU."""
+    batch: int
+
+    def launch(self) -> None:
+        """Checks the arguments and adds up."""
+        partials, losses, step = self.partials, self.losses, self.step
+        assert losses.dim() == 1 and losses.dtype == torch.float32 and losses.is_contiguous(), "losses: fp32 [n]"
+        assert step.numel() == self.dbias.numel() == 1 and step.dtype == torch.int64, "step, int64, dbias: one element"
+        hidden = 0 if self.dbias_hidden is None else self.dbias_hidden.numel()
+        assert partials.shape[1] == 2 + hidden and partials.is_contiguous(), "partials: [rows, 2 + width]"
+        (self.triton if partials.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Adds up in PyTorch."""
+        sums = self.partials.sum(0)
+        self.losses[self.step % len(self.losses)] = sums[0] / self.batch
+        self.step.add_(1)
+        self.dbias.fill_(sums[1])
+        if self.dbias_hidden is not None:
+            self.dbias_hidden.copy_(sums[2:])
+
+    def triton(self) -> None:
+        """Adds up in one kernel."""
+        rows, columns = self.partials.shape
+        *tensors, batch = self
+        sizes = (len(self.losses), batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
+        _add_up_kernel[(cdiv(columns, _SUM_COLUMNS),)](*tensors, *sizes)
 
 
-def plain_add_up(
-    partials: Tensor, losses: Tensor, step: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int
-) -> None:
-    """What `add_up` does, in PyTorch."""
-    sums = partials.sum(0)
-    losses[step % len(losses)] = sums[0] / batch
-    step += 1
-    dbias.fill_(sums[1])
-    if dbias_hidden is not None:
-        dbias_hidden.copy_(sums[2:])
-
-
-def triton_add_up(
-    partials: Tensor, losses: Tensor, step: Tensor, dbias: Tensor, dbias_hidden: Tensor | None, batch: int
-) -> None:
-    """What `add_up` does, in one kernel."""
-    rows, columns = partials.shape
-    grid = (cdiv(columns, _SUM_COLUMNS),)
-    tensors = (partials, losses, step, dbias, dbias_hidden)
-    _add_up_kernel[grid](*tensors, len(losses), batch, rows, columns, _SUM_ROWS, _SUM_COLUMNS)
+logit_loss_backward = function(LogitLossBackward, LogitLossBackward.launch)
+plain_logit_loss_backward = function(LogitLossBackward, LogitLossBackward.plain)
+triton_logit_loss_backward = function(LogitLossBackward, LogitLossBackward.triton)
+add_up = function(AddUp, AddUp.launch)
+plain_add_up = function(AddUp, AddUp.plain)
+triton_add_up = function(AddUp, AddUp.triton)
 
 
 @jit

@@ -13,15 +13,15 @@ _ROWS, _COLUMNS = 16, 128  # of one program's block
 
 
 def partial_rows(batch: int) -> int:
-    """How many rows of partial sums `bias_relu_backward` leaves for so many samples."""
+    """Returns the number of rows of partial sums that `bias_relu_backward` writes for `batch` samples."""
     return cdiv(batch, _ROWS * _steps(batch))
 
 
 def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
-    """dz = g, but 0 where out <= 0, as in PyTorch: NaN stays open. `partials` are partial column sums of dz, before it
-    is rounded: the bias' gradient, once `column_sums` has added them up.
+    """dz = g, but 0 where out <= 0, as in PyTorch: the gradient of NaN passes. `partials` are partial column sums of
+    dz, before it is rounded: the bias' gradient, once `column_sums` has added them up.
 
-    g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may lie apart; dz may be g. partials:
+    g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may be strided; dz may be g. partials:
     fp32 [partial_rows(batch), width], overwritten.
     """
     assert g.shape == out.shape == dz.shape, "g, out, dz: [batch, width]"
@@ -34,21 +34,22 @@ def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> 
 
 
 def plain_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
-    """What `bias_relu_backward` does, in PyTorch."""
+    """Computes `bias_relu_backward` in PyTorch."""
     masked = g.float().masked_fill(out <= 0, 0)
     partials.zero_()[0] = masked.sum(0)
     dz.copy_(masked)
 
 
 def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
-    """What `bias_relu_backward` does, in one kernel."""
+    """Computes `bias_relu_backward` in one kernel."""
     batch, width = g.shape
     grid = (cdiv(width, _COLUMNS), len(partials))
     _bias_relu_backward_kernel[grid](g, out, dz, partials, batch, width, g.stride(0), _steps(batch), _ROWS, _COLUMNS)
 
 
 def _steps(batch: int) -> int:
-    """Blocks of rows of one program: enough programs for every multiprocessor, few partial sums."""
+    """Returns the number of blocks of rows of one program: enough programs for every multiprocessor, few partial
+    sums."""
     return 1 if batch <= 2048 else 4
 
 

@@ -1,4 +1,4 @@
-"""Sum what all ranks of a node have of one slice: the reduce-scatter before an exchange with other nodes."""
+"""Sums all ranks' copies of one slice on a node: the reduce-scatter before an exchange with other nodes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BLOCK = 2048
 def peer_sums(peers: PeerTensors, out: Tensor) -> None:
     """out = the sum of all ranks' tensors, in fp32 and rank order, rounded once.
 
-    peers: bf16 or fp32 [n], contiguous, 16-byte aligned. out: bf16 or fp32 [n], contiguous, none of them. The caller
-    puts a barrier of all ranks before this, so that all tensors are written, and one after it, before anybody writes
-    them again.
+    peers: bf16 or fp32 [n], contiguous, 16-byte aligned. out: bf16 or fp32 [n], contiguous, no peer's tensor. The
+    caller puts a barrier of all ranks before this, so that all tensors are written, and one after it, before any rank
+    writes them again.
     """
     assert peers.own.dim() == 1 and peers.own.is_contiguous(), "tensors: [n]"
     assert out.shape == peers.own.shape and out.is_contiguous(), "the sum: [n]"
@@ -24,7 +24,7 @@ def peer_sums(peers: PeerTensors, out: Tensor) -> None:
 
 
 def plain_peer_sums(peers: PeerTensors, out: Tensor) -> None:
-    """What `peer_sums` does, in PyTorch."""
+    """Computes `peer_sums` in PyTorch."""
     first, *others = peers.tensors
     total = first.float()
     for other in others:
@@ -33,7 +33,7 @@ def plain_peer_sums(peers: PeerTensors, out: Tensor) -> None:
 
 
 def triton_peer_sums(peers: PeerTensors, out: Tensor) -> None:
-    """What `peer_sums` does, in one kernel."""
+    """Computes `peer_sums` in one kernel."""
     assert all(t.data_ptr() % 16 == 0 for t in peers.tensors), "tensors: 16-byte aligned"
     if out.numel():
         sizes = (out.numel(), len(peers), _BLOCK)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-# The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and leave
-# GEMMs, whose blocks each want a multiprocessor, too few of those.
+# The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and take
+# multiprocessors from GEMMs, whose blocks each want one.
 _PROGRAMS, _BLOCK, _WARPS = 24, 4096, 16
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -24,106 +26,121 @@ _THREADS, _STAGES_BYTES = 256, 196_608
 _MOST_RANKS = 8
 
 
-def sharded_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grads: PeerTensors,
-    workings: PeerTensors,
-    first: int,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-) -> None:
-    """Update elements [first, first + n) with the sum of all ranks' gradients, and write them to all ranks.
+class ShardedAdagrad(NamedTuple):
+    """Updates elements [first, first + n) with the sum of all ranks' gradients, and writes them to all ranks. In place.
 
     g = sum of grads[i], in fp32 and rank order; state[i] += g^2; master[i] -= lr * g / (sqrt(state[i]) + eps);
-    workings[first + i] = master[i], rounded, on every rank. In place.
+    workings[first + i] = master[i], rounded, on every rank.
 
-    master, state: fp32 [n]. grads: bf16 or fp32 [n], each rank's for this slice. workings: bf16 or fp32 [N],
-    N >= first + n. learning_rate: fp32, one element, on the device. All contiguous, grads and workings 16-byte aligned;
-    best `first` and n multiples of 16. Where workings are fp32, master may be the slice itself of this rank's own. The
-    caller puts a barrier of all ranks before this, so that all gradients are written and nobody reads weights any more,
-    and one after it, before anybody reads weights or writes gradients. watch: see non_finite.py; its
-    flags are raised before the first of these barriers.
+    All tensors are contiguous, grads and workings 16-byte aligned; best `first` and n are multiples of 16. The caller
+    puts a barrier of all ranks before this, so that all gradients are written and no rank reads weights any more, and
+    one after it, before any rank reads weights or writes gradients.
     """
-    assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
-    assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
-    assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
-    assert len(grads) == len(workings), "gradients and weights of the same ranks"
-    flat = workings.own
-    assert grads.own.shape == master.shape and grads.own.is_contiguous(), "gradients: [n]"
-    assert flat.dim() == 1 and flat.is_contiguous(), "weights: [N]"
-    assert 0 <= first <= flat.numel() - master.numel(), "a slice of the flat buffers"
-    assert learning_rate.numel() == 1 and learning_rate.device == master.device, "learning rate: a device scalar"
-    update = plain_sharded_adagrad
-    if master.is_cuda:
-        update = cuda_sharded_adagrad if _in_whole_accesses(master, grads, workings, first) else triton_sharded_adagrad
-    update(master, state, grads, workings, first, learning_rate, eps, watch)
 
+    master: Tensor
+    """fp32 [n]; where workings are fp32, it may be this rank's slice of its own."""
+    state: Tensor
+    """fp32 [n]."""
+    grads: PeerTensors
+    """bf16 or fp32 [n]: each rank's gradient for this slice."""
+    workings: PeerTensors
+    """bf16 or fp32 [N], N >= first + n."""
+    first: int
+    learning_rate: Tensor
+    """fp32, one element, on the device."""
+    eps: float
+    watch: Watch | None = None
+    """See non_finite.py; its flags are raised before the first of these barriers."""
 
-def _in_whole_accesses(master: Tensor, grads: PeerTensors, workings: PeerTensors, first: int) -> bool:
-    width = 16 // grads.own.itemsize
-    if grads.own.dtype != workings.own.dtype or len(grads) > _MOST_RANKS:
-        return False
-    return available() and first % width == 0 and master.numel() % width == 0
-
-
-def plain_sharded_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grads: PeerTensors,
-    workings: PeerTensors,
-    first: int,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-) -> None:
-    """What `sharded_adagrad` does, in PyTorch."""
-    if watch is not None and watch.stopped.any():
-        return
-    g = torch.zeros_like(master)
-    for grad in grads.tensors:
-        g += grad.to(g)
-    new_state = state + g * g
-    changed(watch, state, master, new_state, master - learning_rate * g / (new_state.sqrt() + eps))
-    for working in workings.tensors:
-        working.narrow(0, first, len(g)).copy_(master)
-
-
-def triton_sharded_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grads: PeerTensors,
-    workings: PeerTensors,
-    first: int,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-) -> None:
-    """What `sharded_adagrad` does, in one kernel."""
-    assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
-    if master.numel():
-        programs = min(_PROGRAMS, cdiv(master.numel(), _BLOCK))
-        stopped, bad, flags = watch_of(watch)
-        _sharded_adagrad_kernel[(programs,)](
-            master,
-            state,
-            grads.own,
-            grads.addresses,
-            workings.own,
-            workings.addresses,
-            first,
-            learning_rate,
-            stopped,
-            bad,
-            eps,
-            master.numel(),
-            flags,
-            len(grads),
-            cdiv(master.numel(), programs * _BLOCK),
-            _BLOCK,
-            num_warps=_WARPS,
+    def launch(self) -> None:
+        """Checks the arguments and updates."""
+        master, state, grads, flat = self.master, self.state, self.grads, self.workings.own
+        assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
+        assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
+        assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
+        assert len(grads) == len(self.workings), "gradients and weights of the same ranks"
+        assert grads.own.shape == master.shape and grads.own.is_contiguous(), "gradients: [n]"
+        assert flat.dim() == 1 and flat.is_contiguous(), "weights: [N]"
+        assert 0 <= self.first <= flat.numel() - master.numel(), "a slice of the flat buffers"
+        assert self.learning_rate.numel() == 1 and self.learning_rate.device == master.device, (
+            "learning rate: a device scalar"
         )
+        if not master.is_cuda:
+            self.plain()
+        elif self._in_whole_accesses():
+            self.cuda()
+        else:
+            self.triton()
+
+    def _in_whole_accesses(self) -> bool:
+        width = 16 // self.grads.own.itemsize
+        if self.grads.own.dtype != self.workings.own.dtype or len(self.grads) > _MOST_RANKS:
+            return False
+        return available() and self.first % width == 0 and self.master.numel() % width == 0
+
+    def plain(self) -> None:
+        """Updates in PyTorch."""
+        if self.watch is not None and self.watch.stopped.any():
+            return
+        g = torch.zeros_like(self.master)
+        for grad in self.grads.tensors:
+            g += grad.to(g)
+        new_state = self.state + g * g
+        new_master = self.master - self.learning_rate * g / (new_state.sqrt() + self.eps)
+        changed(self.watch, self.state, self.master, new_state, new_master)
+        for working in self.workings.tensors:
+            working.narrow(0, self.first, len(g)).copy_(self.master)
+
+    def triton(self) -> None:
+        """Updates in one kernel."""
+        grads, workings, count = self.grads, self.workings, self.master.numel()
+        assert all(t.data_ptr() % 16 == 0 for t in (*grads.tensors, *workings.tensors)), "buffers: 16-byte aligned"
+        if count:
+            programs = min(_PROGRAMS, cdiv(count, _BLOCK))
+            stopped, bad, flags = watch_of(self.watch)
+            _sharded_adagrad_kernel[(programs,)](
+                self.master,
+                self.state,
+                grads.own,
+                grads.addresses,
+                workings.own,
+                workings.addresses,
+                self.first,
+                self.learning_rate,
+                stopped,
+                bad,
+                self.eps,
+                count,
+                flags,
+                len(grads),
+                cdiv(count, programs * _BLOCK),
+                _BLOCK,
+                num_warps=_WARPS,
+            )
+
+    def cuda(self, blocks: int = _PROGRAMS, threads: int = _THREADS, stages: int = 0) -> None:
+        """Updates in one kernel for Hopper GPUs with more loads in flight; up to eight ranks, `first` and n in whole
+        accesses of 16 bytes."""
+        master, grads, workings, own = self.master, self.grads, self.workings, self.workings.own
+        width = 16 // own.itemsize
+        assert own.dtype == grads.own.dtype, "gradients and weights of one dtype"
+        assert master.numel() % width == self.first % width == 0, "whole accesses of 16 bytes"
+        aligned = (master, self.state, *grads.tensors, *workings.tensors)
+        assert all(t.data_ptr() % 16 == 0 for t in aligned), "16-byte aligned"
+        if master.numel() == 0:
+            return
+        tensors = (master, self.state, grads.addresses, workings.addresses, self.learning_rate)
+        *watched, flags = watch_of(self.watch)
+        pointers = [None if t is None else t.data_ptr() for t in (*tensors, *watched)]
+        arguments = _Arguments(*pointers, flags, self.eps, self.first, master.numel() // width)
+        kernel = _kernel(len(grads), own.dtype == torch.bfloat16, threads, stages, master.device)
+        kernel.launch(min(blocks, cdiv(master.numel(), width * threads)), arguments)
+
+
+sharded_adagrad = function(ShardedAdagrad, ShardedAdagrad.launch)
+plain_sharded_adagrad = function(ShardedAdagrad, ShardedAdagrad.plain)
+triton_sharded_adagrad = function(ShardedAdagrad, ShardedAdagrad.triton)
+cuda_sharded_adagrad = function(ShardedAdagrad, ShardedAdagrad.cuda)
 
 
 class _Arguments(ctypes.Structure):
@@ -145,40 +162,10 @@ def _kernel(ranks: int, bf16: bool, threads: int, stages: int, device: torch.dev
     stage_bytes = threads * ((64 if bf16 else 32) + 16 * ranks)
     stages = stages or min(8, _STAGES_BYTES // stage_bytes)
     defines = {"RANKS": ranks, "WEIGHTS_BF16": int(bf16), "THREADS": threads, "STAGES": stages}
-    # What aligns the stages, the stages, barriers.
+    # Alignment, the stages, barriers.
     shared_bytes = 128 + stages * (stage_bytes + 16)
     with torch.cuda.device(device):
         return Kernel(_SOURCE, "sharded_adagrad", defines, threads + 32, shared_bytes)
-
-
-def cuda_sharded_adagrad(
-    master: Tensor,
-    state: Tensor,
-    grads: PeerTensors,
-    workings: PeerTensors,
-    first: int,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-    blocks: int = _PROGRAMS,
-    threads: int = _THREADS,
-    stages: int = 0,
-) -> None:
-    """What `sharded_adagrad` does, in one kernel for Hopper GPUs with more on its way at a time; up to eight ranks,
-    `first` and n in whole accesses of 16 bytes."""
-    own = workings.own
-    width = 16 // own.itemsize
-    assert own.dtype == grads.own.dtype, "gradients and weights of one dtype"
-    assert master.numel() % width == first % width == 0, "whole accesses of 16 bytes"
-    assert all(t.data_ptr() % 16 == 0 for t in (master, state, *grads.tensors, *workings.tensors)), "16-byte aligned"
-    if master.numel() == 0:
-        return
-    tensors = (master, state, grads.addresses, workings.addresses, learning_rate)
-    *watched, flags = watch_of(watch)
-    pointers = [None if t is None else t.data_ptr() for t in (*tensors, *watched)]
-    arguments = _Arguments(*pointers, flags, eps, first, master.numel() // width)
-    kernel = _kernel(len(grads), own.dtype == torch.bfloat16, threads, stages, master.device)
-    kernel.launch(min(blocks, cdiv(master.numel(), width * threads)), arguments)
 
 
 @jit

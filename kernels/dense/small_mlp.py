@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 _DEPTH = 64  # of the second layer's product at a time
@@ -21,76 +23,72 @@ def applies(widths: Sequence[int], inputs: int, dtype: torch.dtype) -> bool:
     return len(widths) == 3 and powers and inputs == _INPUTS and dtype == torch.bfloat16
 
 
-def small_mlp(
-    features: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    inputs: Tensor,
-    hidden: Sequence[Tensor],
-    out: Tensor,
-) -> None:
+class SmallMLP(NamedTuple):
     """inputs = features, rounded, and columns of zeros; then, three times, relu(inputs @ weight.T + bias), into hidden;
     the last one into `out` too. NaN stays NaN.
 
-    features: fp32 [batch, n], contiguous, n at most 16. weights: bf16 [512, 16] at most, [256, 512], [128, 256];
-    biases: of as many rows; all widths powers of two from 64 on. inputs: bf16 [batch, 16]; hidden: bf16 [batch, rows of
-    each weight], contiguous; out: like the last, of any row stride. Products are added up in fp32, and each layer's
-    output is rounded once.
+    Products are added up in fp32, and each layer's output is rounded once. All tensors but `out` are contiguous.
     """
-    batch = len(features)
-    assert features.dtype == torch.float32 and features.is_contiguous() and features.shape[1] <= _INPUTS, "features"
-    assert applies([len(weight) for weight in weights], inputs.shape[1], inputs.dtype), "layers that the kernel takes"
-    assert all(w.shape[1] == n for w, n in zip(weights, [_INPUTS, *map(len, weights)], strict=False)), "a chain"
-    assert all(h.shape == (batch, len(w)) for h, w in zip(hidden, weights, strict=True)), "hidden: [batch, width]"
-    assert all(t.is_contiguous() for t in (*weights, *biases, inputs, *hidden)), "contiguous tensors only"
-    assert out.shape == hidden[-1].shape and out.stride(1) == 1, "out: [batch, width]"
-    mlp = triton_small_mlp if features.is_cuda else plain_small_mlp
-    mlp(features, weights, biases, inputs, hidden, out)
+
+    features: Tensor
+    """fp32 [batch, n], n at most 16."""
+    weights: Sequence[Tensor]
+    """bf16 [512, 16] at most, [256, 512], [128, 256]; all widths powers of two from 64 on."""
+    biases: Sequence[Tensor]
+    """bf16, of as many rows as the weights."""
+    inputs: Tensor
+    """bf16 [batch, 16]."""
+    hidden: Sequence[Tensor]
+    """bf16 [batch, rows of each weight]."""
+    out: Tensor
+    """bf16, of the last one's shape and of any row stride."""
+
+    def launch(self) -> None:
+        """Checks the arguments and computes the three layers."""
+        features, weights, inputs, hidden, out = self.features, self.weights, self.inputs, self.hidden, self.out
+        batch = len(features)
+        assert features.dtype == torch.float32 and features.is_contiguous() and features.shape[1] <= _INPUTS, "features"
+        assert applies([len(weight) for weight in weights], inputs.shape[1], inputs.dtype), "layers that it takes"
+        assert all(w.shape[1] == n for w, n in zip(weights, [_INPUTS, *map(len, weights)], strict=False)), "a chain"
+        assert all(h.shape == (batch, len(w)) for h, w in zip(hidden, weights, strict=True)), "hidden: [batch, width]"
+        assert all(t.is_contiguous() for t in (*weights, *self.biases, inputs, *hidden)), "contiguous tensors only"
+        assert out.shape == hidden[-1].shape and out.stride(1) == 1, "out: [batch, width]"
+        (self.triton if features.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes the layers in PyTorch."""
+        self.inputs.zero_()[:, : self.features.shape[1]].copy_(self.features)
+        x = self.inputs
+        for weight, bias, to in zip(self.weights, self.biases, self.hidden, strict=True):
+            to.copy_((x.float() @ weight.float().t() + bias.float()).relu())
+            x = to
+        self.out.copy_(x)
+
+    def triton(self) -> None:
+        """Computes the layers in one kernel."""
+        batch = len(self.features)
+        rows = _FEW_ROWS if batch < _FEW else _ROWS
+        _small_mlp_kernel[(cdiv(batch, rows),)](
+            self.features,
+            *self.weights,
+            *self.biases,
+            self.inputs,
+            *self.hidden,
+            self.out,
+            batch,
+            self.out.stride(0),
+            self.features.shape[1],
+            *(len(weight) for weight in self.weights),
+            _INPUTS,
+            _DEPTH,
+            rows,
+            num_warps=_WARPS,
+        )
 
 
-def plain_small_mlp(
-    features: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    inputs: Tensor,
-    hidden: Sequence[Tensor],
-    out: Tensor,
-) -> None:
-    """What `small_mlp` does, in PyTorch."""
-    inputs.zero_()[:, : features.shape[1]].copy_(features)
-    x = inputs
-    for weight, bias, to in zip(weights, biases, hidden, strict=True):
-        to.copy_((x.float() @ weight.float().t() + bias.float()).relu())
-        x = to
-    out.copy_(x)
-
-
-def triton_small_mlp(
-    features: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    inputs: Tensor,
-    hidden: Sequence[Tensor],
-    out: Tensor,
-) -> None:
-    """What `small_mlp` does, in one kernel."""
-    batch, rows = len(features), _FEW_ROWS if len(features) < _FEW else _ROWS
-    _small_mlp_kernel[(cdiv(batch, rows),)](
-        features,
-        *weights,
-        *biases,
-        inputs,
-        *hidden,
-        out,
-        batch,
-        out.stride(0),
-        features.shape[1],
-        *(len(weight) for weight in weights),
-        _INPUTS,
-        _DEPTH,
-        rows,
-        num_warps=_WARPS,
-    )
+small_mlp = function(SmallMLP, SmallMLP.launch)
+plain_small_mlp = function(SmallMLP, SmallMLP.plain)
+triton_small_mlp = function(SmallMLP, SmallMLP.triton)
 
 
 @jit

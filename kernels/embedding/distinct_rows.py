@@ -48,13 +48,13 @@ def owner_keys(ids: Tensor, first_rows: Tensor, owners: int, rows_of_owner: int,
 
 
 def plain_owner_keys(ids: Tensor, first_rows: Tensor, owners: int, rows_of_owner: int, keys: Tensor) -> None:
-    """What `owner_keys` does, in PyTorch."""
+    """Computes `owner_keys` in PyTorch."""
     key = ids % owners * rows_of_owner + first_rows + ids // owners
     keys.copy_(torch.where(ids < 0, -1, key))
 
 
 def triton_owner_keys(ids: Tensor, first_rows: Tensor, owners: int, rows_of_owner: int, keys: Tensor) -> None:
-    """What `owner_keys` does, in one kernel."""
+    """Computes `owner_keys` in one kernel."""
     if len(ids):
         grid = (cdiv(len(ids), _PIECE),)
         _owner_keys_kernel[grid](ids, first_rows, keys, len(ids), owners, rows_of_owner, _PIECE, num_warps=4)
@@ -75,7 +75,7 @@ def distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: Distinc
 
 
 def plain_distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
-    """What `distinct_rows` does, in PyTorch."""
+    """Computes `distinct_rows` in PyTorch."""
     owners, capacity = out.rows.shape
     named = keys >= 0
     distinct, entry = keys[named].unique_consecutive(return_inverse=True)

@@ -36,7 +36,7 @@ def distinct_sums(gradients: Tensor, slots: Tensor, places: Tensor, sums: Tensor
 
 
 def plain_distinct_sums(gradients: Tensor, slots: Tensor, places: Tensor, sums: Tensor) -> None:
-    """What `distinct_sums` does, in PyTorch."""
+    """Computes `distinct_sums` in PyTorch."""
     named = slots >= 0
     distinct, run = slots[named].unique_consecutive(return_inverse=True)
     total = torch.zeros(len(distinct), gradients.shape[1], dtype=torch.float32, device=sums.device)
@@ -45,7 +45,7 @@ def plain_distinct_sums(gradients: Tensor, slots: Tensor, places: Tensor, sums: 
 
 
 def triton_distinct_sums(gradients: Tensor, slots: Tensor, places: Tensor, sums: Tensor, chunk: int = 0) -> None:
-    """What `distinct_sums` does, in two kernels."""
+    """Computes `distinct_sums` in two kernels."""
     count, columns = len(slots), gradients.shape[1]
     if count == 0:
         return

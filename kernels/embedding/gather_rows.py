@@ -26,14 +26,14 @@ def gather_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def plain_gather_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
-    """What `gather_rows` does, in PyTorch."""
+    """Computes `gather_rows` in PyTorch."""
     out.zero_()
     named = rows >= 0
     out[named] = source[rows[named].long()].to(out.dtype)
 
 
 def triton_gather_rows(source: Tensor, rows: Tensor, out: Tensor) -> None:
-    """What `gather_rows` does, in one kernel."""
+    """Computes `gather_rows` in one kernel."""
     count, columns = out.shape
     if count:
         tile = max(1, _TILE_ELEMENTS // columns)

@@ -1,10 +1,10 @@
 """Embedding-bag sum lookup of fixed multi-hot sizes whose pooled vectors go straight into other GPUs' memory.
 
-One kernel does what FBGEMM's lookup, the pooled all-to-all and the regrouping of columns do one after another: who owns
-a table's rows writes the pooled vector of each sample to the columns in which the sample's rank wants it.
+One kernel replaces FBGEMM's lookup, the pooled all-to-all and the regrouping of columns: the owner of a table's rows
+writes the pooled vector of each sample to its columns in the memory of the sample's rank.
 
-Rows lie at random addresses, so speed is a matter of bytes in flight. A program takes a few bags of one table and has
-a tile of rows on the way at once: `step` ids of each bag, added up in registers, step by step until the bags end.
+Rows are at random addresses, so speed is a matter of bytes in flight. A program takes a few bags of one table and has a
+tile of rows in flight at once: `step` ids of each bag, added up in registers, step by step until the bags end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-# Rows that one program loads at a time, by columns, the ids of a bag among them at most, and warps of a program. The
-# fastest on 4 x H200 of seven shapes at 64 columns, from 512 to 3456 samples a GPU; other widths have as many elements.
+# By columns: rows that one program loads at a time; the most ids of one bag among them; warps of a program. The fastest
+# on 4 x H200 of seven shapes at 64 columns, from 512 to 3456 samples a GPU; other widths have as many elements.
 _TILES = {16: 64, 32: 32, 64: 16, 128: 8}
 _WIDEST_STEP = 8
 _NUM_WARPS = 1
@@ -59,14 +59,13 @@ class LookupTable:
 
 
 def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0) -> None:
-    """Sum the rows of every bag and store the sum with the rank whose sample it is.
+    """Sums the rows of every bag and stores the sum with the rank of the bag's sample.
 
-    weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one after another; columns next to each other,
-    rows any multiple of 4 elements apart. ids: int32, flat, [table][sample of the global batch][hot of the table], rows
-    of their table, which is not checked. The sum of sample r * local_batch + s of a table, in fp32, rounded to the
-    dtype of `outs`, goes to row first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16
-    or fp32 [rows, width], starting on 16 bytes, columns next to each other, row stride a multiple of 8. Equal inputs
-    give equal bits.
+    weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one after another; columns adjacent, row stride a
+    multiple of 4. ids: int32, flat, [table][sample of the global batch][hot of the table], rows of their table, which
+    is not checked. The sum of sample r * local_batch + s of a table, in fp32, rounded to the dtype of `outs`, goes to
+    row first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16 or fp32 [rows, width],
+    starting on 16 bytes, columns adjacent, row stride a multiple of 8. Equal inputs give equal bits.
     """
     columns, own = weights.shape[1], outs.own
     assert weights.dtype == torch.float32, "weights: fp32"
@@ -88,7 +87,7 @@ def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTe
 def plain_pooled_lookup(
     weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0
 ) -> None:
-    """What `pooled_lookup` does, in PyTorch."""
+    """Computes `pooled_lookup` in PyTorch."""
     for first_id, (hot, first_row, out_column) in zip(table.first_ids, table.tables, strict=True):
         bags = ids[first_id : first_id + table.global_batch * hot].view(table.ranks, table.local_batch, hot)
         for rank_bags, out in zip(bags, outs.tensors, strict=True):
@@ -106,7 +105,7 @@ def triton_pooled_lookup(
     widest_step: int = 0,
     num_warps: int = 0,
 ) -> None:
-    """What `pooled_lookup` does, in one kernel."""
+    """Computes `pooled_lookup` in one kernel."""
     columns = weights.shape[1]
     tile, widest_step = tile or _TILES[columns], widest_step or _WIDEST_STEP
     steps = [min(next_power_of_2(t.hot), widest_step) for t in table.tables]
@@ -151,7 +150,7 @@ def _pooled_lookup_kernel(
     tile: tl.constexpr,
     widest_step: tl.constexpr,
 ) -> None:
-    # Which table's program is this, and which of them?
+    # The table of this program, and the program's number within it.
     slot = tl.arange(0, table_slots)
     steps = tl.minimum(tl.load(fields + 5 * slot + 4, slot < num_tables, other=1).to(tl.int32), widest_step)
     programs = tl.where(slot < num_tables, tl.cdiv(global_batch, tile // steps), 0)
@@ -235,6 +234,6 @@ def _add_bags(
             row = following
             start += step
 
-    # An address out of memory says nothing of its alignment.
+    # An address from memory has no known alignment.
     at_out = tl.max_contiguous(tl.multiple_of(out[:, None] + column[None, :], [16, 16]), [1, columns])
     tl.store(at_out, total.to(own_out.dtype.element_ty), inside[:, None])

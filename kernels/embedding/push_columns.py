@@ -59,7 +59,7 @@ def push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
 
 
 def plain_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
-    """What `push_columns` does, in PyTorch."""
+    """Computes `push_columns` in PyTorch."""
     for run in table.runs:
         columns = table.row_columns[run.block]
         rows = outs.tensors[run.block].narrow(0, table.starts[run.block], table.batch * columns)
@@ -68,7 +68,7 @@ def plain_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> N
 
 
 def triton_push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
-    """What `push_columns` does, in one kernel."""
+    """Computes `push_columns` in one kernel."""
     assert matrix.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
     assert all(t.data_ptr() % 16 == 0 for t in outs.tensors), "buffers: 16-byte aligned"
     grid = (len(table.pieces), cdiv(table.batch, ROWS))

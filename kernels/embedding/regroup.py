@@ -1,7 +1,7 @@
-"""Regroup columns between the pooled all-to-all's blocks, one per source rank, and the interaction's input.
+"""Regroups columns between the pooled all-to-all's blocks, one per source rank, and the interaction's input.
 
-Ranks that hold parts of a table's rows send a pooled vector each, of the ids that their rows have; the vector of all
-ids is their sum. The backward needs no sum: each part's gradient is the whole one, which is copied.
+Ranks that hold parts of a table's rows each send a pooled vector of the ids of their rows; the vector of all ids is
+their sum. The backward needs no sum: each part's gradient is the whole one, which is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 def cut(runs: Sequence[Run]) -> list[Run]:
-    """The same columns in runs that one program each copies."""
+    """Returns the same columns in runs that one program each copies."""
     return [
         Run(run.block, run.block_column + start, run.matrix_column + start, min(RUN, run.columns - start))
         for run in runs
@@ -37,7 +37,7 @@ def cut(runs: Sequence[Run]) -> list[Run]:
 
 
 def alignment_of(numbers: Iterable[int]) -> int:
-    """8 or 4: what all columns and offsets of a table are multiples of."""
+    """Returns 8 or 4: a divisor of all columns and offsets of a table."""
     numbers = list(numbers)
     assert all(number % 4 == 0 for number in numbers), "columns and offsets must be multiples of 4"
     return 8 if all(number % 8 == 0 for number in numbers) else 4
@@ -101,24 +101,24 @@ def _views(flat: Tensor, table: RegroupTable, matrix: Tensor) -> list[tuple[Tens
 
 
 def plain_regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
-    """What `regroup_forward` does, in PyTorch."""
+    """Computes `regroup_forward` in PyTorch."""
     for block, matrix in _views(flat, table, out):
         matrix.copy_(block)
 
 
 def plain_regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -> None:
-    """What `regroup_backward` does, in PyTorch."""
+    """Computes `regroup_backward` in PyTorch."""
     for block, columns in _views(flat, table, matrix):
         block.copy_(columns)
 
 
 def triton_regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
-    """What `regroup_forward` does, in one kernel."""
+    """Computes `regroup_forward` in one kernel."""
     _launch(flat, table, out, to_matrix=True)
 
 
 def triton_regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -> None:
-    """What `regroup_backward` does, in one kernel."""
+    """Computes `regroup_backward` in one kernel."""
     _launch(flat, table, matrix, to_matrix=False)
 
 
@@ -200,7 +200,7 @@ def regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
 
 
 def plain_regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
-    """What `regroup_sum` does, in PyTorch."""
+    """Computes `regroup_sum` in PyTorch."""
     blocks = [b.view(table.batch, -1) for b in flat.view(-1).split([table.batch * c for c in table.block_columns])]
     sums: dict[tuple[int, int], Tensor] = {}
     for run in table.runs:
@@ -212,7 +212,7 @@ def plain_regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None
 
 
 def triton_regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
-    """What `regroup_sum` does, in one kernel."""
+    """Computes `regroup_sum` in one kernel."""
     assert out.stride(0) % table.alignment == 0, f"row stride must be a multiple of {table.alignment}"
     grid = (len(table.targets), cdiv(table.batch, ROWS))
     if all(grid):

@@ -13,7 +13,7 @@ _PARTS = 8  # programs of one row: skewed ids make long rows
 
 
 def row_starts(sorted_ids: Tensor, num_rows: int) -> Tensor:
-    """Returns where each row's ids start among sorted ids: int32 [num_rows + 1], the last one their number. Negative
+    """Returns the offset of each row's ids among sorted ids: int32 [num_rows + 1], the last one their number. Negative
     ids, which are padding, come before the first row."""
     rows = torch.arange(num_rows + 1, dtype=sorted_ids.dtype, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, rows, out_int32=True)
@@ -37,14 +37,14 @@ def row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> 
 
 
 def plain_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> None:
-    """What `row_sums` does, in PyTorch."""
+    """Computes `row_sums` in PyTorch."""
     row = torch.arange(len(out), device=out.device).repeat_interleave(starts.diff().long())
     named = sorted_bags[len(sorted_bags) - len(row) :]  # after the padding
     out.zero_().index_add_(0, row, grad[named.long()].float())
 
 
 def triton_row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> None:
-    """What `row_sums` does, in two kernels: sums of every eighth tile of a row, then their sum."""
+    """Computes `row_sums` in two kernels: sums of every eighth tile of a row, then their sum."""
     rows, columns = out.shape
     partials = torch.empty(_PARTS, rows * columns, dtype=torch.float32, device=out.device)
     _row_sums_kernel[(rows, _PARTS)](grad, sorted_bags, starts, partials, columns, _TILE, _PARTS)

@@ -55,7 +55,7 @@ def plain_row_wise_adagrad(
     scale: float = 1.0,
     watch: Watch | None = None,
 ) -> None:
-    """What `row_wise_adagrad` does, in PyTorch."""
+    """Computes `row_wise_adagrad` in PyTorch."""
     if watch is not None and watch.stopped.any():
         return
     named = rows >= 0
@@ -85,7 +85,7 @@ def triton_row_wise_adagrad(
     watch: Watch | None = None,
     chunk: int = 0,
 ) -> None:
-    """What `row_wise_adagrad` does, in two kernels."""
+    """Computes `row_wise_adagrad` in two kernels."""
     count, columns = len(rows), weights.shape[1]
     if count == 0:
         return

@@ -1,12 +1,12 @@
 """Embedding backward and exact element-wise Adagrad in one pass, over ids that were sorted ahead of time.
 
 The ids of a batch are known long before its gradients, so `sort_ids` runs a batch ahead, off the critical path.
-`sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float
-atomics: equal inputs give equal bits.
+`sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float atomics:
+equal inputs give equal bits.
 
 Sorted ids form runs of equal ids. One warp walks over a chunk of consecutive positions, tile by tile, and adds up runs
-by a segmented scan. Runs that lie inside one chunk are finished there. What a chunk holds of a run that crosses its
-borders goes to `partials`, where a second kernel adds it up.
+by a segmented scan. Runs inside one chunk are finished there. A chunk's sums of runs that cross its borders go to
+`partials`, where a second kernel adds them up.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
@@ -28,97 +30,116 @@ _TILES = {16: 64, 32: 32, 64: 8, 128: 4}
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS = 128
-# Positions that a group of lanes has on their way at a time: half as many, where there are many ids, and more groups.
+# Positions in flight of a group of lanes: half as many, and more groups, where there are many ids.
 _UNROLL, _MANY = 8, 1 << 20
 
 
-def sorted_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    sorted_ids: Tensor,
-    sorted_bags: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-) -> None:
-    """Update each distinct id's row in place: g = sum of its bags' gradients; state += g*g; weights -= lr * g /
-    (sqrt(state) + eps).
+class SortedAdagrad(NamedTuple):
+    """Updates each distinct id's row in place: g = sum of its bags' gradients; state += g * g; weights -= lr * g /
+    (sqrt(state) + eps)."""
 
-    weights, state: fp32 [R, C], C a power of two from 16 to 128; columns next to each other, rows of both equally far
-    apart: state may lie after each row of the weights. grad: bf16 or fp32, contiguous, any shape of bags * C elements:
-    bag b's gradient is row b of its view [-1, C]. sorted_ids, sorted_bags: from `sort_ids`; each id below R, which is
-    not checked; negative ids are padding and change nothing. learning_rate: fp32, one element, on the weights' device.
-    watch: see non_finite.py.
-    """
-    columns = weights.shape[1]
-    assert weights.shape == state.shape and weights.dtype == state.dtype == torch.float32, "weights and state: fp32"
-    assert weights.stride() == state.stride() and weights.stride(1) == 1, "weights and state: rows equally far apart"
-    assert grad.is_contiguous(), "gradient: contiguous"
-    assert columns in (16, 32, 64, 128), f"16, 32, 64 or 128 columns, not {columns}"
-    assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
-    assert sorted_ids.dtype == sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
-    assert learning_rate.numel() == 1 and learning_rate.device == weights.device, "learning rate: a device scalar"
-    update = plain_sorted_adagrad
-    if weights.is_cuda:
-        update = cuda_sorted_adagrad if available() else triton_sorted_adagrad
-    update(weights, state, grad, sorted_ids, sorted_bags, learning_rate, eps, watch)
+    weights: Tensor
+    """fp32 [R, C], C a power of two from 16 to 128. Columns are adjacent, and rows at a stride that `state` has too:
+    the state may follow each row of the weights."""
+    state: Tensor
+    """fp32 [R, C], at the strides of `weights`."""
+    grad: Tensor
+    """bf16 or fp32, contiguous, any shape of bags * C elements: bag b's gradient is row b of its view [-1, C]."""
+    sorted_ids: Tensor
+    """int32, from `sort_ids`; each id below R, which is not checked. Negative ids are padding and change nothing."""
+    sorted_bags: Tensor
+    """int32, from `sort_ids`."""
+    learning_rate: Tensor
+    """fp32, one element, on the weights' device."""
+    eps: float
+    watch: Watch | None = None
+    """See non_finite.py."""
+
+    def launch(self) -> None:
+        """Checks the arguments and updates."""
+        weights, state, grad, rate = self.weights, self.state, self.grad, self.learning_rate
+        assert weights.shape == state.shape and weights.dtype == state.dtype == torch.float32, "weights and state: fp32"
+        assert weights.stride() == state.stride() and weights.stride(1) == 1, "weights and state: equal row strides"
+        assert grad.is_contiguous(), "gradient: contiguous"
+        assert weights.shape[1] in (16, 32, 64, 128), f"16, 32, 64 or 128 columns, not {weights.shape[1]}"
+        assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
+        assert self.sorted_ids.dtype == self.sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
+        assert rate.numel() == 1 and rate.device == weights.device, "learning rate: a device scalar"
+        if not weights.is_cuda:
+            self.plain()
+        elif available():
+            self.cuda()
+        else:
+            self.triton()
+
+    def plain(self) -> None:
+        """Updates in PyTorch."""
+        weights, state = self.weights, self.state
+        if self.watch is not None and self.watch.stopped.any():
+            return
+        valid = self.sorted_ids >= 0
+        ids, run = torch.unique_consecutive(self.sorted_ids[valid], return_inverse=True)
+        rows = self.grad.view(-1, weights.shape[1])[self.sorted_bags[valid]].to(weights.dtype)
+        g = weights.new_zeros(len(ids), weights.shape[1]).index_add_(0, run, rows)
+        rows_state, rows_weights = state[ids], weights[ids]
+        new_state = rows_state + g * g
+        new_weights = rows_weights - self.learning_rate * g / (new_state.sqrt() + self.eps)
+        changed(self.watch, rows_state, rows_weights, new_state, new_weights)
+        state[ids], weights[ids] = rows_state, rows_weights
+
+    def triton(self, tile: int = 0, chunk: int = 0) -> None:
+        """Updates in two kernels."""
+        count, columns = self.sorted_ids.numel(), self.weights.shape[1]
+        if count == 0:
+            return
+        tile = tile or _TILES[columns]
+        chunk = chunk or max(tile, _chunk(count))
+        tensors, sizes = self._of_triton(chunk)
+        grid = (cdiv(count, chunk),)
+        _sorted_adagrad_kernel[grid](*tensors, self.grad, self.sorted_bags, *sizes, tile, num_warps=1)
+        self._merge(tensors, sizes)
+
+    def cuda(self, chunk: int = 0, unroll: int = 0) -> None:
+        """Updates in a kernel for Hopper GPUs with more rows in flight, and the second one of `triton`."""
+        weights, count, columns = self.weights, self.sorted_ids.numel(), self.weights.shape[1]
+        if count == 0:
+            return
+        aligned = all(t.data_ptr() % 16 == 0 for t in (weights, self.state, self.grad))
+        assert aligned and weights.stride(0) % 4 == 0, "16-byte aligned"
+        chunk, unroll = chunk or _chunk(count), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
+        tensors, sizes = self._of_triton(chunk)
+        _, _, partials, _, _, *watched = tensors
+        ordered = (weights, self.state, partials, self.sorted_ids, self.sorted_bags, self.grad, self.learning_rate)
+        pointers = [None if t is None else t.data_ptr() for t in (*ordered, *watched)]
+        arguments = _Arguments(*pointers, watch_of(self.watch)[2], self.eps, count, weights.stride(0))
+        kernel = _kernel(columns, self.grad.dtype == torch.bfloat16, chunk, unroll, weights.device)
+        kernel.launch(cdiv(len(partials), _THREADS // (columns // 4)), arguments)
+        self._merge(tensors, sizes)
+
+    def _of_triton(self, chunk: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the tensors and the sizes that both Triton kernels take."""
+        count, columns = self.sorted_ids.numel(), self.weights.shape[1]
+        stopped, bad, flags = watch_of(self.watch)
+        partials = _partials(cdiv(count, chunk), self.weights)
+        tensors = (self.weights, self.state, partials, self.sorted_ids, self.learning_rate, stopped, bad)
+        return tensors, (self.eps, count, flags, self.weights.stride(0), columns, chunk)
+
+    def _merge(self, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+        chunks = len(tensors[2])
+        if chunks > 1:
+            width = 4096 // self.weights.shape[1]
+            _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, width, num_warps=2)
 
 
-def plain_sorted_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    sorted_ids: Tensor,
-    sorted_bags: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-) -> None:
-    """What `sorted_adagrad` does, in PyTorch."""
-    if watch is not None and watch.stopped.any():
-        return
-    valid = sorted_ids >= 0
-    ids, run = torch.unique_consecutive(sorted_ids[valid], return_inverse=True)
-    rows = grad.view(-1, weights.shape[1])[sorted_bags[valid]].to(weights.dtype)
-    g = weights.new_zeros(len(ids), weights.shape[1]).index_add_(0, run, rows)
-    rows_state, rows_weights = state[ids], weights[ids]
-    new_state = rows_state + g * g
-    new_weights = rows_weights - learning_rate * g / (new_state.sqrt() + eps)
-    changed(watch, rows_state, rows_weights, new_state, new_weights)
-    state[ids], weights[ids] = rows_state, rows_weights
-
-
-def triton_sorted_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    sorted_ids: Tensor,
-    sorted_bags: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-    tile: int = 0,
-    chunk: int = 0,
-) -> None:
-    """What `sorted_adagrad` does, in two kernels."""
-    count, columns = sorted_ids.numel(), weights.shape[1]
-    if count == 0:
-        return
-    tile = tile or _TILES[columns]
-    chunk = chunk or max(tile, _chunk(count))
-    chunks = cdiv(count, chunk)
-    partials = _partials(chunks, weights)
-    stopped, bad, flags = watch_of(watch)
-    tensors = (weights, state, partials, sorted_ids, learning_rate, stopped, bad)
-    sizes = (eps, count, flags, weights.stride(0), columns, chunk)
-    _sorted_adagrad_kernel[(chunks,)](*tensors, grad, sorted_bags, *sizes, tile, num_warps=1)
-    if chunks > 1:
-        _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
+sorted_adagrad = function(SortedAdagrad, SortedAdagrad.launch)
+plain_sorted_adagrad = function(SortedAdagrad, SortedAdagrad.plain)
+triton_sorted_adagrad = function(SortedAdagrad, SortedAdagrad.triton)
+cuda_sorted_adagrad = function(SortedAdagrad, SortedAdagrad.cuda)
 
 
 def _chunk(count: int) -> int:
-    """Positions of one warp: long chunks leave little to merge, short ones keep every multiprocessor busy."""
+    """Returns the number of positions of one warp: long chunks need little merging, short ones keep every
+    multiprocessor busy."""
     return min(128, next_power_of_2(cdiv(count, _WARPS)))
 
 
@@ -146,44 +167,6 @@ def _kernel(columns: int, bf16: bool, chunk: int, unroll: int, device: torch.dev
     defines = {"COLUMNS": columns, "BF16": int(bf16), "CHUNK": chunk, "UNROLL": unroll}
     with torch.cuda.device(device):
         return Kernel(_SOURCE, "sorted_adagrad", defines, _THREADS, 0)
-
-
-def cuda_sorted_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    grad: Tensor,
-    sorted_ids: Tensor,
-    sorted_bags: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    watch: Watch | None = None,
-    chunk: int = 0,
-    unroll: int = 0,
-) -> None:
-    """What `sorted_adagrad` does, in a kernel for Hopper GPUs that has more rows on their way at a time, and the same
-    second one."""
-    count, columns = sorted_ids.numel(), weights.shape[1]
-    if count == 0:
-        return
-    assert all(t.data_ptr() % 16 == 0 for t in (weights, state, grad)) and weights.stride(0) % 4 == 0, "16-byte aligned"
-    chunk, unroll = chunk or _chunk(count), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
-    chunks = cdiv(count, chunk)
-    partials = _partials(chunks, weights)
-    stopped, bad, flags = watch_of(watch)
-    arguments = _Arguments(
-        *(t.data_ptr() for t in (weights, state, partials, sorted_ids, sorted_bags, grad, learning_rate)),
-        *(None if t is None else t.data_ptr() for t in (stopped, bad)),
-        flags,
-        eps,
-        count,
-        weights.stride(0),
-    )
-    kernel = _kernel(columns, grad.dtype == torch.bfloat16, chunk, unroll, weights.device)
-    kernel.launch(cdiv(chunks, _THREADS // (columns // 4)), arguments)
-    if chunks > 1:
-        tensors = (weights, state, partials, sorted_ids, learning_rate, stopped, bad)
-        sizes = (eps, count, flags, weights.stride(0), columns, chunk)
-        _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, 4096 // columns, num_warps=2)
 
 
 @jit

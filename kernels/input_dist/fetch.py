@@ -1,8 +1,8 @@
-"""Fetch what the host named next: a copy from pinned memory that a CUDA graph can hold, whatever it is a copy of.
+"""Fetches the next batch that the host has named: a copy from pinned memory of any source, within a CUDA graph.
 
-The host puts addresses into a ring in pinned memory. The device counts what it has taken, reads the next address and
-copies from there over PCIe by a kernel: no launch names the source, so the host launches no copy of its own, and waits
-for none.
+The host puts addresses into a ring in pinned memory. The device counts those that it has taken, reads the next address
+and copies from there over PCIe by a kernel: no launch names the source, so the host launches no copy, and waits for
+none.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import jit, tl
 
-# In flight are what 8 programs copy at a time, 128 KiB: enough for PCIe 5.0 at 2 us, and few multiprocessors.
+# 8 programs have 128 KiB in flight: enough for PCIe 5.0 at 2 us, and few multiprocessors.
 _PROGRAMS, _BLOCK, _WARPS = 8, 4096, 8
 
 
 def fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
-    """Copy out.numel() elements from address number `taken` of the ring to `out`, if it is not 0, and count it.
+    """Copies out.numel() elements from address number `taken` of the ring to `out`, if it is not 0, and counts it.
 
     addresses: int64 [size], a ring in pinned memory; of int32 in pinned memory on 16 bytes. taken: int64, one element,
-    on out's device. out: int32, contiguous, on 16 bytes. An address, and what is there, stays until this is through.
+    on out's device. out: int32, contiguous, on 16 bytes. An address and its memory stay unchanged until this is done.
     """
     assert addresses.dtype == taken.dtype == torch.int64 and taken.numel() == 1, "addresses and their count: int64"
     assert out.dtype == torch.int32 and out.is_contiguous() and out.data_ptr() % 16 == 0, "out: int32, on 16 bytes"
@@ -32,7 +32,7 @@ def fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
 
 
 def plain_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
-    """What `fetch_next` does, on the CPU."""
+    """Computes `fetch_next` on the CPU."""
     address = addresses[int(taken) % len(addresses)].item()
     if address:
         ctypes.memmove(out.data_ptr(), int(address), out.nbytes)
@@ -40,7 +40,7 @@ def plain_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
 
 
 def triton_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
-    """What `fetch_next` does, in a kernel that copies and one that counts."""
+    """Computes `fetch_next` in a kernel that copies and one that counts."""
     _fetch_next_kernel[(_PROGRAMS,)](
         addresses, taken, out, len(addresses), out.numel(), _PROGRAMS * _BLOCK, _BLOCK, num_warps=_WARPS
     )
@@ -49,7 +49,7 @@ def triton_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor) -> None:
 
 @jit
 def _fetch_next_kernel(addresses, taken, out, size, count, stride: tl.constexpr, block: tl.constexpr) -> None:
-    # Past the caches (.cv), which may hold what was at these host addresses before.
+    # Past the caches (.cv), which may hold the former content of these host addresses.
     address = tl.load(addresses + tl.load(taken) % size, cache_modifier=".cv")
     source = tl.multiple_of(address.to(out.dtype), 16)
     start = tl.program_id(0) * block

@@ -1,4 +1,4 @@
-"""Copy many contiguous segments of ids in one launch: the layouts of the input dist."""
+"""Copies many contiguous segments of ids in one launch: the layouts of the input dist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
 
 def cut(segments: Iterable[Segment]) -> list[Segment]:
-    """The same elements in segments that one program each copies."""
+    """Returns the same elements in segments that one program each copies."""
     return [
         Segment(segment.source_offset + start, segment.out_offset + start, min(PIECE, segment.length - start))
         for segment in segments
@@ -31,7 +31,8 @@ def cut(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def alignment_of(pieces: Iterable[Segment]) -> int:
-    """Elements that one access takes: 4, which are 16 bytes, where every piece starts and ends on 4 of them, else 1."""
+    """Returns the number of elements of one access: 4, which are 16 bytes, where every piece starts and ends on 4 of
+    them, else 1."""
     return 4 if all(value % 4 == 0 for piece in pieces for value in piece) else 1
 
 
@@ -64,13 +65,13 @@ def gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
 
 
 def plain_gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
-    """What `gather_segments` does, in PyTorch."""
+    """Computes `gather_segments` in PyTorch."""
     for source_offset, out_offset, length in table.segments:
         out[out_offset : out_offset + length] = source[source_offset : source_offset + length]
 
 
 def triton_gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
-    """What `gather_segments` does, in one kernel."""
+    """Computes `gather_segments` in one kernel."""
     if len(table.pieces):
         aligned = all(t.data_ptr() % 16 == 0 for t in (source, out))
         alignment = table.alignment if aligned else 1

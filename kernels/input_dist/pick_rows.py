@@ -22,18 +22,18 @@ class PickedTable(NamedTuple):
     row_part: int
     row_parts: int
     first_row: int
-    """Rows of the rank's tables before this one's."""
+    """Number of rows of the rank's tables before this one's."""
 
 
 class PickTable:
-    """The tables of a rank, whose ids lie [part][T][samples, hot], cut into pieces and put on the device once.
+    """The tables of a rank, whose ids are laid out [part][T][samples, hot], cut into pieces and put on the device once.
 
     pieces: int32 [pieces, 9]: start and length, place of the first id in its block [samples, hot], then `hot`,
     `row_part`, `row_parts`, `first_row`, and the first bag's number and its place among the offsets.
     """
 
     def __init__(self, tables: tuple[PickedTable, ...], samples: int, parts: int, device: torch.device) -> None:
-        """samples: of one part. Bags are numbered (part * samples + sample) * T + table."""
+        """samples: number of samples of one part. Bags are numbered (part * samples + sample) * T + table."""
         self.tables, self.samples, self.parts = tables, samples, parts
         pieces, at = [], 0
         for part in range(parts):
@@ -72,7 +72,7 @@ class PickTable:
 
 
 class Picks(NamedTuple):
-    """What `pick_rows` writes, all int32: a list of fixed capacity, and what says how much of it counts."""
+    """The result of `pick_rows`, all int32: a list of fixed capacity, and the number of its valid elements."""
 
     rows: Tensor
     """[capacity]: which of the rank's rows of its table; 0 after the last."""
@@ -83,13 +83,13 @@ class Picks(NamedTuple):
     offsets: Tensor
     """[bags + 1]: where each bag's ids start, the first being 0 before."""
     num_ids: Tensor
-    """[1]: how many ids there are, capacity or not."""
+    """[1]: the number of ids, whether or not the capacity holds them."""
 
 
 def pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
-    """Pick ids in their order; where they are more than the list takes, it has the first of them.
+    """Picks ids in their order; the list has the first of them where there are too many.
 
-    ids: int32 [N], laid out as `table` says, below 0 for padding.
+    ids: int32 [N], in the layout of `table`, below 0 for padding.
     """
     assert ids.dtype == torch.int32 and ids.shape == (table.num_ids,) and ids.is_contiguous(), "ids: int32 [N]"
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in out), "contiguous int32 only"
@@ -99,7 +99,7 @@ def pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
 
 
 def plain_pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
-    """What `pick_rows` does, in PyTorch."""
+    """Computes `pick_rows` in PyTorch."""
     part, parts, first_row, bags, bag_ends = table.of_each_id
     capacity = len(out.rows)
     mine = (ids >= 0) & (ids.remainder(parts) == part)
@@ -115,7 +115,7 @@ def plain_pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
 
 
 def triton_pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
-    """What `pick_rows` does: a kernel that counts in each piece, a sum, and two that write."""
+    """Computes `pick_rows` in a kernel that counts in each piece, a sum, and two that write."""
     pieces, capacity = len(table.pieces), len(out.rows)
     counts = torch.empty(pieces, dtype=torch.int32, device=ids.device)
     _count_picks_kernel[(pieces,)](ids, table.pieces, counts, _FIELDS, _PIECE, num_warps=4)
@@ -173,7 +173,7 @@ def _write_picks_kernel(
 
 @jit
 def _rest_of_picks_kernel(last, rows, sort_rows, bags, count, capacity, piece_size: tl.constexpr) -> None:
-    """What comes after the last id."""
+    """Fills the list after the last id."""
     picked = tl.load(last)
     at = tl.program_id(0) * piece_size + tl.arange(0, piece_size)
     after = (at >= picked) & (at < capacity)

@@ -46,14 +46,14 @@ def push_segments(source: Tensor, table: SegmentPushTable, outs: PeerTensors) ->
 
 
 def plain_push_segments(source: Tensor, table: SegmentPushTable, outs: PeerTensors) -> None:
-    """What `push_segments` does, in PyTorch."""
+    """Computes `push_segments` in PyTorch."""
     for out, of_rank in zip(outs.tensors, table.segments, strict=True):
         for source_offset, out_offset, length in of_rank:
             out[out_offset : out_offset + length] = source[source_offset : source_offset + length]
 
 
 def triton_push_segments(source: Tensor, table: SegmentPushTable, outs: PeerTensors) -> None:
-    """What `push_segments` does, in one kernel."""
+    """Computes `push_segments` in one kernel."""
     if len(table.pieces):
         aligned = all(t.data_ptr() % 16 == 0 for t in (source, *outs.tensors))
         alignment = table.alignment if aligned else 1

@@ -20,19 +20,19 @@ _SOURCE = Path(__file__).with_suffix(".cu")
 # As in sort_ids.cu.
 _THREADS, _WARPS = 256, 8
 _DIGIT_BITS = 8  # at most
-# Ids of one thread. Fewer, where there are few, so that more multiprocessors have some.
+# Number of ids of one thread: fewer for few ids, so that more multiprocessors have some.
 _ITEMS, _FEW, _ITEMS_OF_FEW = 16, 1 << 19, 4
 
 
 class SortTable:
     """The place of each id, and memory that sorts use; put on the device once.
 
-    first_rows: int32 [N], what to add to each id. bags: int32 [N], the bag of each: sample * tables + table. rows: more
-    than any id plus its first row. Sorts by one table run one after another.
+    first_rows: int32 [N], the number to add to each id. bags: int32 [N], the bag of each: sample * tables + table.
+    rows: more than any id plus its first row. Sorts by one table run one after another.
     """
 
     def __init__(self, first_rows: Tensor, bags: Tensor, rows: int, digit_bits: int = 0, items: int = 0) -> None:
-        """digit_bits: of one pass at most; items: ids of a thread; 0 for the fastest."""
+        """digit_bits: largest number of bits of one pass; items: ids of a thread; 0 for the fastest."""
         assert first_rows.dtype == bags.dtype == torch.int32 and first_rows.shape == bags.shape, "int32 [N]"
         assert 0 < rows < 1 << 31, "rows that int32 counts"
         self.first_rows, self.bags, self.rows = first_rows, bags, rows
@@ -67,7 +67,7 @@ def sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Ten
 
 
 def plain_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-    """What `sort_ids` does, in PyTorch."""
+    """Computes `sort_ids` in PyTorch."""
     sort_rows(ids + table.first_rows, table.bags, sorted_ids, sorted_bags)
 
 
@@ -101,7 +101,7 @@ def _kernel(name: str, bits: int, passes: int, items: int, device: torch.device)
 
 
 def cuda_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-    """What `sort_ids` does, in a kernel that counts digits and one for each digit."""
+    """Computes `sort_ids` in a kernel that counts digits and one for each digit."""
     if len(ids) == 0:
         return
     assert table.memory is not None, "a Hopper GPU"

@@ -1,7 +1,6 @@
 """Flags of losses that are not finite, Triton against the plain twins, and updates that read them."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,12 @@ from torch import Tensor
 from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.dense.flat_adagrad import plain_flat_adagrad, triton_flat_adagrad
 from dlrm_bench.kernels.dense.sharded_adagrad import cuda_sharded_adagrad, plain_sharded_adagrad, triton_sharded_adagrad
-from dlrm_bench.kernels.embedding.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, triton_sorted_adagrad
+from dlrm_bench.kernels.embedding.sorted_adagrad import (
+    SortedAdagrad,
+    cuda_sorted_adagrad,
+    plain_sorted_adagrad,
+    triton_sorted_adagrad,
+)
 from dlrm_bench.kernels.non_finite import (
     GradientTables,
     Watch,
@@ -185,8 +189,8 @@ def test_an_update_leaves_what_would_not_be_finite_and_tells(update: int, by: st
 @pytest.mark.parametrize(
     "update",
     [
-        pytest.param(partial(triton_sorted_adagrad, tile=8, chunk=16), marks=needs_triton),
-        pytest.param(partial(cuda_sorted_adagrad, chunk=16), marks=HOPPER),
+        pytest.param(lambda *arguments: SortedAdagrad(*arguments).triton(tile=8, chunk=16), marks=needs_triton),
+        pytest.param(lambda *arguments: SortedAdagrad(*arguments).cuda(chunk=16), marks=HOPPER),
     ],
 )
 def test_runs_that_cross_chunks_are_not_merged_where_a_flag_is_raised(update: Callable[..., None]) -> None:

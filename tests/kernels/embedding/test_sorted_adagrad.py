@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from dlrm_bench.kernels._cuda import available
-from dlrm_bench.kernels.embedding.sorted_adagrad import cuda_sorted_adagrad, plain_sorted_adagrad, sorted_adagrad
+from dlrm_bench.kernels.embedding.sorted_adagrad import SortedAdagrad, plain_sorted_adagrad, sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from tests.kernels.devices import DEVICE, needs_triton
 
@@ -105,8 +105,8 @@ def test_cuda_equals_plain(
     expected, expected_state = weights.double(), state.double()
     plain_sorted_adagrad(expected, expected_state, grad, *ordered, rate, EPS)
     again, again_state = torch.stack([weights, state], dim=1).unbind(1)
-    cuda_sorted_adagrad(weights, state, grad, *ordered, rate, EPS, chunk=chunk, unroll=unroll)
-    cuda_sorted_adagrad(again, again_state, grad, *ordered, rate, EPS, chunk=chunk, unroll=unroll)
+    SortedAdagrad(weights, state, grad, *ordered, rate, EPS).cuda(chunk, unroll)
+    SortedAdagrad(again, again_state, grad, *ordered, rate, EPS).cuda(chunk, unroll)
     # One after another, long runs round off more than pairs of pairs, as Triton adds them up.
     torch.testing.assert_close(state.double(), expected_state, rtol=2e-4, atol=5e-3)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-4, atol=1e-4)
