@@ -15,7 +15,14 @@ from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, silu_attention_cases
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
-from dlrm_bench.kernels.benchmark.input_dist import fetch_cases, gather_segments_cases, pick_rows_cases
+from dlrm_bench.kernels.benchmark.input_dist import (
+    HOT_ROWS,
+    ONE_HOT_ROWS,
+    fetch_cases,
+    gather_segments_cases,
+    pick_rows_cases,
+    sort_ids_cases,
+)
 from dlrm_bench.kernels.benchmark.single_ids import (
     distinct_rows_cases,
     distinct_sums_cases,
@@ -47,23 +54,8 @@ from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-HOT_ROWS = 40_000_000
-ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
 PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
 BF16 = torch.bfloat16
-
-
-def sort_ids_cases() -> Iterator[Case]:
-    """Yields half of MLPerf's ids, as on one of two ranks."""
-    for batch in (13824, 1024):
-        ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
-        table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))
-        yield Case(
-            "sort_ids",
-            f"{len(ids)} ids of {table.rows} rows",
-            16 * len(ids),
-            partial(sort_ids, ids, table, *outs.to(ids).unbind()),
-        )
 
 
 def sorted_adagrad_cases() -> Iterator[Case]:

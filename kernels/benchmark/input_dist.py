@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark for the input dist; those that sort and push are in __main__.py."""
+"""Cases of the kernel benchmark for the input dist; those that push are in __main__.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from functools import partial
 
 import torch
 
-from dlrm_bench.kernels.benchmark.timing import Case
+from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
 from dlrm_bench.kernels.input_dist.fetch import fetch_next
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
+from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 
 HOT_ROWS = 40_000_000
+ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
+
+
+def sort_ids_cases() -> Iterator[Case]:
+    """Half of MLPerf's ids, as on one of two ranks."""
+    for batch in (13824, 1024):
+        ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
+        table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))
+        yield Case(
+            "sort_ids",
+            f"{len(ids)} ids of {table.rows} rows",
+            16 * len(ids),
+            partial(sort_ids, ids, table, *outs.to(ids).unbind()),
+        )
 
 
 def gather_segments_cases() -> Iterator[Case]:

@@ -35,9 +35,9 @@ def _in_order(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _distinct() -> tuple[Tensor, DistinctRows]:
     """Places of keys in order, and the lists of their rows."""
     ordered, places = _in_order(_keys())
-    slots = torch.empty(2, _PLACES, dtype=torch.int32, device="cuda")
+    slots, by_place = torch.empty(2, _PLACES, dtype=torch.int32, device="cuda")
     lists = torch.empty(_OWNERS, _ENTRIES, dtype=torch.int32, device="cuda")
-    out = DistinctRows(lists, *slots, torch.empty(1, dtype=torch.int32, device="cuda"))
+    out = DistinctRows(lists, slots, by_place, torch.empty(1, dtype=torch.int32, device="cuda"))
     distinct_rows(ordered, places, _ROWS, out)
     return places, out
 

@@ -147,10 +147,10 @@ class SequenceTables:
         return DistributedRows(unused, ordered, exchanged)
 
     def _empty_exchanged(self, entries: int, updates: bool, excess: Tensor) -> ExchangedRows:
-        slots = torch.full((2, self.capacity.count), -1, dtype=torch.int32, device=self._device)
+        slots, by_place = torch.full((2, self.capacity.count), -1, dtype=torch.int32, device=self._device)
         lists = torch.full((4, self._ranks, entries), -1, dtype=torch.int32, device=self._device)
-        distinct = DistinctRows(lists[0], *slots, torch.zeros(1, dtype=torch.int32, device=self._device))
-        owned = SortedRows(*lists[2:].flatten(1)) if updates else None
+        distinct = DistinctRows(lists[0], slots, by_place, torch.zeros(1, dtype=torch.int32, device=self._device))
+        owned = SortedRows(lists[2].view(-1), lists[3].view(-1)) if updates else None
         return ExchangedRows(distinct, lists[1], owned, excess)
 
     def _empty_lists(self, entries: int) -> tuple[Tensor, Tensor]:
