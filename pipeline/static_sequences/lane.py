@@ -64,9 +64,9 @@ class Lane:
         self.tokens = 0
         """Tokens of this rank's batches, without padding."""
 
-    def run(self, batches: Iterator[Prepared]) -> int | None:
+    def run(self, batches: Iterator[Prepared], check: Callable[[Space, int], None] | None = None) -> int | None:
         """Runs the next batch, and reads two ahead of it; returns the slot that it was in, None where all have run.
-        Collective. ValueError for batches after the end."""
+        Collective. ValueError for batches after the end. check: called before it runs, with its space and slot."""
         if not self._begun:
             self._begin(batches)
         if self._now is None:
@@ -80,6 +80,8 @@ class Lane:
         self._streams.limit_run_ahead()
         self._name(coming if fits else None)
         done, room = self.parity, room_for_tokens(needs.tokens)
+        if check is not None:
+            check(self.space, done)
         eager = self.space.tables.eager_rows(self.space.slots[done].rows)
         self.space.tables.expect(self.space.slots[1 - done].rows)
         if eager is None:

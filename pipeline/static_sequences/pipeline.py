@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity
+from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity, check_ids
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
@@ -111,10 +111,14 @@ class StaticSequencesPipeline:
         """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the
         end."""
         self.dense.before_step(self._before + self._launched + 1)
-        if self._train.run(batches) is None:
+        if self._train.run(batches, self._check_ids if self._options.check_ids else None) is None:
             raise StopIteration
         self._launched += 1
         return self.dense.loss(self._launched - 1)
+
+    def _check_ids(self, space: Space, slot: int) -> None:
+        tables, rank = self._config.model.tables, self._ranks.rank
+        check_ids(space.slots[slot].ids, space.tables.capacity, tables, rank, self._launched + 1)
 
     def evaluate(self, batches: Iterator[Prepared]) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs forward passes only; the batches of the training in flight keep their slots."""

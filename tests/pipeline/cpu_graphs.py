@@ -16,6 +16,7 @@ import dlrm_bench.pipeline.five_stage.iteration_graph
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.static.graphs
 import dlrm_bench.pipeline.static.pipeline
+import dlrm_bench.pipeline.static_sequences.pipeline
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 
 
@@ -39,7 +40,8 @@ def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
                 work()
         return Replayed(work)
 
-    dlrm_bench.pipeline.static.pipeline.check_device = lambda *_: None  # type: ignore[assignment]
+    for module in (dlrm_bench.pipeline.static.pipeline, dlrm_bench.pipeline.static_sequences.pipeline):
+        module.check_device = lambda *_: None  # type: ignore[assignment]
     dlrm_bench.pipeline.static.graphs.record = record  # type: ignore[assignment]
 
 

@@ -193,3 +193,46 @@ def without_gpu(ranks: Ranks) -> str:
 def test_graphs_need_a_gpu(run_ranks: Callable[..., list[Any]]) -> None:
     (message,) = run_ranks(1, without_gpu)
     assert "choose --cuda-graph none" in message
+
+
+def add_later(ranks: Ranks) -> tuple[list[int], dict[str, Any]]:
+    capture_on_cpu()
+    done: list[int] = []
+    of_works = graphs(ranks, [], fallback=False)
+    for number in (of_works.add(partial(done.append, 0)), of_works.add(partial(done.append, 1))):
+        of_works.run(number)
+    of_works.run(of_works.add(partial(done.append, 2)))
+    of_works.run(0)
+    of_works.clear()
+    of_works.run(of_works.add(partial(done.append, 3)))
+    return done, of_works.describe()
+
+
+def test_a_function_that_is_added_is_captured_when_it_is_to_run(run_ranks: Callable[..., list[Any]]) -> None:
+    (result,) = run_ranks(1, add_later)
+    assert result == ([0, 1, 2, 0, 3], {"captures": 3, "fell_back": None})
+
+
+def fall_back_later(ranks: Ranks) -> tuple[list[int], dict[str, Any]]:
+    done: list[int] = []
+    failing = [False]
+    capture_on_cpu(fails=lambda: failing[0])
+    of_works = graphs(ranks, [partial(done.append, 0)], fallback=True)
+    of_works.run(0)
+    failing[0] = True
+
+    def work() -> None:
+        if failing[0]:
+            failing[0] = False
+            cannot_be_captured()
+        done.append(1)
+
+    of_works.run(of_works.add(work))
+    of_works.run(0)
+    return done, of_works.describe()
+
+
+def test_where_a_later_capture_fails_all_run_eagerly(run_ranks: Callable[..., list[Any]]) -> None:
+    (result,) = run_ranks(1, fall_back_later)
+    assert result[0] == [0, 1, 0]
+    assert result[1]["fell_back"].startswith("work cannot be captured: at ")

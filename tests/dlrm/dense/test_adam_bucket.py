@@ -1,0 +1,53 @@
+"""A module's weights in one flat buffer: what torch's Adam makes of the ranks' mean gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dlrm_bench.dlrm.dense.adam_bucket import AdamBucket
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.kernels.dense.flat_adam import AdamOptions
+from dlrm_bench.kernels.non_finite import Watch
+
+STEPS = 4
+
+
+def gradients(module: nn.Module, rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(weight.shape, generator=generator) for weight in module.parameters()]
+
+
+def made() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+
+
+def update(ranks: Ranks) -> tuple[list[Tensor], dict[str, dict[str, Tensor]]]:
+    module, rate = made().to(ranks.device), torch.full((1,), 0.1, device=ranks.device)
+    bucket = AdamBucket(module, AdamOptions((0.95, 0.999), 1e-8, 1.0), ranks)
+    watch = Watch(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    for step in range(STEPS):
+        bucket.update([of.to(ranks.device) for of in gradients(module, ranks.rank, step)], rate, watch)
+    assert all(tensor.isfinite().all() for tensor in bucket.tensors())
+    return [weight.detach() for weight in module.parameters()], bucket.state_views()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equals_torch_adam(run_ranks: Callable[..., list[Any]], world_size: int) -> None:
+    module = made()
+    adam = torch.optim.Adam(module.parameters(), lr=0.1, betas=(0.95, 0.999), eps=1e-8)
+    for step in range(STEPS):
+        of_ranks = [gradients(module, rank, step) for rank in range(world_size)]
+        for weight, *grads in zip(module.parameters(), *of_ranks, strict=True):
+            weight.grad = torch.stack(grads).mean(0)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        adam.step()
+    for weights, state in run_ranks(world_size, update):
+        for (name, parameter), weight in zip(module.named_parameters(), weights, strict=True):
+            torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
+            assert state[name].keys() == adam.state[parameter].keys()
+            for kind, value in adam.state[parameter].items():
+                torch.testing.assert_close(state[name][kind].view_as(value), value, rtol=1e-5, atol=1e-6)
