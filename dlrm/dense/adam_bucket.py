@@ -1,7 +1,5 @@
 """All weights of a torch module in one flat buffer, and their update by Adam, whole on every rank."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,7 +33,7 @@ class AdamBucket:
             self.parameters[name].data = weight
         self._gradients = self._views(self._gradient)
 
-    def update(self, gradients: Sequence[Tensor], learning_rate: Tensor, watch: Watch) -> None:
+    def update(self, gradients: list[Tensor], learning_rate: Tensor, watch: Watch) -> None:
         """Averages this rank's gradients, one for each parameter, with all ranks', and takes a step. Collective.
 
         watch: a LossGuard's. Where a flag is raised, or the average's norm is not finite, nothing changes.

@@ -48,7 +48,7 @@ class Prepared:
 class SequenceBackward:
     """What stage 3 leaves."""
 
-    gradients: Sequence[Tensor]
+    gradients: list[Tensor]
     """Of the dense weights, of this rank."""
     guarded: Branch
     """The guard's look at the loss."""

@@ -21,6 +21,29 @@ _FULL = (
     ),
 )
 
+_FUSED = (*_CANDIDATES, "--model.kernels", "fused")
+_STATIC = (*_FUSED, "--pipeline", "static")
+_STATIC_RUNGS = (
+    Rung(
+        "fused",
+        _FUSED,
+        "Passes over all tokens: norms, gates, dropout and the first layer's input are a kernel each.",
+    ),
+    Rung(
+        "static",
+        _STATIC,
+        "Reads of the device, and repeated rows: fixed shapes, with padding of tokens of 5 % at most.",
+    ),
+    Rung(
+        "overlap", (*_STATIC, "--overlap"), "The next input dist, and the dense update, off the chain, by side streams."
+    ),
+    Rung(
+        "cuda-graph",
+        (*_STATIC, "--overlap", "--cuda-graph", "iteration"),
+        "The host's launches: an iteration is a CUDA graph, collectives included, one for each room for tokens.",
+    ),
+)
+
 _REFERENCE = (
     Rung(
         "reference-as-shipped",
@@ -36,6 +59,8 @@ _REFERENCE = (
 
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "full": _FULL,
+    "static": (*_FULL[:2], *_STATIC_RUNGS),
+    "static-ends": (_FULL[1], _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
     "baselines": (*_REFERENCE, *_FULL[:2], _FULL[-1]),
     "ends": (_FULL[0], _FULL[-1]),
     "stock": (

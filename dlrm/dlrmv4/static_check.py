@@ -7,10 +7,26 @@ from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
 
 def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
     """Raise ValueError, naming the flag, where the static pipeline cannot train what `config` says."""
-    assert isinstance(config.model, ModelConfig)
+    model = config.model
+    assert isinstance(model, ModelConfig)
     for flag, chosen in (
         ("--fp8", options.eight_bits),
         ("--peer-memory", options.peer_memory),
         ("--presort-ids", options.may_go_in_parts),
     ):
         require(not chosen, f"{flag} is of models with pooled tables, which DLRMv4's are not: leave it out")
+    dim = model.embedding_dim
+    require(
+        dim & (dim - 1) == 0,
+        f"--pipeline static looks up rows of a power of two columns, and --model.embedding-dim is {dim}: choose one",
+    )
+    require(
+        model.network == "own",
+        f"--model.network {model.network} is for --pipeline torchrec: its batches have no fixed shapes",
+    )
+    captures = getattr(getattr(config, "pipeline", None), "cuda_graph", "none") != "none"
+    require(
+        not (captures and model.recompute_layers and model.kernels == "plain"),
+        "--model.recompute-layers: torch.utils.checkpoint reads the generator's state, which no CUDA graph can: add "
+        "--model.kernels fused, which computes again by itself, or leave it out",
+    )

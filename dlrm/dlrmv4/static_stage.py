@@ -115,7 +115,7 @@ class Dlrmv4Stage:
         weights = list(self.bucket.parameters.values())
         of_all = torch.autograd.grad(loss, [*weights, *leaves.values()])
         torch.cat(of_all[len(weights) :], out=gradients)
-        return SequenceBackward(of_all[: len(weights)], guarded, losses)
+        return SequenceBackward(list(of_all[: len(weights)]), guarded, losses)
 
     def before_step(self, iteration: int) -> None:
         """See StaticSequences."""

@@ -56,7 +56,7 @@ class StuLayer(nn.Module):
         attention; no sequence is longer. dropout: the masks of fused kernels; plain ones draw from torch's generator.
         factor: fp32 [], of attention, where the host does not know its divisor; 1 unless given.
         """
-        uvqk = self.uvqk_weight, self.uvqk_bias
+        uvqk: tuple[Tensor, Tensor] = self.uvqk_weight, self.uvqk_bias
         if factor is not None:  # attention is linear in its values, and there are fewer weights than values
             inner = self._inner
             of_columns = torch.cat([factor.new_ones(inner), factor.expand(inner), factor.new_ones(2 * inner)])

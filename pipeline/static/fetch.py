@@ -1,11 +1,17 @@
 """Batches come from host memory to the device without a copy that the host launches."""
 
 from collections import deque
+from typing import Protocol
 
 import torch
 
-from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.kernels.input_dist.fetch import fetch_next
+
+
+class _Stored(Protocol):
+    """A batch in one buffer."""
+
+    storage: torch.Tensor
 
 
 class BatchFetcher:
@@ -21,7 +27,7 @@ class BatchFetcher:
         self._batches: deque[torch.Tensor | None] = deque(maxlen=in_flight)
         """The memory of named batches, for as long as the device may read it."""
 
-    def name(self, batch: Batch | None) -> None:
+    def name(self, batch: _Stored | None) -> None:
         """Names the next batch to fetch; None leaves what is there as it is. The batch is kept until it is fetched."""
         storage = None if batch is None else batch.storage
         if storage is not None and self._pin and not storage.is_pinned():
@@ -30,6 +36,6 @@ class BatchFetcher:
         self._ring[self._named % len(self._ring)] = 0 if storage is None else storage.data_ptr()
         self._named += 1
 
-    def fetch(self, into: Batch) -> None:
+    def fetch(self, into: _Stored) -> None:
         """Launches the copy of the next named batch, on the current stream."""
         fetch_next(self._addresses, self._fetched, into.storage.view(torch.int32))

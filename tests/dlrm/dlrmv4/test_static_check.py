@@ -1,6 +1,8 @@
 """What the static pipeline refuses of DLRMv4, by the flag."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,26 @@ def test_options_of_pooled_tables_are_refused(flag: str, options: dict[str, bool
     config = preset("smoke-dlrmv4")
     with pytest.raises(ValueError, match=flag):
         replace(config, pipeline=PIPELINES["static"](**options))
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes", "options"),
+    [
+        ("--model.embedding-dim", {"embedding_dim": 48}, {}),
+        ("--model.network", {"network": "reference", "reference": Path(), "last_layer": "all"}, {}),
+        ("--model.recompute-layers", {"recompute_layers": True}, {"cuda_graph": "try"}),
+    ],
+)
+def test_models_are_refused(flag: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    config = preset("smoke-dlrmv4")
+    with pytest.raises(ValueError, match=flag):
+        replace(config, model=replace(config.model, **changes), pipeline=PIPELINES["static"](**options))
+
+
+def test_recompute_by_fused_kernels_goes_with_graphs() -> None:
+    config = preset("smoke-dlrmv4")
+    model = replace(config.model, recompute_layers=True, kernels="fused")
+    replace(config, model=model, pipeline=PIPELINES["static"](cuda_graph="iteration"))
 
 
 def test_graphs_go_with_a_rate_that_changes() -> None:

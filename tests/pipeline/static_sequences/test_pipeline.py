@@ -19,6 +19,8 @@ from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.parts import open_data
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
+from tests.cases import PLACES
+from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
 
 STEPS = 26
@@ -69,21 +71,21 @@ def evaluated(config: RunConfig, ranks: Ranks) -> list[WindowBatch]:
     return [batches[i] for i in range(max(0, len(batches) - 3), len(batches))]
 
 
-def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None) -> Trained:
-    """state: to go on from, with the second half of the batches."""
+def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None, half: int = STEPS) -> Trained:
+    """state: to go on from, with the second half of the batches. half: batches of each half."""
     torch.set_float32_matmul_precision("highest")
     pipeline: Any = build_pipeline(config, config.pipeline, ranks)
     if config.pipeline.name == "static":
         pipeline.warm_up(evaluates=True)
-    batches, first = drawn(config, ranks), 0
+    batches, first = drawn(config, ranks)[: 2 * half], 0
     if state is not None:
         load_whole_state(pipeline, state)
-        batches, first = batches[STEPS:], STEPS
+        batches, first = batches[half:], half
     prepared: Iterator[Any] = map(pipeline.prepare, batches)
 
     def steps(begin: int) -> list[float]:
         losses = []
-        for iteration in range(begin, begin + STEPS):
+        for iteration in range(begin, begin + half):
             pipeline.set_learning_rate(config.optimizer.rate(iteration + 1))
             losses.append(pipeline.train_step(prepared).item())
         return losses
@@ -91,7 +93,7 @@ def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None) -> T
     losses = steps(first)
     after = whole_state(pipeline)
     logits = [of for of, _ in pipeline.evaluate(map(pipeline.prepare, evaluated(config, ranks)))]
-    later = steps(STEPS) if state is None else []
+    later = steps(half) if state is None else []
     with pytest.raises(StopIteration):
         pipeline.train_step(prepared)
     described = pipeline.describe()
@@ -99,19 +101,22 @@ def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None) -> T
     return Trained(losses, after, later, logits, described)
 
 
-def assert_equal(ours: Trained, theirs: Trained) -> None:
-    assert len(set(theirs.losses)) > STEPS // 2
+def assert_equal(ours: Trained, theirs: Trained, gpu: bool = False) -> None:
+    """gpu: sums of plain PyTorch have another order in each run there, and Adam makes steps of a rate of what rounding
+    leaves of gradients that are nearly 0."""
+    assert len(set(theirs.losses)) > len(theirs.losses) // 2
     for a, b in ((ours.losses, theirs.losses), (ours.later, theirs.later)):
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-3 if gpu else 1e-5)
     for mine, other in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=5e-2 if gpu else 1e-4)
     for of_ours, of_theirs in (
         (ours.state.weights, theirs.state.weights),
         (ours.state.optimizer, theirs.state.optimizer),
     ):
         assert of_ours.keys() == of_theirs.keys()
         for key, of in of_theirs.items():
-            torch.testing.assert_close(of_ours[key], of, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+            near = {"rtol": 1e-3, "atol": 5e-3 if gpu else 1e-5}
+            torch.testing.assert_close(of_ours[key], of, **near, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def without_room() -> None:
@@ -124,31 +129,36 @@ def without_room() -> None:
 
 def train_all(ranks: Ranks, folder: Path) -> dict[str, Trained]:
     results = {"stock": train(ranks, small(folder, "torchrec"))}
-    capture_on_cpu()
-    results["static"] = train(ranks, small(folder, "static", cuda_graph="iteration", check_ids=True))
+    if ranks.device.type == "cpu":
+        capture_on_cpu()
+    options = {"cuda_graph": "iteration", "overlap": True, "check_ids": True}
+    results["static"] = train(ranks, small(folder, "static", **options))
     without_room()
-    results["without room"] = train(ranks, small(folder, "static"))
+    config = small(folder, "static")
+    results["without room"] = train(ranks, replace(config, model=replace(config.model, kernels="fused")))
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_trains_what_stock_trains(run_ranks: Callable[..., list[Any]], folder: Path, world_size: int) -> None:
-    for rank in run_ranks(world_size, train_all, folder):
-        assert_equal(rank["static"], rank["stock"])
-        assert_equal(rank["without room"], rank["stock"])
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_trains_what_stock_trains(
+    run_ranks: Callable[..., list[Any]], folder: Path, world_size: int, gpu: bool
+) -> None:
+    for rank in run_ranks(world_size, train_all, folder, gpu=gpu):
+        assert_equal(rank["static"], rank["stock"], gpu)
+        assert_equal(rank["without room"], rank["stock"], gpu)
         roomy, tight = (rank[name].described["rooms"] for name in ("static", "without room"))
         assert roomy["iteration"]["larger_rooms"] == roomy["iteration"]["batches_over_capacity"] == 0
         assert tight["iteration"]["larger_rooms"] >= 3
         assert (tight["iteration"]["batches_over_capacity"] > 10) == (world_size > 1)
         assert sum(roomy["iteration"]["batches_by_room_for_tokens"].values()) == 2 * STEPS
         captures = rank["static"].described["cuda_graphs"]["iteration"]["captures"]
-        assert 2 <= captures <= 2 * len(roomy["iteration"]["batches_by_room_for_tokens"]) + 1
+        assert 2 <= captures <= 2 * len(roomy["iteration"]["batches_by_room_for_tokens"]) + 2
 
 
 def from_state(ranks: Ranks, folder: Path) -> dict[str, Trained]:
-    results = {name: train(ranks, small(folder, name, 1)) for name in ("torchrec", "static")}
+    results = {name: train(ranks, small(folder, name, 1), half=8) for name in ("torchrec", "static")}
     for name, other in (("torchrec", "static"), ("static", "torchrec")):
-        results[f"from {name}"] = train(ranks, replace(small(folder, other, 1), seed=1), results[name].state)
+        results[f"from {name}"] = train(ranks, replace(small(folder, other, 1), seed=1), results[name].state, 8)
     return results
 
 
