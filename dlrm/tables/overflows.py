@@ -16,6 +16,9 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 NOT_YET = torch.iinfo(torch.int32).min
 """What a number on the host is until the device has written it."""
 _POLL_S = 20e-6
+_POLL_SHARE = 1 / 8
+"""Of the wait so far, from one look to the next: a wait of 250 ms takes 60 looks, and the device is then still at work on
+the iteration that the number came with."""
 
 
 class Overflows:
@@ -57,9 +60,9 @@ class Overflows:
 def arrived(number: Tensor) -> int:
     """Returns a number that the device writes to the host, int32 [1], once it is there. RuntimeError where the device
     has failed: it writes nothing then, and only a question to it says so."""
-    value = number.numpy()
+    value, began = number.numpy(), time.monotonic()
     while value[0] == NOT_YET:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().query()
-        time.sleep(_POLL_S)
+        time.sleep(max(_POLL_S, _POLL_SHARE * (time.monotonic() - began)))
     return int(value[0])
