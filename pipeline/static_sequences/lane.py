@@ -45,6 +45,8 @@ class Lane:
         with."""
         self._work, self._new_space, self._iteration, self._dense = work, new_space, iteration, dense
         self._fetcher, self._agreement, self._streams, self.graphs = fetcher, agreement, streams, graphs
+        self.room = room
+        """Room of `space`, which threads that prepare batches read at any time; there is no space while it grows."""
         self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
@@ -159,6 +161,7 @@ class Lane:
         self._numbers.clear()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        self.room = room
         del self.space  # before the larger one
         self.space = self._new_space(room)
         self.grown += 1

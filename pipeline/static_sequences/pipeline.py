@@ -105,7 +105,7 @@ class StaticSequencesPipeline:
 
     def prepare(self, batch: Any) -> Prepared:
         """Returns the batch padded in pinned memory: one buffer is all that travels."""
-        return self.dense.prepare(batch, self._runs.space.room.events)
+        return self.dense.prepare(batch, self._runs.room.events)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
         """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the
