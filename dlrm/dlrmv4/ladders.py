@@ -60,7 +60,7 @@ _REFERENCE = (
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "full": _FULL,
     "static": (*_FULL[:2], *_STATIC_RUNGS),
-    "static-ends": (_FULL[1], _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
+    "static-ends": (_STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
     "baselines": (*_REFERENCE, *_FULL[:2], _FULL[-1]),
     "ends": (_FULL[0], _FULL[-1]),
     "stock": (
