@@ -35,15 +35,15 @@ def _in_order(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _distinct() -> tuple[Tensor, DistinctRows]:
     """Places of keys in order, and the lists of their rows."""
     ordered, places = _in_order(_keys())
-    slots, by_place = torch.empty(2, _PLACES, dtype=torch.int32, device="cuda")
+    slots = torch.empty(_PLACES, dtype=torch.int32, device="cuda")
     lists = torch.empty(_OWNERS, _ENTRIES, dtype=torch.int32, device="cuda")
-    out = DistinctRows(lists, slots, by_place, torch.empty(1, dtype=torch.int32, device="cuda"))
-    distinct_rows(ordered, places, _ROWS, out)
+    out = DistinctRows(lists, slots, torch.empty(1, dtype=torch.int32, device="cuda"))
+    distinct_rows(ordered, _ROWS, out)
     return places, out
 
 
 def distinct_rows_cases() -> Iterator[Case]:
-    ids, (ordered, places) = _keys(), _in_order(_keys())
+    ids, (ordered, _) = _keys(), _in_order(_keys())
     shape, (_, out) = f"{_PLACES} places, {_OWNERS} owners", _distinct()
     keys = torch.empty_like(ids)
     yield Case(
@@ -55,13 +55,13 @@ def distinct_rows_cases() -> Iterator[Case]:
     yield Case(
         "distinct_rows",
         shape,
-        20 * _PLACES + 4 * out.rows.numel(),
-        partial(distinct_rows, ordered, places, _ROWS, out),
+        8 * _PLACES + 4 * out.rows.numel(),
+        partial(distinct_rows, ordered, _ROWS, out),
     )
 
 
 def gather_rows_cases() -> Iterator[Case]:
-    _, lists = _distinct()
+    places, lists = _distinct()
     rows = torch.randn(lists.rows.numel(), _COLUMNS, device="cuda")
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty(_PLACES, _COLUMNS, dtype=dtype, device="cuda")
@@ -69,7 +69,7 @@ def gather_rows_cases() -> Iterator[Case]:
             "gather_rows",
             f"{_PLACES} x {_COLUMNS}, {str(dtype).removeprefix('torch.')}",
             out.nbytes + 4 * _DISTINCT * _COLUMNS,
-            partial(gather_rows, rows, lists.slot_of_place, out),
+            partial(gather_rows, rows, lists.slots, out, places),
         )
 
 

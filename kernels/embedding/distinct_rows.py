@@ -26,8 +26,6 @@ class DistinctRows(NamedTuple):
     slots: Tensor
     """[N]: the entry of each sorted place, counted over all lists, owner * capacity + place in its list; -1 of a place
     without an id, and of one whose row its list does not take."""
-    slot_of_place: Tensor
-    """[N]: the same by place."""
     longest: Tensor
     """[1]: entries that the longest list needs, capacity or not."""
 
@@ -60,21 +58,20 @@ def triton_owner_keys(ids: Tensor, first_rows: Tensor, owners: int, rows_of_owne
         _owner_keys_kernel[grid](ids, first_rows, keys, len(ids), owners, rows_of_owner, _PIECE, num_warps=4)
 
 
-def distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
+def distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
     """Writes the distinct rows of sorted keys to their owners' lists; a list that is too short has the first of them.
 
-    keys, places: int32 [N], ascending keys of `owner_keys` and the place of each; rows_of_owner: as there.
+    keys: int32 [N], those of `owner_keys` in ascending order; rows_of_owner: as there.
     """
-    assert keys.dtype == places.dtype == torch.int32 and keys.shape == places.shape, "keys and places: int32 [N]"
-    assert keys.is_contiguous() and places.is_contiguous(), "contiguous tensors only"
+    assert keys.dtype == torch.int32 and keys.is_contiguous(), "keys: contiguous int32"
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in out), "contiguous int32 only"
-    assert out.slots.shape == out.slot_of_place.shape == keys.shape, "slots: [N]"
+    assert out.slots.shape == keys.shape, "slots: [N]"
     assert out.rows.numel() < 1 << 31, "slots that int32 counts"
     write = triton_distinct_rows if keys.is_cuda else plain_distinct_rows
-    write(keys, places, rows_of_owner, out)
+    write(keys, rows_of_owner, out)
 
 
-def plain_distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
+def plain_distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
     """Computes `distinct_rows` in PyTorch."""
     owners, capacity = out.rows.shape
     named = keys >= 0
@@ -87,11 +84,10 @@ def plain_distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: D
     out.rows.view(-1)[slot[slot >= 0].long()] = (distinct - owner * rows_of_owner)[slot >= 0]
     out.slots.fill_(-1)
     out.slots[named] = slot[entry]
-    out.slot_of_place[places.long()] = out.slots
     out.longest.copy_(starts.diff().max().view(1))
 
 
-def triton_distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
+def triton_distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
     """What `distinct_rows` does: a kernel that counts in each piece, a sum, a search for each owner, and two kernels
     that write."""
     owners, capacity = out.rows.shape
@@ -103,9 +99,8 @@ def triton_distinct_rows(keys: Tensor, places: Tensor, rows_of_owner: int, out: 
     stride = cdiv(count, _COARSE)
     search = (count, rows_of_owner, owners, stride, _COARSE, next_power_of_2(stride), _PIECE)
     _owner_starts_kernel[(owners + 1,)](keys, ends, starts, *search, num_warps=4)
-    lists = (out.slots, out.slot_of_place, out.rows)
     sizes = (count, rows_of_owner, capacity, _PIECE)
-    _write_distinct_kernel[(pieces,)](keys, places, counts, ends, starts, *lists, *sizes, num_warps=4)
+    _write_distinct_kernel[(pieces,)](keys, counts, ends, starts, out.slots, out.rows, *sizes, num_warps=4)
     rest = (capacity, owners, next_power_of_2(owners), _PIECE)
     _rest_of_lists_kernel[(cdiv(out.rows.numel(), _PIECE),)](starts, out.rows, out.longest, *rest, num_warps=4)
 
@@ -165,12 +160,10 @@ def _owner_starts_kernel(
 @jit
 def _write_distinct_kernel(
     keys,
-    places,
     counts,
     ends,
     starts,
     slots,
-    slot_of_place,
     rows,
     count,
     rows_of_owner,
@@ -186,8 +179,6 @@ def _write_distinct_kernel(
     fits = (key >= 0) & (nth < capacity)
     slot = tl.where(fits, owner * capacity + nth, -1)
     tl.store(slots + at, slot, at < count)
-    place = tl.load(places + at, at < count, other=0)
-    tl.store(slot_of_place + place, slot, at < count)
     tl.store(rows + slot, key - owner * rows_of_owner, opens & fits)
 
 

@@ -72,10 +72,8 @@ class ExchangedRows:
 class DistributedRows:
     """The ids of one batch in flight: what stage 1 leaves for lookup and update."""
 
-    keys: Tensor
-    """int32 [K], see owner_keys."""
     sorted: SortedRows
-    """Keys in order."""
+    """Keys in order, see owner_keys: of one rank its rows."""
     exchanged: ExchangedRows | None
     """None of one rank."""
 
@@ -121,6 +119,8 @@ class SequenceTables:
         places = torch.tensor(capacity.places)
         first_rows = torch.tensor(self._owned.first_rows, dtype=torch.int32).repeat_interleave(places)
         self._first_rows = first_rows.to(self._device)
+        self._keys = torch.empty_like(self._first_rows)
+        """Of the batch that is being distributed."""
         self._sort = self._sort_table(capacity.count, self._ranks * self._owned.count)
         self._entries = capacity.list_entries(self._ranks) if self._ranks > 1 else 0
         self._sort_owned: SortTable | None = None
@@ -137,19 +137,19 @@ class SequenceTables:
         updates: whether the ids are for an update, too; `backward` takes no others.
         """
         unused = torch.full((self.capacity.count,), -1, dtype=torch.int32, device=self._device)
-        ordered = SortedRows(unused.clone(), torch.zeros_like(unused))
+        ordered = SortedRows(unused, torch.arange(self.capacity.count, dtype=torch.int32, device=self._device))
         exchanged = None
         if self._overflows is not None:
             self._lists = self._lists or self._empty_lists(self._entries)
             if updates and self._sort_owned is None:
                 self._sort_owned = self._sort_table(self._ranks * self._entries, self._owned.count)
             exchanged = self._empty_exchanged(self._entries, updates, self._overflows.empty())
-        return DistributedRows(unused, ordered, exchanged)
+        return DistributedRows(ordered, exchanged)
 
     def _empty_exchanged(self, entries: int, updates: bool, excess: Tensor) -> ExchangedRows:
-        slots, by_place = torch.full((2, self.capacity.count), -1, dtype=torch.int32, device=self._device)
+        slots = torch.full((self.capacity.count,), -1, dtype=torch.int32, device=self._device)
         lists = torch.full((4, self._ranks, entries), -1, dtype=torch.int32, device=self._device)
-        distinct = DistinctRows(lists[0], slots, by_place, torch.zeros(1, dtype=torch.int32, device=self._device))
+        distinct = DistinctRows(lists[0], slots, torch.zeros(1, dtype=torch.int32, device=self._device))
         owned = SortedRows(lists[2].view(-1), lists[3].view(-1)) if updates else None
         return ExchangedRows(distinct, lists[1], owned, excess)
 
@@ -173,14 +173,14 @@ class SequenceTables:
         ids: int32 [K], rows of their table, which is not checked; -1 in unused places. into: of `empty_ids`.
         """
         count = self._owned.count
-        owner_keys(ids, self._first_rows, self._ranks, count, into.keys)
-        sort_ids(into.keys, self._sort, into.sorted.rows, into.sorted.places)
+        owner_keys(ids, self._first_rows, self._ranks, count, self._keys)
+        sort_ids(self._keys, self._sort, into.sorted.rows, into.sorted.places)
         if self._overflows is not None and into.exchanged is not None:
             self._exchange_ids(into.sorted, into.exchanged)
             self._overflows.exchange(into.exchanged.distinct.longest - into.exchanged.entries, into.exchanged.excess)
 
     def _exchange_ids(self, ordered: SortedRows, out: ExchangedRows) -> None:
-        distinct_rows(ordered.rows, ordered.places, self._owned.count, out.distinct)
+        distinct_rows(ordered.rows, self._owned.count, out.distinct)
         dist.all_to_all_single(out.received, out.distinct.rows, group=self._ids_group)
         if out.owned is not None:
             sort_ids(out.received.view(-1), self._sort_of(out), out.owned.rows, out.owned.places)
@@ -215,12 +215,12 @@ class SequenceTables:
         out: fp32, bf16 or fp16 [K, columns].
         """
         if rows.exchanged is None:
-            gather_rows(self._owned.weights, rows.keys, out)
+            gather_rows(self._owned.weights, rows.sorted.rows, out, rows.sorted.places)
             return
         owned, asked = self._lists_of(rows.exchanged)
         gather_rows(self._owned.weights, rows.exchanged.received.view(-1), owned)
         dist.all_to_all_single(asked, owned, group=self._rows_group)
-        gather_rows(asked, rows.exchanged.distinct.slot_of_place, out)
+        gather_rows(asked, rows.exchanged.distinct.slots, out, rows.sorted.places)
 
     def _lists_of(self, exchanged: ExchangedRows) -> tuple[Tensor, Tensor]:
         if self._lists is None or exchanged.entries != self._entries:

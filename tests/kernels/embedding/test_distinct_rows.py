@@ -20,12 +20,7 @@ def empty(places: int, owners: int, capacity: int) -> DistinctRows:
     def full(*shape: int) -> torch.Tensor:
         return torch.full(shape, 7, dtype=torch.int32, device=DEVICE)
 
-    return DistinctRows(full(owners, capacity), full(places), full(places), full(1))
-
-
-def in_order(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    ordered, places = keys.sort(stable=True)
-    return ordered, places.int()
+    return DistinctRows(full(owners, capacity), full(places), full(1))
 
 
 def draw(places: int, most: int, unused: float, seed: int) -> torch.Tensor:
@@ -52,20 +47,20 @@ def test_triton_keys_equal_plain(owners: int) -> None:
     [(2500, 3, 30, 0.3), (2500, 1, 5000, 0.0), (1024, 2, 600, 0.5), (3, 5, 1, 0.0), (2048, 4, 9, 1.0), (1, 2, 1, 0.0)],
 )
 def test_triton_equals_plain(places: int, owners: int, rows: int, unused: float, capacity: int) -> None:
-    ordered, at = in_order(draw(places, owners * rows, unused, places + owners))
+    ordered, _ = draw(places, owners * rows, unused, places + owners).sort()
     got, expected = (empty(places, owners, capacity) for _ in range(2))
-    triton_distinct_rows(ordered, at, rows, got)
-    plain_distinct_rows(ordered, at, rows, expected)
+    triton_distinct_rows(ordered, rows, got)
+    plain_distinct_rows(ordered, rows, expected)
     for name, mine, plain in zip(DistinctRows._fields, got, expected, strict=True):
         assert torch.equal(mine, plain), name
 
 
 @pytest.mark.gpu
 def test_triton_equals_plain_on_a_batch_of_the_benchmarks_size() -> None:
-    ordered, at = in_order(draw(461_000, 293_000_000, 0.3, 1))
+    ordered, _ = draw(461_000, 293_000_000, 0.3, 1).sort()
     got, expected = (empty(len(ordered), 8, 60_000) for _ in range(2))
-    triton_distinct_rows(ordered, at, 36_700_000, got)
-    plain_distinct_rows(ordered, at, 36_700_000, expected)
+    triton_distinct_rows(ordered, 36_700_000, got)
+    plain_distinct_rows(ordered, 36_700_000, expected)
     for name, mine, plain in zip(DistinctRows._fields, got, expected, strict=True):
         assert torch.equal(mine, plain), name
 
@@ -79,17 +74,15 @@ def test_every_place_finds_its_row_in_its_owners_list(ids: list[int], owners: in
     owner_keys(named, torch.zeros_like(named), owners, rows_of_owner, keys)
     out = empty(len(ids), owners, capacity)
     ordered, at = keys.sort(stable=True)
-    plain_distinct_rows(ordered, at.int(), rows_of_owner, out)
+    plain_distinct_rows(ordered, rows_of_owner, out)
     lists = [sorted({i // owners for i in ids if i >= 0 and i % owners == owner}) for owner in range(owners)]
     assert int(out.longest) == max(map(len, lists))
     for of_owner, expected in zip(out.rows.tolist(), lists, strict=True):
         kept = expected[:capacity]
         assert of_owner == kept + [-1] * (capacity - len(kept))
-    for place, i in enumerate(ids):
-        slot = int(out.slot_of_place[place])
+    for i, slot in zip((ids[place] for place in at.tolist()), out.slots.tolist(), strict=True):
         if i < 0 or lists[i % owners].index(i // owners) >= capacity:
             assert slot == -1
         else:
             assert slot // capacity == i % owners
             assert int(out.rows.view(-1)[slot]) == i // owners
-    assert torch.equal(out.slots, out.slot_of_place[at])
