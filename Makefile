@@ -14,7 +14,7 @@ STEP := @.ci/step
 INSTALL := $(MAKE) --no-print-directory install
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help bench submission test format install clean
+.PHONY: help bench submission yambda test format install clean
 
 help:  ## List these targets
 	@echo "make TARGET [PYTHON=python3.12] [NPROC=processes] [ROUNDS=rounds of the ladder] [WORKERS=test processes]"
@@ -50,6 +50,24 @@ submission:  ## From raw days to a checked and scored MLPerf package: made data,
 	$(STEP) "[6/6] score" $(VENV)/bin/dlrm-bench submission score $(SUBMISSION)/package
 	@echo; echo "make submission: six steps in $$(($$(date +%s) - $(START))) s. Everything is in $(SUBMISSION)."
 
+YAMBDA := data/yambda-submission
+SMALLER := --preset smoke-dlrmv4
+
+yambda:  ## The same for DLRMv4: from made parquet like Yambda's to a checked and scored package. ARGS='--mlperf.org you' go to the runs
+	$(STEP) "[1/6] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
+	$(STEP) "[2/6] parquet: made days of listening in Yambda's format, of known best AUC" \
+		$(VENV)/bin/dlrm-bench data generate $(SMALLER) $(YAMBDA)/made --raw
+	$(STEP) "[3/6] preprocess: to the reference's cache, as for Yambda's own file; then every event is checked" sh -c \
+		'$(VENV)/bin/dlrm-bench data preprocess $(SMALLER) $(YAMBDA)/made $(YAMBDA)/days && \
+		$(VENV)/bin/dlrm-bench data check $(SMALLER) $(YAMBDA)/days'
+	$(STEP) "[4/6] build: ten runs to AUC 0.75 on $(NPROC) processes (some minutes), and the package" \
+		$(VENV)/bin/dlrm-bench submission build $(YAMBDA)/package --records $(YAMBDA)/runs --nproc $(NPROC) \
+		$(SMALLER) --data.path $(YAMBDA)/days --warmup-iterations 20 $(ARGS)
+	$(STEP) "[5/6] check: MLPerf's checkers, ruleset 6.1.0, which takes the numbers of samples of MLPerf's own data alone" \
+		$(VENV)/bin/dlrm-bench submission check $(YAMBDA)/package --made-data
+	$(STEP) "[6/6] score" $(VENV)/bin/dlrm-bench submission score $(YAMBDA)/package
+	@echo; echo "make yambda: six steps in $$(($$(date +%s) - $(START))) s. Everything is in $(YAMBDA)."
+
 test:  ## Install, check style and types, run the tests. ARGS='-k ladder' go to pytest
 	$(STEP) "[1/5] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/5] ruff check: style" $(VENV)/bin/ruff check .
@@ -83,6 +101,6 @@ $(INSTALLED): $(PINS) pyproject.toml
 	@touch $@
 
 clean:  ## Remove .venv, the data set, caches and build folders; records in results/ stay
-	rm -rf $(VENV) data/smoke $(SUBMISSION) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) data/smoke $(SUBMISSION) $(YAMBDA) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find bench pipeline \( -type d -name build -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +

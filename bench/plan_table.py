@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
+from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
@@ -24,6 +25,9 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 
 def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_COSTS) -> None:
     """Prints the plan of these ranks on GPUs of these costs as a table; ValueError where there is none."""
+    if not config.model.tables.pooled:
+        print_row_plan(config, topology, costs)
+        return
     world_size = topology.world_size
     tables, global_batch_size = config.model.tables, config.local_batch_size * world_size
     options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
@@ -69,6 +73,46 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
     )
     iteration = iteration_us(plan.shards, tables, topology, global_batch_size, config.pooled_bytes, costs, ids)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
+
+
+def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> None:
+    """Prints what each rank holds of tables that are split by rows over all of them, and what it exchanges in an
+    iteration; ValueError where that does not fit."""
+    tables, ranks = config.model.tables, topology.world_size
+    states = config.optimizer.tables.state_columns(tables.columns)
+    table = Table(
+        title=f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: "
+        "each table by rows, alike on every rank",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("table", "rows", "rows a rank", "tables, GB", "state, GB"):
+        table.add_column(name, justify="left" if name == "table" else "right", no_wrap=True)
+    held = [math.ceil(rows / ranks) for rows in tables.rows]
+    weights, state = ([4e-9 * own * columns for own in held] for columns in (tables.columns, states))
+    for row in zip(tables.names, tables.rows, held, weights, state, strict=True):
+        table.add_row(row[0], f"{row[1]:,}", f"{row[2]:,}", *(f"{gb:.3g}" for gb in row[3:]))
+    all_rows = (f"{sum(tables.rows):,}", f"{sum(held):,}", f"{sum(weights):.4g}", f"{sum(state):.3g}")
+    table.add_row("all", *all_rows, style="bold")
+    needed, available = sum(weights) + sum(state), 1e-9 * costs.memory_bytes * HEADROOM
+    if needed > available:
+        raise ValueError(
+            f"no plan of {ranks} rank(s) fits: tables and optimizer state take {needed:.1f} GB of the {available:.1f} "
+            f"GB that a rank has; use more GPUs or {tables.advice}"
+        )
+    console = Console(width=120, markup=False, highlight=False)
+    console.print(table)
+    console.print(
+        f"a rank of {costs.measured_on}: {available - needed:.1f} of {available:.1f} GB are left for the dense network"
+    )
+    work = named(config.benchmark).work
+    if work is not None:
+        size = 2 if config.precision == "bf16" else 4
+        moved, away = work.table_work(config, config.local_batch_size, size), (ranks - 1) / ranks
+        console.print(
+            f"an iteration: {moved.ids * away:,.0f} ids and {moved.vectors * away * size / 1e6:.1f} MB of rows leave a "
+            "rank, and as many bytes of gradients, where each distinct row travels once"
+        )
 
 
 def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float | None) -> Topology:

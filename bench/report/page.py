@@ -30,6 +30,7 @@ from dlrm_bench.bench.report.pictures import Picture, Works
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.rounding import milliseconds, times, with_interval
 from dlrm_bench.bench.report.sources import Sources, find, read_sources
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 
 PAGE = "index.html"
 _DPI = 200
@@ -72,8 +73,7 @@ def write_report(paths: Sequence[Path], out: Path, console: Console, first: Path
         drawn = pictures.of_family(family, kernels, sources.limits, headline=family is shown[0])
         sections.append(Section(family=family, works=kernels, pictures=drawn))
     published = pictures.published(shown, sources.logs)
-    compared = [published] if published is not None else []
-    encoded = _draw([*(picture for section in sections for picture in section.pictures), *compared], console)
+    encoded = _draw([*(picture for section in sections for picture in section.pictures), *published], console)
     page = _render(sources, sections, published, encoded)
     files = {f"{name}.png": png for name, png in encoded.items()} | {PAGE: page.encode()}
     others = write_files(out, files)
@@ -104,7 +104,7 @@ def _draw(drawn: Sequence[Picture], console: Console) -> dict[str, bytes]:
     return encoded
 
 
-def _render(sources: Sources, sections: list[Section], published: Picture | None, encoded: dict[str, bytes]) -> str:
+def _render(sources: Sources, sections: list[Section], published: list[Picture], encoded: dict[str, bytes]) -> str:
     environment = Environment(
         loader=PackageLoader("dlrm_bench.bench.report"), autoescape=True, undefined=StrictUndefined
     )
@@ -112,7 +112,7 @@ def _render(sources: Sources, sections: list[Section], published: Picture | None
     values: dict[str, Any] = {
         "sections": sections,
         "sources": sources,
-        "published_picture": published,
+        "published_pictures": published,
         "encoded": {name: base64.b64encode(png).decode() for name, png in encoded.items()},
         "proven": proven,
         "lucky": lucky,
@@ -123,6 +123,7 @@ def _render(sources: Sources, sections: list[Section], published: Picture | None
         "machine_in_words": machine_in_words,
         "machines": machines(shown, sources),
         "published": PUBLISHED,
+        "titles": {benchmark.name: benchmark.title for benchmark in BENCHMARKS},
         "milliseconds": milliseconds,
         "times": times,
         "with_interval": with_interval,

@@ -19,8 +19,9 @@ from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
-from dlrm_bench.bench.report.published import BENCHMARK, PUBLISHED
+from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.roofline import roofline
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
 """The result of families.works."""
@@ -241,39 +242,47 @@ def series_marks(record: Record) -> plots.SeriesMarks:
     )
 
 
-def published(shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
-    """Returns results of one global batch beside one another, published ones and ours; None where none compares."""
-    same_work = [log for log in logs if log.settings["benchmark"] in ([], [BENCHMARK])]
-    ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown)
+def published(shown: Sequence[Family], logs: Sequence[Side]) -> list[Picture]:
+    """Returns a picture for each benchmark, of results of one global batch beside one another, published ones and ours;
+    none of a benchmark where none compares."""
+    drawn = (_published(name, shown, logs) for name in dict.fromkeys(row.benchmark for row in PUBLISHED))
+    return [picture for picture in drawn if picture is not None]
+
+
+def _published(benchmark: str, shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
+    known = [row for row in PUBLISHED if row.benchmark == benchmark]
+    unnamed = [[]] if benchmark == PUBLISHED[0].benchmark else []  # logs from before there was another
+    same_work = [log for log in logs if log.settings["benchmark"] in (*unnamed, [benchmark])]
+    ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown, benchmark)
     rows: list[tuple[str, float, bool]] = []
-    for batch in sorted({row.global_batch_size for row in PUBLISHED}):
+    for batch in sorted({row.global_batch_size for row in known}):
         same = [(f"{words}, {batch}", side) for words, side in ours if side.global_batch_size == batch]
-        theirs = [row for row in PUBLISHED if row.global_batch_size == batch and same]
+        theirs = [row for row in known if row.global_batch_size == batch and same]
         rows += [(f"{row.system}, {row.source}, {batch}", row.ms_per_iteration, False) for row in theirs]
         rows += [(words, side.by_clock(), True) for words, side in same]
     if not rows:
         return None
     return Picture(
         kind="published",
-        name="published",
-        alt="Milliseconds per iteration of published MLPerf results and of ours",
+        name=f"published-{benchmark}",
+        alt=f"Milliseconds per iteration of published MLPerf results of {benchmark} and of ours",
         caption="System, software and round, global batch; ours ran on GPUs with full-size tables.",
         draw=partial(plots.published, rows),
     )
 
 
-def _fastest(shown: Sequence[Family]) -> list[tuple[str, Side]]:
+def _fastest(shown: Sequence[Family], benchmark: str) -> list[tuple[str, Side]]:
     """Returns, for each number of GPUs and global batch, first and fastest rung of the newest ladder, or the fastest
     run alone.
 
-    Only runs on GPUs with full-size tables; each with its name.
+    Only runs of the benchmark, on GPUs with full-size tables; each with its name.
     """
     found: dict[tuple[int, int | None], list[tuple[str, Side]]] = {}
     for family in sorted(shown, key=lambda each: each.ladder["created"] if each.ladder else "", reverse=True):
         kinds: dict[tuple[int, int | None], list[str]] = {}
         for name, side in family.sides.items():
             record = family.timed[name][0]
-            if _on_gpus_with_full_tables(record):
+            if record.run["config"].get("benchmark") == benchmark and _on_gpus_with_full_tables(record):
                 machine = record.run["machine"]
                 kinds.setdefault((machine["nodes"] * machine["gpus"], side.global_batch_size), []).append(name)
         for kind, names in kinds.items():
@@ -285,4 +294,10 @@ def _fastest(shown: Sequence[Family]) -> list[tuple[str, Side]]:
 
 
 def _on_gpus_with_full_tables(record: Record) -> bool:
-    return bool(record.run["machine"]["gpus"]) and record.run["config"]["model"].get("table_scale") == 1.0
+    config = record.run["config"]
+    benchmark = benchmark_of(config)
+    closed = [each for each in benchmark.presets.values() if each.division == "closed"] if benchmark else []
+    if not record.run["machine"]["gpus"] or benchmark is None:
+        return False
+    rows = benchmark.restored(config).model.tables.rows
+    return any(each.training.model.tables.rows == rows for each in closed)

@@ -228,6 +228,8 @@ class ModelConfig:
             rows=self.rows,
             columns=self.embedding_dim,
             hot=(self.max_history // 2 + 1,) * events + (1,) * context,
+            advice="choose --preset dlrmv4-two-gpus or dlrmv4-one-gpu, or fewer rows (--model.event-rows, "
+            "--model.context-rows)",
             pooled=False,
         )
 

@@ -88,9 +88,9 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
         flag, fixed = f"--model.{name.replace('_', '-')}", getattr(_FIXED, name)
         require(getattr(model, name) == fixed, f"{flag}: the reference's code has {fixed}, which no flag of it changes")
     try:
-        common: Any = import_module(f"{_PACKAGE}.common")
-        configs: Any = import_module(f"{_PACKAGE}.dlrm_v4.configs")
-        hstu: Any = import_module(f"{_PACKAGE}.modules.dlrm_hstu")
+        common: Any = import_module("generative_recommenders.common")
+        configs: Any = import_module("generative_recommenders.dlrm_v4.configs")
+        hstu: Any = import_module("generative_recommenders.modules.dlrm_hstu")
     except ImportError as error:
         raise ValueError(f"--model.reference: its modules need {error.name}, which is not installed") from error
     theirs = configs.get_hstu_configs("yambda-5b")

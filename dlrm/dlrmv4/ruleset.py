@@ -126,4 +126,7 @@ def _as_mlperfs(model: Any) -> Any:
         last_layer=same.last_layer,
         recompute_layers=same.recompute_layers,
         dropout_seed=same.dropout_seed,
+        kernels=same.kernels,
+        network=same.network,
+        reference=same.reference,
     )

@@ -45,8 +45,8 @@ def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes:
     needed, available = tables.bytes + state_bytes, int(total) * HEADROOM
     if needed > available:
         scale = tables.scale * available / needed
+        advice = tables.advice or f"shrink the tables with --model.table-scale {max(scale * 0.95, 1e-6):.2g}"
         raise ValueError(
             f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB and the "
-            f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or shrink the tables with "
-            f"--model.table-scale {max(scale * 0.95, 1e-6):.2g}"
+            f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or {advice}"
         )

@@ -18,7 +18,10 @@ class Tables:
     scale: float = 1.0
     """Factor of --model.table-scale on the rows, for errors that advise another one."""
     pooled: bool = True
-    """Whether the rows that a sample names in a table are summed before the dense network has them."""
+    """Whether the rows that a sample names in a table are summed before the dense network has them; if not, every
+    pipeline splits each table by rows over all ranks."""
+    advice: str | None = None
+    """How a user gets smaller tables, for errors; None for --model.table-scale."""
 
     @property
     def count(self) -> int:

@@ -124,3 +124,19 @@ def test_many_nodes_split_the_hottest_table_by_rows(capsys):
 def test_bad_topologies_are_refused(topology, message):
     with pytest.raises(ValueError, match=message):
         topology_of(*topology)
+
+
+def test_tables_by_rows_are_alike_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """DLRMv4's 559 GiB; the reference's own figure for eight ranks is 70 GiB each."""
+    for ranks, tables_gb in ((8, 600.17 / 8), (128, 600.17 / 128)):
+        print_plan(preset("mlperf-dlrmv4"), Topology.of(ranks, 8))
+        text = capsys.readouterr().out
+        assert f"on {ranks} rank(s)" in text
+        assert f"global batch {1024 * ranks}" in text
+        (total,) = re.findall(r"all +293,051,712 +[\d,]+ +([\d.]+) +[\d.]+", text)
+        assert float(total) == pytest.approx(tables_gb, rel=1e-3)
+        assert len(re.findall(r"^ +\w+ +[\d,]+ +[\d,]+ +[\d.]+", text, re.MULTILINE)) == 11 + 1
+    with pytest.raises(
+        ValueError, match=r"150\.3 GB of the [\d.]+ GB that a rank has; use more GPUs or choose --preset"
+    ):
+        print_plan(preset("mlperf-dlrmv4"), Topology.of(4, 8))

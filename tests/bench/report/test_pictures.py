@@ -8,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.mlperf.log import MLPerfLog
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, read_record
@@ -31,8 +32,7 @@ def test_beside_published_results_stand_runs_of_their_global_batch(tmp_path: Pat
     for number, (gpus, name, batch) in enumerate(made):
         runs = ladder_of(tmp_path / name, gpus=gpus, rungs=number + 1, created=str(number), batch=batch)
         sources.ladders.append(runs)
-    picture = published(families(sources), [])
-    assert picture is not None
+    (picture,) = published(families(sources), [])
     names = [" ".join(label.get_text().split()) for label in picture.draw().axes[0].get_yticklabels()]
     same = [row for row in PUBLISHED if row.global_batch_size == 55296]
     assert len(names) == len(same) + 4  # first rung and fastest of the two newest
@@ -42,7 +42,16 @@ def test_beside_published_results_stand_runs_of_their_global_batch(tmp_path: Pat
 
 def test_nothing_stands_beside_published_results_that_does_not_compare(tmp_path: Path) -> None:
     sources = Sources(ladders=[ladder_of(tmp_path / "other batch", gpus=8, rungs=2, created="0")])
-    assert published(families(sources), []) is None
+    assert published(families(sources), []) == []
+
+
+def test_the_references_logs_of_dlrmv4_stand_beside_each_other() -> None:
+    """A log of one of its batches beside the published mean, in a picture of this benchmark alone."""
+    logs = sorted((Path(__file__).parents[2] / "data/mlperf_logs/amd_dlrmv4_reference/gbs_16384").glob("*.log"))
+    (picture,) = published([], [read_side(logs[0])])
+    assert picture.name == "published-dlrmv4"
+    names = [" ".join(label.get_text().split()) for label in picture.draw().axes[0].get_yticklabels()]
+    assert names == ["16 x MI350X, reference, AMD v6.1, 16384", f"log {logs[0].name}, 16384"]
 
 
 def test_the_distributions_show_the_medians_of_the_tables(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from dlrm_bench.bench.mlperf.submission.checkers import check_package
 from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, Package, open_packages
 from dlrm_bench.bench.mlperf.submission.score import score_package
+from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import EVAL_SAMPLES, TRAIN_SAMPLES
 from tests.bench.mlperf.submission.made_packages import description
 from tests.dlrm.dlrmv4.test_ruleset import CLOSED, write_log
 
@@ -33,8 +34,10 @@ def made_package(folder: Path, evaluations: int) -> Package:
     return package
 
 
-def errors(package: Package) -> list[str]:
-    return [f"{v.checker}: {f.text}" for v in check_package(package) for f in v.findings if f.fatal]
+def errors(package: Package, made_data: bool = False) -> list[str]:
+    return [
+        f"{v.checker}: {f.text}" for v in check_package(package, made_data=made_data) for f in v.findings if f.fatal
+    ]
 
 
 def test_a_package_is_accepted_and_scored(tmp_path: Path) -> None:
@@ -52,6 +55,25 @@ def test_runs_that_converge_faster_than_the_reference_may_are_refused(tmp_path: 
     """64.2 million samples, below the 66.3 that the checker computes."""
     found = errors(made_package(tmp_path, 4))
     assert any(error.startswith("RCP: ") for error in found), found
+
+
+def test_a_package_of_made_data_is_accepted_where_that_is_said(tmp_path: Path) -> None:
+    """Its numbers of samples and rates are its own, which no rule takes; anything else is refused all the same."""
+    package = made_package(tmp_path, 6)
+    for path in package.logs():
+        text = path.read_text().replace(f'"value": {TRAIN_SAMPLES}', '"value": 180000').replace("closed", "open")
+        path.write_text(text.replace(f'"value": {EVAL_SAMPLES}', '"value": 19000'))
+    package.description.write_text(package.description.read_text().replace('"closed"', '"open"'))
+    assert any("train_samples" in error for error in errors(package))
+    assert errors(package, made_data=True) == []
+    notes = [
+        f.text for v in check_package(package, made_data=True) for f in v.findings if "MLPerf's own data" in f.text
+    ]
+    assert len(notes) == 10
+    (first, *_) = package.logs()
+    first.write_text(first.read_text().replace('"micro_batch_size", "value": 1024', '"micro_batch_size", "value": 0'))
+    (error,) = errors(package, made_data=True)
+    assert error.startswith("compliance: result_0.txt: CHECK for 'micro_batch_size' failed")
 
 
 def test_a_ruleset_that_does_not_know_the_benchmark_is_named(tmp_path: Path) -> None:
