@@ -262,9 +262,9 @@ TABLES: tuple[tuple[str, Row, tuple[Callable[[int], Row], ...]], ...] = (
         ),
     ),
     (
-        "## On other machines: `compare A B`\n\nA cycle of 2 % over seven runs, or 10 % that four runs settle from; skewed "
-        "noise, or two kinds of runs, of which three\nin ten take 2.2 % more. Two runs a side may happen to be of one kind "
-        "each, and then prove too much: run more.",
+        "## On other machines: `compare A B`\n\nA cycle of 2 % over seven runs, or 10 % that four runs settle from; "
+        "skewed noise, or two kinds of runs, of\nwhich three in ten take 2.2 % more. Two runs a side may happen to be "
+        "of one kind each, and prove too much: run more.",
         ("order", "drift", "noise", "same program: faster or slower", "10 % faster: found", "no verdict"),
         tuple(
             partial(of_an_order, order, drift, kind=kind)
@@ -274,8 +274,8 @@ TABLES: tuple[tuple[str, Row, tuple[Callable[[int], Row], ...]], ...] = (
         ),
     ),
     (
-        "## On other machines: ladders of five rounds\n\nA machine that swings by more than its noise within a few runs "
-        "makes two rungs differ too often; in eight it does not.",
+        "## On other machines: ladders of five rounds\n\nA machine that swings by more than its noise within a few "
+        "runs makes two rungs differ too often, and not eight.",
         ("rungs", "drift", "noise", "same program: a word", "interval covers", "10 % faster: found"),
         tuple(
             partial(of_a_ladder, rungs, drift, kind, CONFIDENCE)
