@@ -51,8 +51,9 @@ def side(label: str, logs: np.ndarray, when: np.ndarray, confidence: float = CON
 def wander(rng: np.random.Generator, kind: str, runs: int) -> np.ndarray:
     """What the machine does to each run: nothing, 2 % a run, a walk of 1 % a run, a step of 10 % at some run, a cycle
     of 2 % over seven runs, or 10 % that four runs settle from."""
+    if kind == "cycle":
+        return np.asarray(0.02 * np.sin(2 * np.pi * (np.arange(runs) / 7 + rng.uniform())))
     return {
-        "cycle": 0.02 * np.sin(2 * np.pi * (np.arange(runs) / 7 + rng.uniform())),
         "settling": 0.1 * np.exp(-np.arange(runs) / 4),
         "none": np.zeros(runs),
         "2 % a run": 0.02 * np.arange(runs),
