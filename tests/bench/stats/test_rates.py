@@ -13,7 +13,6 @@ from tests.bench.stats.rates import (
     of_a_ladder,
     of_a_reference,
     of_a_window,
-    of_an_order,
     of_an_uneven_window,
     of_change_points,
 )
@@ -33,7 +32,6 @@ def test_the_page_has_every_table_and_case() -> None:
         partial(of_a_reference, 3),
         partial(of_a_window, 250, 0.0, 0.02),
         partial(of_a_ladder, 3, "2 % a run", "normal", 0.95),
-        partial(of_an_order, "ABBAABBA", "cycle", kind="two kinds"),
         partial(of_an_uneven_window, 590, "10 % more from begin to end, evenly"),
         partial(of_change_points, 8, "heavy"),
     ],
