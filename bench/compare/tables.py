@@ -78,8 +78,8 @@ def result_table(result: Result) -> Table:
         style = "bold" if is_the_verdict else None
         table.add_row(METRIC_NAMES[metric], *cells, _said(result) if is_the_verdict else "", style=style)
     if result.clock is not None and not (result.a.mean_only or result.b.mean_only):
-        cells = (*(f"{side.by_clock():.3f}" for side in _sides(result)), *_ratio_cells(_by_clock(result)))
-        table.add_row("by clock", *cells, "")
+        clocks = (f"{side.by_clock():.3f}" for side in _sides(result))
+        table.add_row("by clock", *clocks, *_ratio_cells(result.clock.speedup(result.confidence)), "")
     throughput = throughput_ratio(result)
     if throughput is not None:
         of_sides = (f"{_throughput(side):,.0f}" for side in _sides(result))
@@ -126,11 +126,6 @@ def verdict_in_words(result: Result) -> str:
     if result.verdict == UNPROVEN:
         return f"no difference proven; B was {said}"
     return f"B is {result.verdict}, {said}"
-
-
-def _by_clock(result: Result) -> Ratio:
-    assert result.clock is not None
-    return result.clock.speedup(result.confidence)
 
 
 def _sides(result: Result) -> tuple[Side, Side]:

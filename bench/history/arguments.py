@@ -53,6 +53,9 @@ class BisectCommand:
     """Processes of a run; by default one for each GPU, or two without any."""
     confidence: float = 0.95
     """Probability, of all steps together, that the commit named is the right one."""
+    ends: bool = False
+    """Run GOOD and BAD alone, and look for no commit between them: with --max-pairs 4, a sitting for `history` in which
+    GOOD is the reference."""
     max_pairs: int = 40
     """Pairs of runs of one candidate after which it stays undecided."""
     results_dir: Path = Path("results")

@@ -39,6 +39,8 @@ class Plan(TypedDict):
     good: str
     candidates: list[str]
     """Commits after the good one that change the program, in order; the last one is as the bad one."""
+    ends: bool
+    """Whether the last candidate alone is compared."""
     flags: list[str]
     processes: int
     confidence: float
@@ -69,9 +71,11 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
         raise
     assert finding is not None
     console.print(steps_table(finding))
-    for text in finding_in_words(finding):
+    for text in [] if plan["ends"] else finding_in_words(finding):
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     console.print(f"records {folder}", soft_wrap=True)
+    if plan["ends"]:
+        return 0
     return EXIT_UNDECIDED if finding.first is None or len(finding.between) > 1 else 0
 
 
@@ -119,11 +123,12 @@ def _new_plan(asked: BisectCommand, flags: Sequence[str]) -> Plan:
     for flag in ("--run-id", "--results-dir"):
         if any(word.partition("=")[0] == flag for word in flags):
             raise ValueError(f"{flag} is the bisection's to choose: leave it out")
-    good = commit_of(asked.good)
+    good, bad = commit_of(asked.good), commit_of(asked.bad)
     return Plan(
         schema=_SCHEMA,
         good=good,
-        candidates=candidates_of(good, commit_of(asked.bad)),
+        candidates=[bad] if asked.ends else candidates_of(good, bad),
+        ends=asked.ends,
         flags=list(flags),
         processes=processes_of_run(asked.nproc),
         confidence=asked.confidence,

@@ -11,6 +11,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from dlrm_bench.bench.history.sittings import History
+from dlrm_bench.bench.history.words import cells, sentences
 from dlrm_bench.bench.report.output import check_output, write_files
 from dlrm_bench.bench.report.page import PAGE, png_of
 from dlrm_bench.bench.report.plots import WIDTH
@@ -19,19 +20,18 @@ _FONT = 8
 _DARK, _MID, _LIGHT = "#1b3a57", "#5b8db8", "#c4d7e6"
 
 
-def write_page(histories: Sequence[History], said: Sequence[Sequence[str]], out: Path) -> list[str]:
-    """Writes out/index.html and its pictures; returns other files there, which are left alone.
-
-    said: sentences on each history. ValueError if `out` is no folder for a report.
-    """
-    from dlrm_bench.bench.history.command import cells
-
+def write_page(histories: Sequence[History], out: Path) -> list[str]:
+    """Writes out/index.html and its pictures; returns other files there, which are left alone. ValueError if `out` is
+    no folder for a report."""
     check_output(out)
     drawn = [png_of(picture(history)) if history.points else b"" for history in histories]
     loader = ChoiceLoader([PackageLoader("dlrm_bench.bench.history"), PackageLoader("dlrm_bench.bench.report")])
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     text = environment.get_template("history.html").render(
-        shown=list(zip(histories, said, (base64.b64encode(png).decode() for png in drawn), strict=True)),
+        shown=[
+            (history, [*sentences(history)], base64.b64encode(png).decode())
+            for history, png in zip(histories, drawn, strict=True)
+        ],
         cells=cells,
         created=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
@@ -47,7 +47,7 @@ def picture(history: History) -> Figure:
     for sides, marker, colour, label in ((history.references, "x", _MID, "reference"), (others, "o", _DARK, "others")):
         when = [datetime.fromisoformat(side.finished[0]) for side in sides]
         medians = [side.metrics()["p50"] for side in sides]
-        above.plot(when, medians, marker, color=colour, markersize=3.5, label=label)  # type: ignore[arg-type]
+        above.plot(when, medians, marker, color=colour, markersize=3.5, label=label)
     above.set_ylabel("median, ms", fontsize=_FONT)
     above.legend(fontsize=_FONT - 1, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     above.tick_params(axis="x", rotation=20)

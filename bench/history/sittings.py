@@ -192,7 +192,7 @@ def _configuration(record: Record) -> str:
 
 def _name(record: Record) -> str:
     config, machine = record.run["config"], record.run["machine"]
-    gpus = f"{machine['gpus']} x {machine['gpu']}" if machine["gpus"] else f"{config['world_size']} CPU ranks"
+    gpus = f"{machine['gpus']} x {machine['gpu']}" if machine["gpus"] else f"{config['world_size']} CPU rank(s)"
     options = {k: v for k, v in config["pipeline"].items() if k != "name" and v not in (False, None)}
     chosen = ", ".join(k if v is True else f"{k} {v}" for k, v in options.items())
     precision = f", {config['precision']}" if "precision" in config else ""

@@ -184,7 +184,7 @@ def ladder_clock_table(ladder: Ladder) -> Table | None:
         table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
     for rung in ladder["rungs"]:
         gpu = ("" if value is None else f"{value:.0f}" for value in (rung["power_w"], rung["sm_clock_mhz"]))
-        times = (f"{rung[name]:.3f}" for name in ("median_ms", "by_clock_ms"))  # type: ignore[literal-required]
+        times = (f"{rung[name]:.3f}" for name in ("median_ms", "by_clock_ms"))
         table.add_row(rung["name"], f"{rung['timed_s']:.1f}", *times, *gpu)
     return table
 

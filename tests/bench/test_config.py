@@ -17,6 +17,7 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--iterations", {"iterations": 0}),
     ("--iterations or --min-time", {"data": DataConfig(), "target_auc": None}),
     ("--min-time", {"min_time": 0.0}),
+    ("--warmup-time", {"warmup_time": -1.0}),
     ("--max-time", {"max_time": 10.0}),
     ("--max-time", {"min_time": 10.0, "max_time": 9.0}),
     ("--warmup-iterations", {"warmup_iterations": -1}),

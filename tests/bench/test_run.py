@@ -147,12 +147,15 @@ def test_a_missed_target(data, tmp_path):
 def test_a_run_without_a_target_does_not_look_failed(data, tmp_path):
     """Its log closes with success, and passes for no submission all the same. It ends by time."""
     flags = ("--target-auc", "None", "--min-time", "0.2", "--preset", "smoke", "--mlperf.division", "closed")
+    flags = (*flags, "--warmup-time", "0.02")
     ended = launch(data, tmp_path, *flags)
     assert ended.statuses == [0, 0], ended
     assert "closed: logged as open, because a generator made the data; the model is not MLPerf's" in ended.outputs[0]
     assert ended.outputs[1] == ""
     record = read_record(tmp_path / "results" / "x")
     assert record.latencies_ms.sum() >= 199 or len(record.losses) == ITERATIONS
+    passed = int(np.searchsorted(np.cumsum(record.iterations_ms[0], dtype=np.float64), 20)) + 1
+    assert record.run["warmup_iterations"] == max(record.run["config"]["warmup_iterations"], passed)
     assert len(record.losses) == record.iterations_ms.shape[1] > 2
     log = tmp_path / "results" / "x" / LOG_NAME
     assert [end["status"] for end in metadata(tmp_path, "run_stop")] == ["success"]

@@ -1,5 +1,6 @@
 """dlrm-bench bisect on a small repository, whose commits say how long an iteration takes; nothing is trained."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -102,6 +103,19 @@ def test_an_interrupted_bisection_goes_on_and_runs_half_a_pair_again(
     plan.write_text(plan.read_text().replace("boot ", "another boot "))
     assert main(["bisect", "--resume", str(folder)]) == 2
     assert "bisect anew here" in capsys.readouterr().err
+
+
+def test_ends_alone_are_a_sitting_of_a_history(
+    tmp_path: Path, commits: list[str], ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bisected(tmp_path, commits[0], commits[5], "--ends", "--max-pairs", "4") == 0
+    assert [run.split("/")[0] for run in ran] == [commits[5][:12]] * 8
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"{commits[5][:12]} 4 0\.9\d\d \(.*\) as after it records", said)
+    (folder,) = (tmp_path / "results").iterdir()
+    assert main(["history", str(folder)]) == 0  # by toy records, which are all of one program
+    same = ["HEAD~2", "HEAD~1", "--ends", "--max-pairs", "4"]
+    assert bisected(tmp_path / "same", *same) == 0, "a commit that changes no file of the program has a place too"
 
 
 def test_what_proves_nothing_has_status_5(

@@ -75,6 +75,21 @@ def test_round_trip_keeps_every_raw_time(written: Path) -> None:
     assert sorted(file.name for file in written.iterdir()) == [ITERATIONS_NPZ, RUN_JSON]
 
 
+def test_samples_a_second_of_an_older_record_are_by_the_clock(written: Path) -> None:
+    """It has them by the mean of the slowest ranks, and no time by the clock."""
+    whole = read_record(written).run
+    latency = whole["latency_ms"]
+    assert latency is not None
+    older = {name: value for name, value in latency.items() if name != "by_clock"}
+    samples = whole["config"]["global_batch_size"]
+    edit(written, latency_ms=older, samples_per_second=samples / latency["mean"] * 1000)
+    again = read_record(written).run
+    assert again["latency_ms"] == latency
+    assert again["samples_per_second"] == whole["samples_per_second"]
+    assert again["samples_per_second"] == pytest.approx(samples / latency["by_clock"] * 1000)
+    assert latency["by_clock"] < latency["mean"]
+
+
 def test_run_json_reads_top_down(written: Path) -> None:
     text = (written / RUN_JSON).read_text()
     assert list(json.loads(text)) == list(RunRecord.__annotations__)

@@ -5,7 +5,17 @@ from functools import partial
 import pytest
 
 from dlrm_bench.bench import ROOT
-from tests.bench.stats.rates import TABLES, TRIES, Row, as_row, of_a_ladder, of_a_reference, of_a_window
+from tests.bench.stats.rates import (
+    TABLES,
+    TRIES,
+    Row,
+    as_row,
+    of_a_ladder,
+    of_a_reference,
+    of_a_window,
+    of_an_uneven_window,
+    of_change_points,
+)
 
 PAGE = (ROOT / "bench" / "stats" / "RATES.md").read_text(encoding="utf-8").splitlines()
 
@@ -22,6 +32,8 @@ def test_the_page_has_every_table_and_case() -> None:
         partial(of_a_reference, 3),
         partial(of_a_window, 250, 0.0, 0.02),
         partial(of_a_ladder, 3, "2 % a run", "normal", 0.95),
+        partial(of_an_uneven_window, 590, "10 % more from begin to end, evenly"),
+        partial(of_change_points, 8, "heavy"),
     ],
 )
 def test_rows_come_out_again(case: partial[Row]) -> None:
