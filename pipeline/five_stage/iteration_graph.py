@@ -111,8 +111,7 @@ class IterationGraph:
         """Takes the form of the first batch; says what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
-            sizes = {key: hot for one in modules for key, hot in one.module.multi_hot_sizes.items()}
-            self._form = BatchForm(batch, distinct(batch, features), sizes)
+            self._form = BatchForm(batch, distinct(batch, features), [one.module.declared for one in modules])
         return why
 
     def fits(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> bool:
@@ -173,7 +172,8 @@ class IterationGraph:
         if not self._slots:
             wait()
             self._slots = [Slot(now.batch, now.features, now.distribution) for _ in range(2)]
-            self._staging = [Staging(now.batch, now.features) for _ in range(2)]
+            assert self._form is not None, "begun"
+            self._staging = [Staging(now.batch, now.features, self._form.vary) for _ in range(2)]
         index = self._place(now, ahead, wait)
         if not self._graphs:
             self._prepare()
@@ -197,7 +197,7 @@ class IterationGraph:
             found = next(staged, 1 - self._turn)
             wait()
             fields = fields_of(now.batch, distinct(now.batch, now.features))
-            self._slots[found].fill(fields, now.distribution.features)
+            self._slots[found].fill(fields, now.distribution)
         if ahead is not None and self._staging[found].holds is not ahead:
             self._stage(found, ahead)
         return found
@@ -244,7 +244,7 @@ class IterationGraph:
     def _distribute(self, staging: Staging, slot: Slot) -> None:
         distribution = self._input_dists.new()
         distribution.advance(staging.features, "features")
-        slot.fill(staging.fields, distribution.features)
+        slot.fill(staging.fields, distribution)
 
     def _dense_update(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
         with self._streams.on("dense_update", after):

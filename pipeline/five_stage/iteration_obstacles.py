@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import KeyedJaggedTensor
 
 from .sharded_modules import Sharded
+from .trimmed.ec_sharder import TrimmedEC
 from .trimmed.sharder import TrimmedEBC
 
 OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
@@ -26,21 +27,24 @@ def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
     """Says what keeps the modules out of the graph, as far as it is known before the first batch."""
     for one in modules:
-        if type(one.module) is not TrimmedEBC:
+        if type(one.module) not in (TrimmedEBC, TrimmedEC):
             return (
                 f"{one.name} is a {one.kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
-                "TrimmedEBCSharder(multi_hot_sizes)"
+                "TrimmedEBCSharder(multi_hot_sizes), an EmbeddingCollection by TrimmedECSharder(sequence_lengths)"
             )
         by_dist = one.module.trimmed_features()
-        waiting = [*by_dist["dynamic"], *by_dist["torchrec"]]
+        waiting = [*by_dist.get("dynamic", ()), *by_dist.get("torchrec", ())]
         if waiting:
             return (
-                f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the multi_hot_sizes "
-                "of all features, and plan tables table-wise or column-wise"
+                f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the sizes of all "
+                "features to the sharder, and plan tables table-wise, column-wise or data-parallel"
             )
-    return next(
-        (why for name, kernel in lookup_kernels(modules) if (why := _of_kernel(name, kernel)) is not None), None
-    )
+        if len(one.module.declared.per_batch) > 1:
+            return f"batches of {one.name} are of several sizes (batch_ids): a graph is of one, so declare the largest"
+        if getattr(one.module, "gives_ids", False):
+            return f"{one.name} gives ids with its vectors (need_indices): give the model what it needs of them"
+    whys = (_of_kernel(name, kernel) for name, kernel in lookup_kernels(modules))
+    return next((why for why in whys if why is not None), None)
 
 
 def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJaggedTensor]) -> str | None:
@@ -49,11 +53,11 @@ def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJagg
         if kjt.variable_stride_per_key():
             return f"batch sizes differ between the features of {one.name}: give all of them one size"
         keys: list[str] = kjt.keys()
-        undeclared = [key for key in keys if key not in one.module.multi_hot_sizes]
+        undeclared = [key for key in keys if key not in one.module.declared]
         if undeclared:
             return (
-                f"the KJT of {one.name} has features of undeclared sizes, {', '.join(undeclared)}: declare their "
-                "multi_hot_sizes, or give them in a KJT of their own"
+                f"the KJT of {one.name} has features of undeclared sizes, {', '.join(undeclared)}: declare them "
+                "to its sharder, or give them in a KJT of their own"
             )
     return None
 

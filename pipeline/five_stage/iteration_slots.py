@@ -3,7 +3,8 @@
 Lengths are no part of it: of declared multi-hot sizes they are the same for every batch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,34 +15,55 @@ from torchrec.distributed.embedding_types import KJTList
 from .batch_fields import kjts_of, leaves, map_fields
 from .captured import FeaturesRead
 from .input_dist import Distribution
+from .trimmed.static_dist import Sizes
 
 Form = tuple[Any, ...]
 
 
 class BatchForm:
-    """What all batches of a graph have in common: shapes, dtypes and values of fields, keys and lengths of KJTs."""
+    """What all batches of a graph have in common: shapes, dtypes and values of fields, keys and numbers of ids."""
 
-    def __init__(self, batch: Any, kjts: Sequence[KeyedJaggedTensor], multi_hot_sizes: Mapping[str, int]) -> None:
-        """kjts: of the batch, each once. multi_hot_sizes: of all their keys."""
+    def __init__(self, batch: Any, kjts: Sequence[KeyedJaggedTensor], declared: Sequence[Sizes]) -> None:
+        """kjts: of the batch, each once. declared: of the modules, for all their keys together."""
         self._form = _form_of(batch, kjts)
-        of_keys = ([multi_hot_sizes[key] for key in list(kjt.keys())] for kjt in kjts)
-        self._lengths = [
-            torch.tensor(of).repeat_interleave(kjt.stride()) for of, kjt in zip(of_keys, kjts, strict=True)
-        ]
-        self._checked: list[Tensor] = []
+        self._ids = [[_ids_of_key(key, declared, kjt.stride()) for key in list(kjt.keys())] for kjt in kjts]
+        self._even = [all(_is_even(key, declared) for key in list(kjt.keys())) for kjt in kjts]
+        self._expected: list[Tensor] = []
+
+    @property
+    def vary(self) -> list[bool]:
+        """For each KJT, whether its lengths are others in every batch."""
+        return [not even for even in self._even]
 
     def fits(self, batch: Any, kjts: Sequence[KeyedJaggedTensor]) -> bool:
         """Returns whether a batch has this form. Lengths that are on the device are trusted; others are read."""
-        return _form_of(batch, kjts) == self._form and self.has_lengths(kjts)
+        return _form_of(batch, kjts) == self._form and self._has_declared(kjts)
 
-    def has_lengths(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
-        """Returns whether all bags have the declared sizes, as far as the host knows."""
+    def _has_declared(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
+        """Whether all bags have the declared sizes, or all features so many ids, as far as the host knows."""
         if any(kjt.device().type != "cpu" for kjt in kjts):
             return True
-        own = [kjt.lengths() for kjt in kjts]
-        if [lengths.dtype for lengths in own] != [lengths.dtype for lengths in self._checked]:
-            self._checked = [of.to(lengths.dtype) for of, lengths in zip(self._lengths, own, strict=True)]
-        return all(map(torch.equal, own, self._checked))
+        own = [
+            kjt.lengths() if even else kjt.lengths().view(-1, kjt.stride()).sum(dim=1)
+            for kjt, even in zip(kjts, self._even, strict=True)
+        ]
+        if [of.dtype for of in own] != [of.dtype for of in self._expected]:
+            self._expected = [
+                torch.tensor([n // kjt.stride() for n in ids], dtype=of.dtype).repeat_interleave(kjt.stride())
+                if even
+                else torch.tensor(ids, dtype=of.dtype)
+                for of, ids, kjt, even in zip(own, self._ids, kjts, self._even, strict=True)
+            ]
+        return all(map(torch.equal, own, self._expected))
+
+
+def _is_even(key: str, declared: Sequence[Sizes]) -> bool:
+    return any(key in sizes.per_bag for sizes in declared)
+
+
+def _ids_of_key(key: str, declared: Sequence[Sizes], stride: int) -> int:
+    """Returns a feature's ids in a batch of the first kind."""
+    return next(sizes.ids(key, stride) for sizes in declared if key in sizes)
 
 
 def _form_of(batch: Any, kjts: Sequence[KeyedJaggedTensor]) -> Form:
@@ -58,12 +80,6 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...]:
 def distinct(batch: Any, features: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
     """Returns the KJTs that the modules are given and all others of the batch, each once."""
     return list({id(kjt): kjt for kjt in (*features, *kjts_of(batch))}.values())
-
-
-def tensors_of(batch: Any, kjts: Iterable[KeyedJaggedTensor]) -> list[Tensor]:
-    """Returns the tensors of a batch beside its KJTs, then the ids of these, with their weights."""
-    kjts = list(kjts)
-    return [*fields_of(batch, kjts), *(tensor for kjt in kjts for tensor in _ids_of(kjt))]
 
 
 def fields_of(batch: Any, kjts: Iterable[KeyedJaggedTensor]) -> list[Tensor]:
@@ -86,43 +102,55 @@ def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 class Staging:
     """A batch as it came to the device, for an input dist to read."""
 
-    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> None:
-        """Of the form of a batch on the device. features: what each module that is called is given of it."""
+    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], vary: Sequence[bool]) -> None:
+        """Of the form of a batch on the device. features: what each module that is called is given of it. vary: which
+        of its distinct KJTs have other lengths in every batch."""
         kjts = distinct(batch, features)
-        own = {id(kjt): _over(kjt, torch.zeros_like) for kjt in kjts}
+        own = {id(kjt): _over(kjt, lengths_too=varies) for kjt, varies in zip(kjts, vary, strict=True)}
+        self._vary = list(vary)
         self.features = [own[id(kjt)] for kjt in features]
         """The KJT of each module."""
         self.fields = [torch.zeros_like(field) for field in fields_of(batch, kjts)]
-        self._memory = [*self.fields, *(tensor for kjt in own.values() for tensor in _ids_of(kjt))]
+        self._memory = [*self.fields, *self._of_kjts(list(own.values()))]
         self.holds: Any = None
         """Whose batch is in it."""
 
     def fill(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> None:
         """Copies a batch on the device, on the current stream."""
-        copy_by_type(self._memory, tensors_of(batch, distinct(batch, features)))
+        kjts = distinct(batch, features)
+        copy_by_type(self._memory, [*fields_of(batch, kjts), *self._of_kjts(kjts)])
+
+    def _of_kjts(self, kjts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
+        return [
+            tensor
+            for kjt, varies in zip(kjts, self._vary, strict=True)
+            for tensor in (*_ids_of(kjt), *([kjt.lengths()] if varies else []))
+        ]
 
 
 class Slot:
     """A batch to train on: its fields, and the ids that this rank looks up."""
 
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], distribution: Distribution) -> None:
-        """Of the form of a batch on the device. distribution: of this batch, done; its lengths and contexts are those
-        of all batches."""
+        """Of the form of a batch on the device. distribution: of this batch, done; the lengths of what is looked up
+        are those of all batches."""
         kjts = distinct(batch, features)
         stand_ins = {id(kjt): FeaturesRead() for kjt in kjts}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
         """What the model gives to each module in place of its KJT."""
         self._fields = [leaf for leaf in leaves(self.batch, set(map(id, stand_ins.values()))) if _is_tensor(leaf)]
-        self.contexts = distribution.contexts
-        self.features = [KJTList([_over(kjt, torch.zeros_like) for kjt in of]) for of in distribution.features]
+        self.contexts = [_own_context(context) for context in distribution.contexts]
+        """TorchRec's, for each module's compute_and_output_dist."""
+        self.features = [KJTList([_over(kjt) for kjt in of]) for of in distribution.features]
         """What each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 
-    def fill(self, fields: Sequence[Tensor], features: Sequence[KJTList]) -> None:
+    def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
         """Copies a batch and what its input dist has made, on the current stream."""
-        copy_by_type([*self._fields, *_ids(self.features)], [*fields, *_ids(features)])
+        into = [*self._fields, *_ids(self.features), *_lengths(self.contexts)]
+        copy_by_type(into, [*fields, *_ids(distribution.features), *_lengths(distribution.contexts)])
 
 
 def _ids(features: Sequence[KJTList]) -> list[Tensor]:
@@ -134,15 +162,36 @@ def _ids_of(kjt: KeyedJaggedTensor) -> list[Tensor]:
     return [kjt.values()] if weights is None else [kjt.values(), weights]
 
 
-def _over(kjt: KeyedJaggedTensor, make: Any) -> KeyedJaggedTensor:
-    """Returns the same KJT over new ids and weights; lengths and offsets are the same memory."""
+def _lengths(contexts: Sequence[Any]) -> list[Tensor]:
+    """Returns the lengths of sequences that the vectors' way back goes by."""
+    return [before.lengths() for context in contexts for before in _before(context)]
+
+
+def _before(context: Any) -> list[KeyedJaggedTensor]:
+    kjts = (getattr(of, "features_before_input_dist", None) for of in context.sharding_contexts)
+    return [kjt for kjt in kjts if kjt is not None]
+
+
+def _own_context(context: Any) -> Any:
+    """Returns a context like this one, with the lengths of sequences in memory of its own."""
+    if not _before(context):
+        return context
+    own = copy.copy(context)
+    own.sharding_contexts = [copy.copy(of) for of in context.sharding_contexts]
+    for of in own.sharding_contexts:
+        of.features_before_input_dist = _over(of.features_before_input_dist, lengths_too=True)
+    return own
+
+
+def _over(kjt: KeyedJaggedTensor, lengths_too: bool = False) -> KeyedJaggedTensor:
+    """Returns the same KJT over new ids and weights; lengths and offsets are the same memory, or new too."""
     weights = kjt.weights_or_none()
     return KeyedJaggedTensor(
         keys=kjt.keys(),
-        values=make(kjt.values()),
-        weights=None if weights is None else make(weights),
-        lengths=kjt.lengths_or_none(),
-        offsets=kjt.offsets_or_none(),
+        values=torch.zeros_like(kjt.values()),
+        weights=None if weights is None else torch.zeros_like(weights),
+        lengths=kjt.lengths().clone() if lengths_too else kjt.lengths_or_none(),
+        offsets=None if lengths_too else kjt.offsets_or_none(),
         stride=kjt.stride(),
         length_per_key=kjt.length_per_key_or_none(),
         offset_per_key=kjt.offset_per_key_or_none(),

@@ -6,6 +6,7 @@ leaves of now, and their gradients go where those of the dense part go: to one a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class ReplicatedTables:
         """Within it TorchRec's lookups are of these tables without DDP."""
         weights = self.parameters
         self._leaves = [of.detach().requires_grad_(of.requires_grad) for of in weights]
-        forwards = {lookup: lookup.module.__call__ for lookup in self._wrapped}
+        forwards: dict[nn.Module, Any] = {lookup: lookup.module.__call__ for lookup in self._wrapped}
         for kernel, leaf in zip(self._kernels, self._leaves, strict=True):
             kernel._parameters["weights"] = leaf
         try:

@@ -82,6 +82,16 @@ class TrimmedEC(ShardedEmbeddingCollection):
         group = own_group(self._env.process_group)
         self._rank_group = RankGroup(group=group, rank=self._env.rank, world_size=self._env.world_size, device=device)
 
+    @property
+    def declared(self) -> Sizes:
+        """The numbers of ids that were declared."""
+        return self._sizes
+
+    @property
+    def gives_ids(self) -> bool:
+        """Whether each vector comes with its id (need_indices)."""
+        return bool(self._need_indices)
+
     def trimmed_features(self) -> dict[str, list[str]]:
         """Features by what their input dist is: "static" or TorchRec's own ("torchrec")."""
         names = sorted({name for config in self._embedding_configs for name in config.feature_names})

@@ -95,9 +95,9 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         self._stock: dict[int, tuple[nn.Module, list[int], torch.Tensor]] = {}
 
     @property
-    def multi_hot_sizes(self) -> Mapping[str, int]:
-        """Ids in every bag of each feature that was declared."""
-        return self._multi_hot_sizes
+    def declared(self) -> Sizes:
+        """The numbers of ids that were declared."""
+        return Sizes(self._multi_hot_sizes)
 
     def trimmed_features(self) -> dict[str, list[str]]:
         """Features by what their input dist is: "static", "dynamic" or TorchRec's own ("torchrec").
