@@ -25,7 +25,6 @@ from dlrm_bench.dlrm.runtime.streams import Priority, Stream
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import DistributedRows, SequenceTables
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.streams import IterationStreams
-from dlrm_bench.pipeline.static_sequences.room import IdRoom
 
 INPUT_DIST = Stream(
     name="input_dist",
@@ -50,7 +49,6 @@ class Slot:
 class Space:
     """The memory of iterations of one room for ids: batch n is in slot n % 2."""
 
-    room: IdRoom
     tables: SequenceTables
     slots: tuple[Slot, Slot]
     rows: Tensor

@@ -14,10 +14,12 @@ from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.streams import IterationStreams
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Space
-from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, IdRoom, room_for_tokens
+from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, IdRoom, room_for_tokens, rooms_down
 
 EAGER = 3
 """Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
+_SETTLED = 8
+"""Batches without a larger space after which rooms are captured before a batch needs them."""
 
 
 class Lane:
@@ -25,7 +27,9 @@ class Lane:
     that. All ranks have as many batches, and all run them in the same room.
 
     A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
-    is there, which is captured anew. Each room for tokens is captured when a batch first needs it. A batch with more
+    is there, which is captured anew. A room for tokens is captured when a batch first needs it, with others down to
+    half of the largest. Graphs share memory, and what a large one has freed holds a smaller one, not the other way
+    round: a room larger than all before makes the graphs begin anew. A batch with more
     rows of one rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
     """
 
@@ -50,7 +54,7 @@ class Lane:
         self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
-        self._executed = 0
+        self._executed = self._largest = self._settled = 0
         self.reset()
 
     def reset(self) -> None:
@@ -78,7 +82,7 @@ class Lane:
         self._read(batches)
         prepared, needs = self._now
         coming, of_coming = self._next()
-        fits = of_coming is None or self.space.room.takes(of_coming)
+        fits = of_coming is None or self.room.takes(of_coming)
         self._streams.limit_run_ahead()
         self._name(coming if fits else None)
         done, room = self.parity, room_for_tokens(needs.tokens)
@@ -108,8 +112,8 @@ class Lane:
         return {
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
             "padding_of_tokens": round(1 - self.tokens / total, 4) if total else 0.0,
-            "room_for_events": self.space.room.events,
-            "room_for_rows": self.space.room.rows,
+            "room_for_events": self.room.events,
+            "room_for_rows": self.room.rows,
             "larger_rooms": self.grown,
             "batches_over_capacity": self.overflows,
         }
@@ -137,14 +141,14 @@ class Lane:
 
     def _name(self, batch: Prepared | None) -> None:
         """Names the batch of the next input dist; None leaves what is there, which is distributed again."""
-        if batch is not None and batch.events != self.space.room.events:
-            batch = self._dense.padded(batch, self.space.room.events)
+        if batch is not None and batch.events != self.room.events:
+            batch = self._dense.padded(batch, self.room.events)
         self._fetcher.name(None if batch is None else batch.batch)
 
     def _bring(self, batch: Prepared, needs: Needs) -> None:
         """Brings a batch to the slot of the next iteration, in a larger space where it needs one."""
-        if not self.space.room.takes(needs):
-            self._grow(self.space.room.grown(needs))
+        if not self.room.takes(needs):
+            self._grow(self.room.grown(needs))
         self._name(batch)
         slot = self.space.slots[self.parity]
         self.space.tables.expect(slot.rows)
@@ -156,9 +160,8 @@ class Lane:
         return replace(self.space, slots=(slots[0], slots[1]))
 
     def _grow(self, room: IdRoom) -> None:
-        if self.graphs is not None:
-            self.graphs.clear()
-        self._numbers.clear()
+        self._forget()
+        self._settled = 0
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.room = room
@@ -166,11 +169,28 @@ class Lane:
         self.space = self._new_space(room)
         self.grown += 1
 
+    def _forget(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+        self._numbers.clear()
+
     def _execute(self, slot: int, room: int) -> None:
         self._executed += 1
+        self._settled += 1
         if self.graphs is None or self._executed <= EAGER:
             self._work(self.space, slot, room)
-            return
+        else:
+            self.graphs.run(self._number(self.graphs, slot, room))
+
+    def _number(self, graphs: Graphs, slot: int, room: int) -> int:
+        """Returns the number of the graph of a slot and a room."""
+        if room > self._largest:
+            self._forget()
+            self._largest = room
         if (slot, room) not in self._numbers:
-            self._numbers[slot, room] = self.graphs.add(partial(self._work, self.space, slot, room))
-        self.graphs.run(self._numbers[slot, room])
+            least = min(room, self._largest // 2)
+            for of in rooms_down(self._largest, least) if self._settled > _SETTLED else [room]:
+                for each in (slot, 1 - slot):
+                    if (each, of) not in self._numbers:
+                        self._numbers[each, of] = graphs.add(partial(self._work, self.space, each, of))
+        return self._numbers[slot, room]

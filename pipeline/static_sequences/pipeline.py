@@ -83,7 +83,7 @@ class StaticSequencesPipeline:
         unused = torch.full((capacity.count,), -1, dtype=torch.int32, device=device)
         slots = [Slot(self.dense.on_device(room.events), unused.clone(), tables.empty_ids(trains)) for _ in range(2)]
         rows = torch.zeros(capacity.count, self._config.model.tables.columns, device=device)
-        return Space(room, tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
+        return Space(tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
 
     def warm_up(self, evaluates: bool) -> None:
         """Trains on batches of its own until an iteration is captured, and evaluates some where the run will; weights,

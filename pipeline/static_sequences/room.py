@@ -12,10 +12,19 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 _TOKENS_STEP = 1.05
 """From one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
 _TOKENS_MULTIPLE = 64
-_IDS_SLACK = 1.25
+_IDS_SLACK = 1.5
 """Room for events and rows over the need of the batch that made it too small. Padding of events costs the embedding
 stages alone, and another size captures every graph anew."""
 _IDS_MULTIPLE = 1024
+
+
+def rooms_down(most: int, least: int) -> list[int]:
+    """Returns all rooms for tokens from `most`, which is one, down to `least`."""
+    rooms, power = {most}, math.ceil(math.log(most, _TOKENS_STEP))
+    while (room := _multiple(_TOKENS_STEP**power, _TOKENS_MULTIPLE)) >= least and power > 0:
+        rooms |= {room} if room <= most else set()
+        power -= 1
+    return sorted(rooms, reverse=True)
 
 
 def room_for_tokens(tokens: int) -> int:

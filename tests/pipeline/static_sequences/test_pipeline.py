@@ -14,6 +14,7 @@ import dlrm_bench.dlrm.tables.sequence.capacity
 import dlrm_bench.pipeline.static_sequences.room
 from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.parts import open_data
@@ -81,7 +82,7 @@ def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None, half
     if state is not None:
         load_whole_state(pipeline, state)
         batches, first = batches[half:], half
-    prepared: Iterator[Any] = map(pipeline.prepare, batches)
+    prepared: Iterator[Any] = Prefetcher(batches, pipeline.prepare, 4, 2)  # beside what the training thread does
 
     def steps(begin: int) -> list[float]:
         losses = []
@@ -152,7 +153,7 @@ def test_trains_what_stock_trains(
         assert (tight["iteration"]["batches_over_capacity"] > 10) == (world_size > 1)
         assert sum(roomy["iteration"]["batches_by_room_for_tokens"].values()) == 2 * STEPS
         captures = rank["static"].described["cuda_graphs"]["iteration"]["captures"]
-        assert 2 <= captures <= 2 * len(roomy["iteration"]["batches_by_room_for_tokens"]) + 2
+        assert 1 <= captures <= len(roomy["iteration"]["batches_by_room_for_tokens"]) + 1
 
 
 def from_state(ranks: Ranks, folder: Path) -> dict[str, Trained]:

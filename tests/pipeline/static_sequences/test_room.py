@@ -7,7 +7,7 @@ import pytest
 
 from dlrm_bench.dlrm.dense.static_sequences import Needs
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom, room_for_tokens
+from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom, room_for_tokens, rooms_down
 
 
 def test_rooms_for_tokens_are_few_and_hold_little_padding() -> None:
@@ -19,13 +19,21 @@ def test_rooms_for_tokens_are_few_and_hold_little_padding() -> None:
     assert all(room_for_tokens(room) == room for room in rooms)
 
 
+@pytest.mark.parametrize("tokens", [1, 100, 5_000, 2_131_968])
+def test_rooms_down_are_all_between(tokens: int) -> None:
+    most = room_for_tokens(tokens)
+    expected = {room_for_tokens(of) for of in range(most // 2, most + 1, max(1, most // 5000))}
+    assert rooms_down(most, most // 2) == sorted((of for of in expected if of >= most // 2), reverse=True)
+    assert rooms_down(most, most) == [most]
+
+
 def test_room_for_ids_grows_where_a_batch_has_none() -> None:
     room = IdRoom(1024, 2048)
     assert room.takes(Needs(1024, 2048, 10**9))
     assert not room.takes(Needs(1025, 1, 1))
     assert not room.takes(Needs(1, 2049, 1))
-    assert room.grown(Needs(1, 3000, 1)) == IdRoom(1024, 4096)
-    assert room.grown(Needs(10_000, 1, 1)) == IdRoom(13_312, 2048)
+    assert room.grown(Needs(1, 3000, 1)) == IdRoom(1024, 5120)
+    assert room.grown(Needs(10_000, 1, 1)) == IdRoom(15_360, 2048)
 
 
 def agree(ranks: Ranks) -> list[Needs]:
