@@ -157,6 +157,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], ranks: RankWatc
                 except subprocess.TimeoutExpired:
                     if ranks.look():
                         process.terminate()
+                        ranks.end_others()
                         return process.wait()
         except BaseException:
             process.terminate()  # torchrun ends its ranks; Ctrl-C has reached it already

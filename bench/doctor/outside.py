@@ -79,7 +79,9 @@ def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms
     late_rank = together.straggler(iteration_ms)
     if late_rank is None:
         return
-    late = together.late[late_rank]
+    # Collectives are seen under the profiler, which makes iterations longer.
+    shorter = min(1.0, iteration_ms / max(rank["traced"]["ms"] for rank, _ in seen))
+    late = Estimate(*(ms * shorter for ms in together.late[late_rank]))
     more_ms, kernel, kernel_ms = more_gpu_work(events, late_rank)
     waits = fmean(ms for rank, ms in together.waits_ms.items() if rank != late_rank)
     transfers = fmean(ms for rank, ms in together.transfers_ms.items() if rank != late_rank)
