@@ -52,7 +52,7 @@ def begin(folder: Path, rank: int, steps: Callable[[], int | None]) -> Callable[
             ended_path(folder, rank).write_text(json.dumps(told), encoding="utf-8")
         original(status)
 
-    os._exit = leave  # type: ignore[assignment]
+    os._exit = leave
     return original
 
 
