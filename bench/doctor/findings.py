@@ -216,7 +216,7 @@ def findings_of(
             worst_ms=max(known) if costs else None,
             detail=next((one.detail for one, _ in each if one.detail), ""),
             reads=[
-                Read(**_frame(line, libraries), count=count / marked)  # type: ignore[typeddict-item]
+                Read(**_frame(line, libraries), count=count / marked)
                 for line, count in reads.most_common()
             ],
             waits=fmean(one.waits / n for one, n in each),
