@@ -215,10 +215,7 @@ def findings_of(
             calls_ms=fmean(in_calls) if costs and place.kind not in OUTSIDE and in_calls else None,
             worst_ms=max(known) if costs else None,
             detail=next((one.detail for one, _ in each if one.detail), ""),
-            reads=[
-                Read(**_frame(line, libraries), count=count / marked)
-                for line, count in reads.most_common()
-            ],
+            reads=[Read(**_frame(line, libraries), count=count / marked) for line, count in reads.most_common()],
             waits=fmean(one.waits / n for one, n in each),
             copies={name: fmean(one.copies[name] / n for one, n in each) for name in sorted(directions)},
             suggestion=suggest(place),

@@ -70,6 +70,15 @@ def test_a_read_costs_its_line_and_not_what_the_line_calls():
     assert (place.kind, estimate.ms) == (judge.SYNC, pytest.approx(0.2))
 
 
+def test_a_line_that_logs_a_value_goes_as_a_whole():
+    logging = frame("/env/lib/python3.12/logging/__init__.py", 377, "LogRecord.getMessage")
+    calls = [made_call("torch.Tensor.item", i, 0, 1000.0 * i, 10.0) for i in range(2)]
+    rank = rank_file([[logging, USER]], calls, device="cpu")
+    emits = frame("/env/lib/python3.12/logging/__init__.py", 1100, "StreamHandler.emit")
+    ((place, estimate),) = estimates(([emits, USER], 200.0, 1.0), ([FORWARD], 800.0, 1.0), rank=rank).items()
+    assert (place.kind, estimate.ms) == (judge.SYNC, pytest.approx(0.2))
+
+
 def test_findings_at_one_line_share_its_samples():
     names = [("torch.Tensor.item", 30.0), ("torch.tensor", 10.0)]
     calls = [
