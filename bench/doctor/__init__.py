@@ -3,7 +3,8 @@
 host-doctor -- torchrun --nproc_per_node 8 train.py ...
 
 The script stays as it is. Its processes load hook.py at their start (site_folder.py says how), a rank finds its
-iterations and measures them (rank.py, marks.py), and the command makes findings of what the ranks leave (findings.py).
+iterations and measures them (rank.py, sampler.py, marks.py), and the command makes findings of what the ranks leave:
+of calls (findings.py), of samples (host.py, periodic.py) and of ranks side by side (stragglers.py).
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 from . import hook
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @contextmanager

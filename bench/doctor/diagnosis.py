@@ -98,7 +98,7 @@ class Diagnosis(TypedDict):
     findings: list[Finding]
     """Costliest first."""
     lines: list[LineTime]
-    """The script's lines that take the slowest rank longest."""
+    """The script's lines that take longest on the rank that the others wait for, else on the slowest."""
     periodic: list[Periodic]
     """What comes every n-th iteration, costliest first."""
     status: int
@@ -152,7 +152,8 @@ def diagnose(
     slowest = max(range(len(ranks)), key=lambda i: ranks[i]["plain"]["ms"])
     iteration_ms = ranks[slowest]["plain"]["ms"]
     periodic = add_host_findings(seen, events)
-    add_straggler(seen, events, together, iteration_ms)
+    late = add_straggler(seen, events, together, iteration_ms)
+    shown = next((rank for rank in ranks if rank["rank"] == late), ranks[slowest])
     placed = findings_of(seen, suggestion)
     findings = [finding for _, finding in placed]
     gpu_ms = max((s["gpu_computing_ms"] for s in summaries if s["gpu_computing_ms"] is not None), default=None)
@@ -183,7 +184,7 @@ def diagnose(
         ranks=summaries,
         parts=parts,
         findings=findings,
-        lines=line_times(rank),
+        lines=line_times(shown),
         periodic=periodic,
         status=0,
         predictions=predict(
@@ -196,7 +197,7 @@ def diagnose(
         notes=_notes(ranks, summaries[slowest]),
     )
     timeline = _timeline(rank, own_seen, [place for place, _ in placed], events[rank["rank"]])
-    return diagnosis, Pictures(timeline, tree_of(rank), together)
+    return diagnosis, Pictures(timeline, tree_of(shown), together)
 
 
 def read_diagnosis(path: Path) -> Diagnosis:

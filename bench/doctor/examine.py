@@ -11,9 +11,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import NoReturn
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from . import text
 from .baseline import Comparison, compare
@@ -112,10 +110,8 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, comparison: Comparis
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     say(text.heading(diagnosis))
-    table = Table(*text.COLUMNS, box=box.SIMPLE_HEAD)
-    for row in text.rank_rows(diagnosis):
-        table.add_row(*row)
-    console.print(table)
+    for line in ("", *text.rank_lines(diagnosis), ""):
+        say(line)
     for number, finding in enumerate(diagnosis["findings"][: text.SHOWN], start=1):
         for line in text.finding_lines(number, finding):
             say(line)
@@ -157,6 +153,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], ranks: RankWatc
                 except subprocess.TimeoutExpired:
                     if ranks.look():
                         process.terminate()
+                        ranks.end_others()
                         return process.wait()
         except BaseException:
             process.terminate()  # torchrun ends its ranks; Ctrl-C has reached it already

@@ -215,10 +215,7 @@ def findings_of(
             calls_ms=fmean(in_calls) if costs and place.kind not in OUTSIDE and in_calls else None,
             worst_ms=max(known) if costs else None,
             detail=next((one.detail for one, _ in each if one.detail), ""),
-            reads=[
-                Read(**_frame(line, libraries), count=count / marked)  # type: ignore[typeddict-item]
-                for line, count in reads.most_common()
-            ],
+            reads=[Read(**_frame(line, libraries), count=count / marked) for line, count in reads.most_common()],
             waits=fmean(one.waits / n for one, n in each),
             copies={name: fmean(one.copies[name] / n for one, n in each) for name in sorted(directions)},
             suggestion=suggest(place),
@@ -231,10 +228,11 @@ def findings_of(
 def _fit(findings: Sequence[tuple[Place, Finding]], iteration_ms: float) -> None:
     """Scales times down that take longer together than the iteration: each is right to its interval alone."""
     together = sum(finding["ms"] or 0.0 for _, finding in findings)
-    for _, finding in findings if together > iteration_ms else ():
-        for name in ("ms", "worst_ms"):
-            if finding[name] is not None:
-                finding[name] *= iteration_ms / together
+    scale = iteration_ms / together if together > iteration_ms else 1.0
+    for _, finding in findings:
+        if finding["ms"] is not None and finding["worst_ms"] is not None:
+            finding["ms"] *= scale
+            finding["worst_ms"] *= scale
 
 
 def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:

@@ -36,11 +36,11 @@ def tree_of(rank: RankFile) -> Box:
     above = _common([[name for name, _ in paths[stack]] for stack in taken])
     root = Box(f"an iteration of rank {rank['rank']}", _ALL)
     for sample in samples.samples:
-        box = root
-        box.ms += sample.ms
+        box, ms = root, sample.ms / samples.iterations
+        box.ms += ms
         for name, color in paths[sample.stack][above:]:
             box = box.inner.setdefault(name, Box(name, color))
-            box.ms += sample.ms
+            box.ms += ms
     return root
 
 

@@ -33,7 +33,7 @@ _LEAST = 0.03
 """Share of an iteration below which time outside of torch is no finding."""
 _LOADER = re.compile(r"/torch/utils/data/(dataloader|datapipes/.*|_utils/.*)\.py$")
 _LAUNCHES = re.compile(r"/(torch|torchrec|torchmetrics|torcheval|fbgemm_gpu|triton)/")
-"""Libraries whose Python launches work: time in it is no work of the script's."""
+"""Libraries whose Python launches work: time in it is no work of the script's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +198,10 @@ def _one_of_each_loop(seen: dict[Place, Seen], kept_out: Collection[tuple[str, i
 def _match(place: Place, loops: Mapping[Place, range]) -> _Match:
     if place in loops:
         return _in_lines(place.user, loops[place])
-    if place.library:
-        library = place.library[0]
-        return _below(place.user, library)
-    whole = place.kind in (PRINT, METRIC, OPTIMIZER_LOOP, PERIODIC)
+    if place.library and _LAUNCHES.search(place.library[0].file):
+        return _below(place.user, place.library[0])
+    # A line that hands a tensor to logging, or to a package that launches nothing, goes as a whole.
+    whole = bool(place.library) or place.kind in (PRINT, METRIC, OPTIMIZER_LOOP, PERIODIC)
     return _own(place.user, whole)
 
 

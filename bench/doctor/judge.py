@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from . import cuda_calls as cuda
 from .cuda_calls import CudaCall
-from .frames import Frames
+from .frames import Frames, is_torch
 from .rank_file import Call, Frame, RankFile
 
 SYNC = "sync"
@@ -145,6 +145,8 @@ class Judge:
             waits = any(c.kind == cuda.SYNC for c in below)
             return "HtoD pageable" in directions or (waits and "HtoD pinned" in directions)
         about = call["about"]
+        if is_torch(self._rank["stacks"][call["stack"]][0]):
+            return False  # torch moves what it has made, such as norms of gradients, to where it is
         moves = call["name"] in ("torch.Tensor.to", "torch.Tensor.cuda") and about.get("names_device", False)
         return moves and about.get("pinned") is False
 

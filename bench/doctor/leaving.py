@@ -7,6 +7,7 @@ Python: of the first the line is kept, of the second only that the process is go
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def begin(folder: Path, rank: int, steps: Callable[[], int | None]) -> Callable[
             ended_path(folder, rank).write_text(json.dumps(told), encoding="utf-8")
         original(status)
 
-    os._exit = leave  # type: ignore[assignment]
+    os._exit = leave
     return original
 
 
@@ -101,10 +102,17 @@ class RankWatch:
         for rank, process in _unfinished(self.folder).items():
             if process not in self._ours and self._is_ours(process):
                 self._ours.add(process)
-            if process in self._ours and rank not in self.lost and gone(process) and not _left(self.folder, rank):
+            # Where one rank is seen, those that are not seen are gone.
+            if self._ours and rank not in self.lost and gone(process) and not _left(self.folder, rank):
                 self.lost.append(rank)
                 self._since = self._since or time.monotonic()
         return bool(self.lost) and time.monotonic() - self._since > GRACE_S
+
+    def end_others(self) -> None:
+        """Ends the ranks that are left, as a launcher does that sees its ranks: not every one does."""
+        for process in self._ours:
+            if not gone(process):
+                os.kill(process, signal.SIGTERM)
 
     def _is_ours(self, process: int) -> bool:
         try:

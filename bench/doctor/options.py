@@ -13,13 +13,14 @@ class DoctorOptions:
     warmup: int = 20
     """Iterations before anything is measured."""
     iterations: int = 50
-    """Iterations that are timed without instruments; 13 more are needed for the lines."""
+    """Iterations that are timed without instruments. As many again have their stacks sampled, and 15 more give lines;
+    work of every n-th iteration is found where it comes three times in them."""
     keep_running: bool = False
-    """Let the script continue to its end."""
+    """Let the script continue to its end; if it fails then, exit with status 1."""
     json: Path | None = None
     """File for all findings and figures."""
     page: Path | None = None
-    """File for a self-contained HTML page with the timeline of an iteration."""
+    """File for a self-contained HTML page with timelines and a flame graph."""
     traces: Path | None = None
     """Folder for the ranks' Chrome traces."""
     baseline: Path | None = None

@@ -14,7 +14,7 @@ from .periodic import Periodic, Work, recurring_work
 from .rank_file import RankFile
 from .samples import Estimate, Sample, Samples
 from .stragglers import Together, more_gpu_work
-from .trace import OTHER, host_stages_of_loop
+from .trace import STAGES, host_stages_of_loop
 
 SeenBy = Sequence[tuple[RankFile, dict[Place, Seen]]]
 """Each rank with what it saw."""
@@ -74,12 +74,17 @@ def _add_periodic(seen: SeenBy, works: Mapping[int, Work]) -> Periodic:
     return periodic
 
 
-def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms: float) -> None:
-    """Adds the rank that the others wait for, at the line, or in the kernel, that takes it longer than the others."""
+def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms: float) -> int | None:
+    """Adds the rank that the others wait for, at the line, or in the kernel, that takes it longer than the others.
+
+    Returns its number; None where there is no such rank.
+    """
     late_rank = together.straggler(iteration_ms)
     if late_rank is None:
-        return
-    late = together.late[late_rank]
+        return None
+    # Collectives are seen under the profiler, which makes iterations longer.
+    shorter = min(1.0, iteration_ms / max(rank["traced"]["ms"] for rank, _ in seen))
+    late = Estimate(*(ms * shorter for ms in together.late[late_rank]))
     more_ms, kernel, kernel_ms = more_gpu_work(events, late_rank)
     waits = fmean(ms for rank, ms in together.waits_ms.items() if rank != late_rank)
     transfers = fmean(ms for rank, ms in together.transfers_ms.items() if rank != late_rank)
@@ -94,11 +99,15 @@ def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms
     else:
         line, line_ms = _slower_line(seen, late_rank)
         place = Place(STRAGGLER, line if line_ms > 0 else _NO_LINE, ())
-        detail += f"; its line takes {line_ms:.3f} ms more, most {_slower_stage(events, late_rank)}"
+        stage = _slower_stage(events, late_rank, late.ms / 2)
+        detail += f"; its line takes {line_ms:.3f} ms more, {stage}"
+        if late.low <= line_ms <= late.high:
+            late = late._replace(ms=line_ms)  # of more iterations, and without the profiler
     for _, own in seen:
         for other in [other for other in own if other.kind in _HOST and other.user[:3] == place.user[:3]]:
             del own[other]  # this finding's
         own[place] = Seen(us=None, left_out=late, detail=detail)  # all wait as long
+    return late_rank
 
 
 def line_times(rank: RankFile) -> list[LineTime]:
@@ -138,13 +147,13 @@ def _slower_line(seen: SeenBy, late_rank: int) -> tuple[Line, float]:
     return (_NO_LINE, 0.0) if most is None else (named[most], more[most])
 
 
-def _slower_stage(events: Events, late_rank: int) -> str:
-    """Where the loop of this rank spends more than the mean of the others, by most."""
+def _slower_stage(events: Events, late_rank: int, least_ms: float) -> str:
+    """Where the loop of this rank spends more than the mean of the others, by at least this."""
     stages = {rank: host_stages_of_loop(own)[0] for rank, own in events.items()}
     others = [own for rank, own in stages.items() if rank != late_rank]
-    more = {name: ms - fmean(own[name] for own in others) for name, ms in stages[late_rank].items()}
+    more = {name: stages[late_rank][name] - fmean(own[name] for own in others) for name in STAGES}
     most = max(more, key=lambda name: more[name])
-    return "outside of any stage" if most == OTHER else f"in the stage {most}"
+    return f"most in the stage {most}" if more[most] >= least_ms else "outside of any stage"
 
 
 def _by_line(rank: RankFile, samples: Samples) -> dict[Line, list[Sample]]:

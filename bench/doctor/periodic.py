@@ -69,9 +69,10 @@ def find(times: Sequence[float | None]) -> list[Comb]:
     """Combs of slow iterations, the shortest period first. times: of iterations in order; None where not measured."""
     left = list(times)
     combs: list[Comb] = []
+    typical = median([time for time in times if time is not None])
     for period in range(2, len(left) // _FEWEST + 1):
         for first in range(period):
-            comb = _comb(left, period, first)
+            comb = _comb(left, period, first, typical)
             if comb is not None:
                 combs.append(comb)
                 left = [
@@ -111,11 +112,12 @@ def recurring_work(rank: RankFile) -> list[Work]:
     return sorted(found, key=lambda work: -work.periodic["ms"])
 
 
-def _comb(times: Sequence[float | None], period: int, first: int) -> Comb | None:
+def _comb(times: Sequence[float | None], period: int, first: int, typical: float) -> Comb | None:
+    """typical: median of all times, which those of a comb are all above."""
     own = [time for time in times[first::period] if time is not None]
-    rest = [time for i, time in enumerate(times) if time is not None and (i - first) % period]
-    if len(own) < _FEWEST:
+    if len(own) < _FEWEST or min(own) <= typical:
         return None
+    rest = [time for i, time in enumerate(times) if time is not None and (i - first) % period]
     middle = median(rest)
     spread = median(abs(time - middle) for time in rest)
     limit = middle + max(_OUTSTANDING[0] * middle, _OUTSTANDING[1] * spread)

@@ -86,6 +86,6 @@ def estimate_of(each: Sequence[float]) -> Estimate:
 
 
 def student_t(degrees: int) -> float:
-    """The 97.5 % point of Student's t, to 2 % from 3 degrees on (Abramowitz and Stegun, 26.7.5)."""
+    """The 97.5 % point of Student's t, to 4 % from 3 degrees on (Abramowitz and Stegun, 26.7.5)."""
     z = _Z
     return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)

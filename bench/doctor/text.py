@@ -79,6 +79,17 @@ def rank_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
     return rows
 
 
+def rank_lines(diagnosis: Diagnosis) -> list[str]:
+    """The ranks as aligned columns, whole however narrow the terminal is; columns that no rank fills are left out."""
+    rows = [COLUMNS, *rank_rows(diagnosis)]
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    return [
+        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in zip(*kept, strict=True)
+    ]
+
+
 def finding_lines(number: int, finding: Finding) -> list[str]:
     """A finding in a few lines: cost, the user's line, the library's, and what to do."""
     lines = [f"{number}. {finding['kind']}: {cost(finding)}{_cuda(finding)}"]

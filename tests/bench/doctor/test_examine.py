@@ -157,7 +157,7 @@ def test_leaving_a_loop_out_takes_its_python_and_its_backward_away(planted):
 def test_a_straggler_and_who_waits_for_it(planted):
     diagnosis = planted("straggler")
     first, (waiting, late) = diagnosis["findings"][0], diagnosis["ranks"]
-    assert 8 < first["ms"] < diagnosis["iteration_ms"]  # less than 12 where rank 0 is late too
+    assert 8 < first["ms"] <= diagnosis["iteration_ms"]  # less than 12 where rank 0 is late too
     assert "rank 1 comes last to 100%" in first["detail"]
     assert "outside of any stage" in first["detail"]
     assert waiting["collective_wait_ms"] > 8 > late["collective_wait_ms"]
@@ -305,6 +305,55 @@ def test_a_script_that_compiles_is_not_compiled_anew(tmp_path, monkeypatch):
 def test_what_cannot_be_examined_says_why(source, error, says, tmp_path):
     with pytest.raises(error, match=says):
         examined(written(tmp_path, source), tmp_path / "out")
+
+
+ENDS_EARLY = """
+import os, signal, sys, time
+import torch
+rank = int(os.fork() == 0)
+os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in range(60):
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    if rank == 1 and step == 8:
+        %s
+if rank == 0:
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("leaves", "says"),
+    [
+        ("os._exit(0)", r"rank 1 called os\._exit\(0\) at .*train\.py:12 after 8 iterations"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed or crashed before the doctor was done"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_at_once(leaves, says, tmp_path, monkeypatch):
+    """Rank 0, which is done, does not wait for it."""
+    monkeypatch.setattr("dlrm_bench.bench.doctor.rank._PATIENCE_S", 1000)
+    with pytest.raises(ExaminationError, match=says):
+        examined(written(tmp_path, ENDS_EARLY % leaves), tmp_path / "out")
+
+
+def test_ranks_that_wait_for_one_that_is_gone_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrm_bench.bench.doctor.leaving.GRACE_S", 0.2)
+    source = ENDS_EARLY % "os._exit(0)" + "    pass\n"
+    waits = source.replace("for step in range(60):", "for step in range(60):\n    rank or step < 8 or time.sleep(1000)")
+    with pytest.raises(ExaminationError, match=r"rank 1 called os\._exit\(0\)"):
+        examined(written(tmp_path, waits), tmp_path / "out")
+    wait_until(lambda: not list(ranks_naming(str(tmp_path))), "rank 0 has ended")
+
+
+def test_a_script_that_crashes_after_its_examination_fails(tmp_path, monkeypatch, capfd):
+    """With --keep-running; else the doctor has ended it before."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = written(tmp_path, TRAINING.format(iterations=60, more="") + "\nraise SystemExit(3)\n")
+    flags = ["doctor", "--warmup", "3", "--iterations", "5"]
+    assert main([*flags, "--keep-running", "--", sys.executable, str(script)]) == 1
+    assert "the command ended with status 3 after its examination" in capfd.readouterr().out
 
 
 def test_the_command_writes_and_compares(tmp_path, monkeypatch, capfd):

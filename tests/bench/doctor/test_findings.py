@@ -103,6 +103,11 @@ def test_what_is_no_finding_without_a_gpu(name, about):
     assert cpu(name, **about) == []
 
 
+def test_what_torch_moves_itself_is_no_copy_of_a_batch():
+    clip = frame(f"{PACKAGES}/torch/nn/utils/clip_grad.py", 106, "_get_total_norm")
+    assert cpu("torch.Tensor.to", [clip, USER], pinned=False, names_device=True) == []
+
+
 def test_a_read_of_a_tensor_on_the_host_is_no_finding_on_a_gpu():
     rank = rank_file([[USER]], [made_call("torch.Tensor.item", i, 0, 1000.0 * i, device="cpu") for i in range(2)])
     assert seen_by(rank, []) == {}
