@@ -34,6 +34,7 @@ from dlrm_bench.kernels.benchmark.tokens import (
     gated_norm_cases,
     norm_cases,
     sorted_sums_cases,
+    swish_norm_cases,
     token_input_cases,
     zero_tail_cases,
 )
@@ -357,6 +358,7 @@ CASES = {
     "silu_attention": silu_attention_cases,
     "last_query_attention": last_query_attention_cases,
     "norm": norm_cases,
+    "swish_norm": swish_norm_cases,
     "gated_norm": gated_norm_cases,
     "token_input": token_input_cases,
     "sorted_sums": sorted_sums_cases,

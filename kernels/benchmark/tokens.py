@@ -14,11 +14,12 @@ from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
+from dlrm_bench.kernels.dense.swish_norm import swish_norm_backward, swish_norm_forward
 from dlrm_bench.kernels.dense.token_input import TokenPlaces, token_input_backward, token_input_forward
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 WIDTH, CONTEXT = 512, 8  # MLPerf DLRMv4's
-POSITIONS, TIMES = 8192, 2049
+POSITIONS, TIMES, _HIDDEN = 8192, 2049, 256
 _SAMPLES = (1024, 128)
 _EPS = 1e-6
 
@@ -47,6 +48,17 @@ def norm_cases() -> Iterator[Case]:
         out = torch.empty_like(x)
         backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, dweight, dbias, _EPS)
         yield Case("norm_backward", shape, 5 * x.nbytes, backward)
+
+
+def swish_norm_cases() -> Iterator[Case]:
+    """Of the hidden rows of distinct events: 50 a sample, and 200 where samples are dealt among eight ranks."""
+    for count in (51_200, 204_800):
+        x, grad, out = (_tokens(count, _HIDDEN) for _ in range(3))
+        (weight, bias), (dweight, dbias) = torch.randn(2, 2, _HIDDEN, device="cuda")
+        shape = f"[{count}, {_HIDDEN}]"
+        yield Case("swish_norm_forward", shape, 2 * x.nbytes, partial(swish_norm_forward, x, weight, bias, out, _EPS))
+        backward = partial(swish_norm_backward, grad, x, weight, bias, out, dweight, dbias, _EPS)
+        yield Case("swish_norm_backward", shape, 3 * x.nbytes, backward)
 
 
 def gated_norm_cases() -> Iterator[Case]:

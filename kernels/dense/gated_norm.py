@@ -83,7 +83,7 @@ def plain_gated_norm_forward(
     u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
 ) -> None:
     """What `gated_norm_forward` does, in PyTorch."""
-    inside = within(len(u), end)
+    inside = within(u, end)
     x_hat, _ = normalized(torch.where(inside, a, 0), eps)
     s = functional.silu(u.to(x_hat.dtype))
     joined = torch.cat([s, a.to(s.dtype), s * (x_hat * weight + bias)], dim=1)
@@ -105,7 +105,7 @@ def plain_gated_norm_backward(
     eps: float,
 ) -> None:
     """What `gated_norm_backward` does, in PyTorch."""
-    inside = within(len(u), end)
+    inside = within(u, end)
     x_hat, factor = normalized(torch.where(inside, a, 0), eps)
     wide = torch.where(inside, u, 0).to(x_hat.dtype)
     sigmoid = wide.sigmoid()
