@@ -11,6 +11,7 @@ from torch import Tensor
 from dlrm_bench.kernels.benchmark.attention import LONGEST, jagged_lengths
 from dlrm_bench.kernels.benchmark.timing import Case
 from dlrm_bench.kernels.dense._dropout import Dropout
+from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
@@ -136,3 +137,10 @@ def zero_tail_cases() -> Iterator[Case]:
         end = torch.tensor([int(len(out) * share)], device="cuda")
         empty = (len(out) - int(end)) * 2 * WIDTH
         yield Case("zero_tail", f"{len(out)} tokens, {share:.0%} full", empty, partial(zero_tail, out, end))
+
+
+def column_sums_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
+        out = torch.empty(3456, dtype=BF16, device="cuda")
+        yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
