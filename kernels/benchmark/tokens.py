@@ -1,4 +1,4 @@
-"""Cases of kernels that go over all tokens of DLRMv4's early batches: 1,024 and 128 samples, width 512, bf16."""
+"""Cases of kernels that go over all tokens of early batches of DLRMv4, width 512, bf16, and of the sums that they end in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.attention import LONGEST, jagged_lengths
 from dlrm_bench.kernels.benchmark.timing import Case
+from dlrm_bench.kernels.dense import cross
 from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
@@ -142,5 +143,5 @@ def zero_tail_cases() -> Iterator[Case]:
 def column_sums_cases() -> Iterator[Case]:
     for batch in (6912, 512):
         partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
-        out = torch.empty(3456, dtype=BF16, device="cuda")
+        out = torch.empty(3456, dtype=torch.bfloat16, device="cuda")
         yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
