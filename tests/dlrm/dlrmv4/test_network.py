@@ -342,5 +342,22 @@ def test_a_gpu_computes_as_the_host(precision: Precision, last_layer: LastLayer,
         assert error <= (1e-4 if precision == "fp32" else 1.5 * of_host + 0.02), (name, error, of_host)
 
 
+@pytest.mark.gpu
+def test_fused_kernels_give_equal_bits_run_by_run() -> None:
+    config = replace(SMALL, kernels="fused", preprocessor_hidden=32, last_layer="candidates")
+    model = small_model(config, "bf16").cuda()
+    batch = batch_of(by_item(case_samples()), config, distinct=True).to(torch.device("cuda"))
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss, (_, logits, _) = model(batch)
+        loss.backward()
+        grads = [weight.grad.clone() for weight in model.model.dense.parameters()]
+        runs.append([loss.detach(), logits, *grads])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_loss_is_a_fifth_of_the_mean_cross_entropy() -> None:
     assert float(loss_of(torch.zeros(3), torch.tensor([0.0, 1.0, 1.0]), SMALL)) == pytest.approx(0.2 * math.log(2))
