@@ -1,4 +1,4 @@
-"""Cases of kernels that go over all tokens of early batches of DLRMv4, width 512, bf16, and of the sums that they end in."""
+"""Cases of kernels that go over all tokens of DLRMv4's early batches, width 512, bf16, and of the sums they end in."""
 
 from __future__ import annotations
 
