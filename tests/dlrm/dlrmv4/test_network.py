@@ -221,6 +221,22 @@ def test_fused_kernels_give_the_same_of_odd_lengths(lengths: tuple[int, ...]) ->
     )
 
 
+@pytest.mark.parametrize("last_layer", [pytest.param("all", marks=pytest.mark.gpu), "candidates"])
+def test_fused_kernels_give_the_same_of_the_longest_history(last_layer: LastLayer) -> None:
+    """Attention of all tokens takes seconds of a CPU."""
+    device = torch.device("cuda" if last_layer == "all" else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    plain = replace(PLAIN, max_history=4086, layers=1, heads=1, last_layer=last_layer)
+    samples, results = make_samples(plain, (3, 4086), seed=3), []
+    for config in (plain, replace(plain, kernels="fused")):
+        model = small_model(config).to(device)
+        loss, (_, logits, _) = model(batch_of(samples, config).to(device))
+        loss.backward()
+        grads = {name: weight.grad.cpu() for name, weight in model.model.named_parameters()}
+        results.append(pack({"logits": logits.cpu(), "loss": loss.detach().cpu(), **grads}, True))
+    assert_equal(results[1], results[0], 1e-5 if last_layer == "candidates" else 1e-4)
+
+
 @pytest.mark.parametrize("last_layer", ["all", "candidates"])
 def test_fused_kernels_drop_as_plain_ones_given_the_same_masks(
     last_layer: LastLayer, monkeypatch: pytest.MonkeyPatch
