@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
-from dlrm_bench.kernels.dense.column_sums import column_sums
-from dlrm_bench.kernels.dense.norm import normalize, normalized, of_normalized, programs, through_normalize
+from dlrm_bench.kernels.dense.norm import add_up, normalize, normalized, of_normalized, programs, through_normalize
 
 _ROWS = 2  # of a program's tile
 
@@ -69,14 +68,13 @@ def triton_swish_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, out: Tens
 def triton_swish_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, eps: float
 ) -> None:
-    """What `swish_norm_backward` does, in one kernel and the sums of its partial sums."""
+    """What `swish_norm_backward` does, in one kernel and the sum of its partial sums."""
     rows, width = x.shape
     partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
     _swish_norm_backward_kernel[(partials.shape[1],)](
         grad, x, weight, bias, dx, *partials, rows, eps, width, _ROWS, num_warps=1
     )
-    column_sums(partials[0], dweight)
-    column_sums(partials[1], dbias)
+    add_up(partials, dweight, dbias)
 
 
 @jit
