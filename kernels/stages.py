@@ -38,6 +38,8 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_last_query_sum_kernel": ("last_query_attention", DENSE),
     "_norm_forward_kernel": ("norm", DENSE),
     "_norm_backward_kernel": ("norm", DENSE),
+    "_swish_norm_forward_kernel": ("swish_norm", DENSE),
+    "_swish_norm_backward_kernel": ("swish_norm", DENSE),
     "_gated_norm_forward_kernel": ("gated_norm", DENSE),
     "_gated_norm_backward_kernel": ("gated_norm", DENSE),
     "_token_input_forward_kernel": ("token_input", DENSE),

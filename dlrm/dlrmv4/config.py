@@ -196,7 +196,13 @@ class ModelConfig:
 
     def _check_kernels(self) -> None:
         require(self.kernels in ("plain", "fused"), f"--model.kernels is {self.kernels!r}: choose plain or fused")
-        for flags, width in (("width", self.width), ("heads times --model.head-width", self.inner)):
+        widths = {
+            "width": self.width,
+            "heads times --model.head-width": self.inner,
+            "preprocessor-hidden": self.preprocessor_hidden,
+            "head-hidden": self.head_hidden,
+        }
+        for flags, width in widths.items():
             require(
                 self.kernels == "plain" or (width >= 16 and width & (width - 1) == 0),
                 f"--model.kernels fused: --model.{flags} is {width}: its kernels need a power of two from 16 on, or "

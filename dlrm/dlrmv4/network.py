@@ -41,11 +41,12 @@ class Postprocessor(nn.Module):
         super().__init__()
         self.combine = nn.Linear(config.width + 2 * len(_PERIODS), config.width)
         self.norm = nn.LayerNorm(config.width, eps=MLP_EPS)
+        self._fused = config.kernels == "fused"
 
     def forward(self, tokens: Tensor, query: Tensor) -> Tensor:
         """Returns [B, width] of tokens [B, width], in their format, and times in seconds, int32 [B]."""
         joined = torch.cat([tokens, time_features(query).to(tokens.dtype)], dim=1)
-        return layer_norm(self.norm, linear(self.combine, joined))
+        return layer_norm(self.norm, linear(self.combine, joined), self._fused)
 
 
 def time_features(times: Tensor) -> Tensor:
@@ -72,8 +73,10 @@ class DenseNetwork(nn.Module):
         self.time_weight = nn.Parameter(torch.empty(config.time_buckets + 1, config.width))
         self.layers = nn.ModuleList(StuLayer(config) for _ in range(config.layers))
         self.postprocessor = Postprocessor(config)
-        self.item_mlp = Mlp(len(EVENT_TABLES) * config.embedding_dim, config.head_hidden, config.width)
-        self.head = Mlp(config.width, config.head_hidden, 1, normed=False)
+        self.item_mlp = Mlp(
+            len(EVENT_TABLES) * config.embedding_dim, config.head_hidden, config.width, fused=self._fused
+        )
+        self.head = Mlp(config.width, config.head_hidden, 1, normed=False, fused=self._fused)
 
     def init_weights(self, seed: int) -> None:
         """Fill all weights from `seed` alone, by the laws of the reference's modules."""

@@ -22,9 +22,10 @@ class Preprocessor(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         columns, hidden, width = config.embedding_dim, config.preprocessor_hidden, config.width
-        self.item_mlp = Mlp(columns, hidden, width)
-        self.artist_album_mlp = Mlp(2 * columns, hidden, width)
-        self.action_mlp = Mlp(len(ACTION_BITS) * config.action_dim, hidden, width)
+        fused = config.kernels == "fused"
+        self.item_mlp = Mlp(columns, hidden, width, fused=fused)
+        self.artist_album_mlp = Mlp(2 * columns, hidden, width, fused=fused)
+        self.action_mlp = Mlp(len(ACTION_BITS) * config.action_dim, hidden, width, fused=fused)
         self.action_embedding = nn.Parameter(torch.empty(len(ACTION_BITS), config.action_dim))
         self.candidate_action = nn.Parameter(torch.empty(1, len(ACTION_BITS) * config.action_dim))
         self.context_weight = nn.Parameter(torch.empty(CONTEXT_TOKENS, columns, width))

@@ -31,14 +31,15 @@ from dlrm_bench.kernels.benchmark.single_ids import (
 )
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
 from dlrm_bench.kernels.benchmark.tokens import (
+    column_sums_cases,
     gated_norm_cases,
     norm_cases,
     sorted_sums_cases,
+    swish_norm_cases,
     token_input_cases,
     zero_tail_cases,
 )
 from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp
-from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.flat_adagrad import flat_adagrad
 from dlrm_bench.kernels.dense.peer_sums import peer_sums
 from dlrm_bench.kernels.dense.sharded_adagrad import sharded_adagrad
@@ -247,13 +248,6 @@ def loss_cases() -> Iterator[Case]:
         )
 
 
-def column_sums_cases() -> Iterator[Case]:
-    for batch in (6912, 512):
-        partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
-        out = torch.empty(3456, dtype=BF16, device="cuda")
-        yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
-
-
 def small_mlp_cases() -> Iterator[Case]:
     widths = (512, 256, 128)
     for batch in (6912, 512):
@@ -357,6 +351,7 @@ CASES = {
     "silu_attention": silu_attention_cases,
     "last_query_attention": last_query_attention_cases,
     "norm": norm_cases,
+    "swish_norm": swish_norm_cases,
     "gated_norm": gated_norm_cases,
     "token_input": token_input_cases,
     "sorted_sums": sorted_sums_cases,

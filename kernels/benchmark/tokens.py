@@ -1,4 +1,4 @@
-"""Cases of kernels that go over all tokens of DLRMv4's early batches: 1,024 and 128 samples, width 512, bf16."""
+"""Cases of kernels that go over all tokens of DLRMv4's early batches, width 512, bf16, and of the sums they end in."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.attention import LONGEST, jagged_lengths
 from dlrm_bench.kernels.benchmark.timing import Case
+from dlrm_bench.kernels.dense import cross
 from dlrm_bench.kernels.dense._dropout import Dropout
+from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
+from dlrm_bench.kernels.dense.swish_norm import swish_norm_backward, swish_norm_forward
 from dlrm_bench.kernels.dense.token_input import TokenPlaces, token_input_backward, token_input_forward
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 WIDTH, CONTEXT = 512, 8  # MLPerf DLRMv4's
-POSITIONS, TIMES = 8192, 2049
+POSITIONS, TIMES, _HIDDEN = 8192, 2049, 256
 _SAMPLES = (1024, 128)
 _EPS = 1e-6
 
@@ -47,6 +50,17 @@ def norm_cases() -> Iterator[Case]:
         out = torch.empty_like(x)
         backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, dweight, dbias, _EPS)
         yield Case("norm_backward", shape, 5 * x.nbytes, backward)
+
+
+def swish_norm_cases() -> Iterator[Case]:
+    """Of the hidden rows of distinct events: 50 a sample, and 200 where samples are dealt among eight ranks."""
+    for count in (51_200, 204_800):
+        x, grad, out = (_tokens(count, _HIDDEN) for _ in range(3))
+        (weight, bias), (dweight, dbias) = torch.randn(2, 2, _HIDDEN, device="cuda")
+        shape = f"[{count}, {_HIDDEN}]"
+        yield Case("swish_norm_forward", shape, 2 * x.nbytes, partial(swish_norm_forward, x, weight, bias, out, _EPS))
+        backward = partial(swish_norm_backward, grad, x, weight, bias, out, dweight, dbias, _EPS)
+        yield Case("swish_norm_backward", shape, 3 * x.nbytes, backward)
 
 
 def gated_norm_cases() -> Iterator[Case]:
@@ -124,3 +138,10 @@ def zero_tail_cases() -> Iterator[Case]:
         end = torch.tensor([int(len(out) * share)], device="cuda")
         empty = (len(out) - int(end)) * 2 * WIDTH
         yield Case("zero_tail", f"{len(out)} tokens, {share:.0%} full", empty, partial(zero_tail, out, end))
+
+
+def column_sums_cases() -> Iterator[Case]:
+    for batch in (6912, 512):
+        partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
+        out = torch.empty(3456, dtype=torch.bfloat16, device="cuda")
+        yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))

@@ -12,8 +12,15 @@ from torch.nn import functional
 
 from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
-from dlrm_bench.kernels.dense.column_sums import column_sums
-from dlrm_bench.kernels.dense.norm import normalize, normalized, of_normalized, programs, through_normalize, within
+from dlrm_bench.kernels.dense.norm import (
+    add_up,
+    normalize,
+    normalized,
+    of_normalized,
+    programs,
+    through_normalize,
+    within,
+)
 
 _ROWS = 2  # tokens of a program's tile: they share a mask's counters
 _NUM_WARPS = 2
@@ -83,7 +90,7 @@ def plain_gated_norm_forward(
     u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
 ) -> None:
     """What `gated_norm_forward` does, in PyTorch."""
-    inside = within(len(u), end)
+    inside = within(u, end)
     x_hat, _ = normalized(torch.where(inside, a, 0), eps)
     s = functional.silu(u.to(x_hat.dtype))
     joined = torch.cat([s, a.to(s.dtype), s * (x_hat * weight + bias)], dim=1)
@@ -105,7 +112,7 @@ def plain_gated_norm_backward(
     eps: float,
 ) -> None:
     """What `gated_norm_backward` does, in PyTorch."""
-    inside = within(len(u), end)
+    inside = within(u, end)
     x_hat, factor = normalized(torch.where(inside, a, 0), eps)
     wide = torch.where(inside, u, 0).to(x_hat.dtype)
     sigmoid = wide.sigmoid()
@@ -146,15 +153,14 @@ def triton_gated_norm_backward(
     dbias: Tensor,
     eps: float,
 ) -> None:
-    """What `gated_norm_backward` does, in one kernel and the sums of its partial sums."""
+    """What `gated_norm_backward` does, in one kernel and the sum of its partial sums."""
     rows, width = u.shape
     partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=u.device)
     _gated_norm_backward_kernel[(partials.shape[1],)](
         grad, u, a, weight, bias, end, du, da, *partials, *(of.stride(0) for of in (u, a, du, da)), rows, eps,
         *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
     )  # fmt: skip
-    column_sums(partials[0], dweight)
-    column_sums(partials[1], dbias)
+    add_up(partials, dweight, dbias)
 
 
 def _dropout(dropout: Dropout | None, end: Tensor) -> tuple[object, ...]:

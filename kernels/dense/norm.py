@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
-from dlrm_bench.kernels.dense.column_sums import column_sums
 
 PROGRAMS = 3168
 """At most, of a kernel that goes over all tokens: 24 for each multiprocessor of an H200."""
@@ -21,11 +20,19 @@ def programs(rows: int, tile: int) -> int:
     return min(PROGRAMS, next_power_of_2(max(1, cdiv(rows, tile))))
 
 
-def norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor, out: Tensor, eps: float) -> None:
+def add_up(partials: Tensor, dweight: Tensor, dbias: Tensor) -> None:
+    """Store the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has one order, and here
+    more programs than `column_sums`, whose rows are fewer."""
+    sums = partials.sum(1)
+    dweight.copy_(sums[0])
+    dbias.copy_(sums[1])
+
+
+def norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor | None, out: Tensor, eps: float) -> None:
     """Store (x - mean) / sqrt(variance + eps) * weight + bias of each row of x in `out`; 0 from row `end` on.
 
     x, out: bf16 or fp32 [N, W], contiguous, W a power of two. weight, bias: [W]. end: int32 or int64 [1], on the
-    device.
+    device; None for all rows.
     """
     _check(x, out)
     forward = triton_norm_forward if x.is_cuda else plain_norm_forward
@@ -37,7 +44,7 @@ def norm_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    end: Tensor,
+    end: Tensor | None,
     residual: Tensor | None,
     dx: Tensor,
     normed: Tensor | None,
@@ -64,8 +71,11 @@ def _check(x: Tensor, *others: Tensor) -> None:
     assert x.shape[1] == next_power_of_2(x.shape[1]), f"width: a power of two, not {x.shape[1]}"
 
 
-def within(rows: int, end: Tensor) -> Tensor:
-    """Returns whether each row lies before `end`: bool [rows, 1]."""
+def within(x: Tensor, end: Tensor | None) -> Tensor:
+    """Returns whether each row of x lies before `end`: bool [rows, 1]."""
+    rows = len(x)
+    if end is None:
+        return torch.ones(rows, 1, dtype=torch.bool, device=x.device)
     return (torch.arange(rows, device=end.device) < end)[:, None]
 
 
@@ -82,10 +92,10 @@ def of_normalized(grad: Tensor, x_hat: Tensor, factor: Tensor) -> Tensor:
     return factor * (grad - grad.mean(1, keepdim=True) - x_hat * (grad * x_hat).mean(1, keepdim=True))
 
 
-def plain_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor, out: Tensor, eps: float) -> None:
+def plain_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor | None, out: Tensor, eps: float) -> None:
     """What `norm_forward` does, in PyTorch."""
     x_hat, _ = normalized(x, eps)
-    out.copy_(torch.where(within(len(x), end), x_hat * weight + bias, 0))
+    out.copy_(torch.where(within(x, end), x_hat * weight + bias, 0))
 
 
 def plain_norm_backward(
@@ -93,7 +103,7 @@ def plain_norm_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    end: Tensor,
+    end: Tensor | None,
     residual: Tensor | None,
     dx: Tensor,
     normed: Tensor | None,
@@ -102,7 +112,7 @@ def plain_norm_backward(
     eps: float,
 ) -> None:
     """What `norm_backward` does, in PyTorch."""
-    inside = within(len(x), end)
+    inside = within(x, end)
     x_hat, factor = normalized(torch.where(inside, x, 0), eps)
     wide = torch.where(inside, grad, 0).to(x_hat.dtype)
     dweight.copy_((wide * x_hat).sum(0))
@@ -115,10 +125,12 @@ def plain_norm_backward(
         normed.copy_(torch.where(inside, x_hat * weight + bias, 0))
 
 
-def triton_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor, out: Tensor, eps: float) -> None:
+def triton_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor | None, out: Tensor, eps: float) -> None:
     """What `norm_forward` does, in one kernel."""
     rows, width = x.shape
-    _norm_forward_kernel[(programs(rows, _ROWS),)](x, weight, bias, end, out, rows, eps, width, _ROWS, num_warps=1)
+    _norm_forward_kernel[(programs(rows, _ROWS),)](
+        x, weight, bias, *_end(end, x), out, rows, eps, width, _ROWS, num_warps=1
+    )
 
 
 def triton_norm_backward(
@@ -126,7 +138,7 @@ def triton_norm_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    end: Tensor,
+    end: Tensor | None,
     residual: Tensor | None,
     dx: Tensor,
     normed: Tensor | None,
@@ -134,15 +146,23 @@ def triton_norm_backward(
     dbias: Tensor,
     eps: float,
 ) -> None:
-    """What `norm_backward` does, in one kernel and the sums of its partial sums."""
+    """What `norm_backward` does, in one kernel and the sum of its partial sums."""
     rows, width = x.shape
     partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
     _norm_backward_kernel[(partials.shape[1],)](
-        grad, x, weight, bias, end, x if residual is None else residual, dx, x if normed is None else normed, *partials,
-        rows, eps, residual is not None, normed is not None, width, _ROWS, num_warps=1,
+        grad, x, weight, bias, *_end(end, x), x if residual is None else residual, dx, x if normed is None else normed,
+        *partials, rows, eps, residual is not None, normed is not None, width, _ROWS, num_warps=1,
     )  # fmt: skip
-    column_sums(partials[0], dweight)
-    column_sums(partials[1], dbias)
+    add_up(partials, dweight, dbias)
+
+
+def _end(end: Tensor | None, x: Tensor) -> tuple[Tensor, bool]:
+    return (x, True) if end is None else (end, False)
+
+
+@jit
+def _total(end, rows, whole: tl.constexpr):
+    return rows if whole else tl.minimum(tl.load(end), rows)
 
 
 @jit
@@ -161,11 +181,13 @@ def through_normalize(grad, x_hat, factor, width: tl.constexpr):
 
 
 @jit
-def _norm_forward_kernel(x, weight, bias, end, out, rows, eps, width: tl.constexpr, tile: tl.constexpr):
+def _norm_forward_kernel(
+    x, weight, bias, end, whole: tl.constexpr, out, rows, eps, width: tl.constexpr, tile: tl.constexpr
+):
     column = tl.arange(0, width)
     scale = tl.load(weight + column).to(tl.float32)[None, :]
     shift = tl.load(bias + column).to(tl.float32)[None, :]
-    total = tl.minimum(tl.load(end), rows)
+    total = _total(end, rows, whole)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
@@ -179,14 +201,14 @@ def _norm_forward_kernel(x, weight, bias, end, out, rows, eps, width: tl.constex
 
 @jit
 def _norm_backward_kernel(
-    grad, x, weight, bias, end, residual, dx, normed, dweights, dbiases, rows, eps,
+    grad, x, weight, bias, end, whole: tl.constexpr, residual, dx, normed, dweights, dbiases, rows, eps,
     add: tl.constexpr, again: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
     scale = tl.load(weight + column).to(tl.float32)[None, :]
     shift = tl.load(bias + column).to(tl.float32)[None, :]
     dweight, dbias = tl.zeros([width], tl.float32), tl.zeros([width], tl.float32)
-    total = tl.minimum(tl.load(end), rows)
+    total = _total(end, rows, whole)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)

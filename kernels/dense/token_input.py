@@ -18,7 +18,8 @@ from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 _ROWS = 8  # places of a program: those that share a mask's counters
 _COLUMNS = 128
-_GROUP = 64  # samples of a program
+_GROUPS = 16  # of samples, at most: each has sums of all places
+_LEAST_GROUP = 4  # samples of a program
 
 
 class TokenPlaces(NamedTuple):
@@ -201,7 +202,8 @@ def triton_token_input_forward(
     samples = len(context)
     _token_input_forward_kernel[_grid(places, samples, out.shape[1])](
         events, context, position, time, *places[:4], out, *rows, len(events) - samples, len(time), len(position),
-        factor, samples, *_dropout(dropout, places), places.context, out.shape[1], *_tile(out.shape[1]), num_warps=1,
+        factor, samples, *_dropout(dropout, places), places.context, out.shape[1], *_tile(samples, out.shape[1]),
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -214,7 +216,7 @@ def triton_token_input_backward(
     partials = torch.empty(grid[2], grid[0] * _ROWS, width, dtype=torch.float32, device=grad.device)
     _token_input_backward_kernel[grid](
         grad, through, places.offsets, partials, samples, *_dropout(dropout, places), places.context, width,
-        *_tile(width), num_warps=1,
+        *_tile(samples, width), num_warps=1,
     )  # fmt: skip
     rows = min(len(dposition), partials.shape[1])
     torch.sum(partials[:, :rows], 0, out=dposition[:rows])
@@ -222,11 +224,15 @@ def triton_token_input_backward(
 
 
 def _grid(places: TokenPlaces, samples: int, width: int) -> tuple[int, int, int]:
-    return cdiv(places.max_length, _ROWS), cdiv(width, _COLUMNS), max(1, cdiv(samples, _GROUP))
+    return cdiv(places.max_length, _ROWS), cdiv(width, _COLUMNS), max(1, cdiv(samples, _group(samples)))
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    return min(width, _COLUMNS), _ROWS, _GROUP
+def _group(samples: int) -> int:
+    return max(_LEAST_GROUP, next_power_of_2(max(1, cdiv(samples, _GROUPS))))
+
+
+def _tile(samples: int, width: int) -> tuple[int, int, int]:
+    return min(width, _COLUMNS), _ROWS, _group(samples)
 
 
 def _dropout(dropout: Dropout | None, places: TokenPlaces) -> tuple[object, ...]:

@@ -12,19 +12,20 @@ from dlrm_bench.kernels.dense._dropout import Dropout, draw_seed
 from tests.dlrm.dlrmv4.cases import STILL
 from tests.kernels.devices import DEVICE
 
+BASE = replace(STILL, preprocessor_hidden=32)
 OFFSETS = torch.tensor([0, 9, 30, 71], device=DEVICE)
 CANDIDATES = pytest.mark.parametrize("candidates", [False, True], ids=["all", "candidates"])
 
 
 def made_layer(**changes: object) -> StuLayer:
-    layer = StuLayer(replace(STILL, **changes))  # type: ignore[arg-type]
+    layer = StuLayer(replace(BASE, **changes))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(3)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, 0.2, 0.3, generator=generator)
     return layer.to(DEVICE)
 
 
-def made_tokens(padding: int, config: ModelConfig = STILL) -> Tensor:
+def made_tokens(padding: int, config: ModelConfig = BASE) -> Tensor:
     tokens = torch.randn(71 + padding, config.width, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     tokens[71:] = 0
     return tokens
@@ -72,7 +73,7 @@ def test_recompute_drops_the_same(candidates: bool) -> None:
 @CANDIDATES
 def test_equal_bits_run_by_run_on_a_gpu(candidates: bool) -> None:
     layer = made_layer(kernels="fused", head_width=128, width=512)
-    tokens = made_tokens(5, replace(STILL, width=512))
+    tokens = made_tokens(5, replace(BASE, width=512))
     dropout = Dropout(0.3, torch.tensor([7], device=DEVICE), 1)
     first, again = (results(layer, tokens, candidates, dropout) for _ in range(2))
     for one, other in zip(first, again, strict=True):

@@ -198,7 +198,8 @@ def test_layers_computed_again_give_equal_bits_with_the_same_dropout() -> None:
     assert all(torch.equal(kept[name], computed[name]) for name in kept)
 
 
-FUSED = replace(STILL, kernels="fused")
+PLAIN = replace(STILL, preprocessor_hidden=32)
+FUSED = replace(PLAIN, kernels="fused")
 
 
 @pytest.mark.parametrize("distinct", [False, True])
@@ -207,24 +208,40 @@ FUSED = replace(STILL, kernels="fused")
 def test_fused_kernels_give_the_same(last_layer: LastLayer, recompute: bool, distinct: bool) -> None:
     config = replace(FUSED, last_layer=last_layer, recompute_layers=recompute)
     samples = by_item(case_samples())
-    plain = run(small_model(STILL), STILL, samples)
+    plain = run(small_model(PLAIN), PLAIN, samples)
     assert_equal(pack(run(small_model(config), config, samples, distinct=distinct), True), pack(plain, True))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1,), (40,), (0, 0), (1, 40, 0)])
 def test_fused_kernels_give_the_same_of_odd_lengths(lengths: tuple[int, ...]) -> None:
-    samples = make_samples(STILL, lengths, seed=3)
+    samples = make_samples(PLAIN, lengths, seed=3)
     config = replace(FUSED, last_layer="candidates")
     assert_equal(
-        pack(run(small_model(config), config, samples), True), pack(run(small_model(STILL), STILL, samples), True)
+        pack(run(small_model(config), config, samples), True), pack(run(small_model(PLAIN), PLAIN, samples), True)
     )
+
+
+@pytest.mark.parametrize("last_layer", [pytest.param("all", marks=pytest.mark.gpu), "candidates"])
+def test_fused_kernels_give_the_same_of_the_longest_history(last_layer: LastLayer) -> None:
+    """Attention of all tokens takes seconds of a CPU."""
+    device = torch.device("cuda" if last_layer == "all" else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    plain = replace(PLAIN, max_history=4086, layers=1, heads=1, last_layer=last_layer)
+    samples, results = make_samples(plain, (3, 4086), seed=3), []
+    for config in (plain, replace(plain, kernels="fused")):
+        model = small_model(config).to(device)
+        loss, (_, logits, _) = model(batch_of(samples, config).to(device))
+        loss.backward()
+        grads = {name: weight.grad.cpu() for name, weight in model.model.named_parameters()}
+        results.append(pack({"logits": logits.cpu(), "loss": loss.detach().cpu(), **grads}, True))
+    assert_equal(results[1], results[0], 1e-5 if last_layer == "candidates" else 1e-4)
 
 
 @pytest.mark.parametrize("last_layer", ["all", "candidates"])
 def test_fused_kernels_drop_as_plain_ones_given_the_same_masks(
     last_layer: LastLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, samples = replace(SMALL, last_layer=last_layer), case_samples()
+    plain, samples = replace(SMALL, preprocessor_hidden=32, last_layer=last_layer), case_samples()
     config = replace(plain, kernels="fused")
     fused = run(small_model(config), config, samples, seed=4)
     torch.manual_seed(4)
@@ -249,15 +266,16 @@ def masks_of(config: ModelConfig, samples: Samples, seed: Tensor) -> Iterator[Te
 
 
 def test_fused_kernels_drop_nothing_in_evaluation() -> None:
-    config = replace(SMALL, kernels="fused")
-    fused, plain = (scores(small_model(of).eval(), case_samples(), of) for of in (config, SMALL))
+    plain_config = replace(SMALL, preprocessor_hidden=32)
+    config = replace(plain_config, kernels="fused")
+    fused, plain = (scores(small_model(of).eval(), case_samples(), of) for of in (config, plain_config))
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])
 @pytest.mark.parametrize("last_layer", ["all", "candidates"])
 def test_padded_events_change_nothing(last_layer: LastLayer, kernels: Kernels) -> None:
-    config = replace(STILL, last_layer=last_layer, kernels=kernels)
+    config = replace(PLAIN, last_layer=last_layer, kernels=kernels)
     model, batch = small_model(config), batch_of(by_item(case_samples()), config, distinct=True)
     padding = torch.tensor([3, 1, 2], dtype=torch.int32)
     assert batch.event is not None
@@ -277,8 +295,8 @@ def test_padded_events_change_nothing(last_layer: LastLayer, kernels: Kernels) -
 
 
 def test_fused_kernels_err_no_more_in_bf16() -> None:
-    exact = run(small_model(STILL), STILL, case_samples())
-    plain, fused = (run(small_model(of, "bf16"), of, case_samples()) for of in (STILL, FUSED))
+    exact = run(small_model(PLAIN), PLAIN, case_samples())
+    plain, fused = (run(small_model(of, "bf16"), of, case_samples()) for of in (PLAIN, FUSED))
     for name, value in exact.items():
         errors = [float((of[name] - value).norm()) for of in (plain, fused)]
         assert errors[1] <= 1.5 * errors[0] + 1e-3 * float(value.norm()), (name, errors)
@@ -287,7 +305,10 @@ def test_fused_kernels_err_no_more_in_bf16() -> None:
 @pytest.mark.parametrize("kernels", ["plain", "fused"])
 def test_no_samples_have_no_loss_and_gradients_of_zero(kernels: Kernels) -> None:
     """The network's own affair: TorchRec's tables refuse such a batch (test_batch.py)."""
-    dense, samples = small_model(replace(SMALL, kernels=kernels)).model.dense, make_samples(SMALL, (), seed=0)
+    dense, samples = (
+        small_model(replace(SMALL, preprocessor_hidden=32, kernels=kernels)).model.dense,
+        make_samples(SMALL, (), seed=0),
+    )
     rows = torch.empty(0, SMALL.embedding_dim, requires_grad=True)
     embedded = {name: JaggedTensor(rows, lengths=samples.lengths) for of in tables(SMALL) for name in of.features}
     batch = Batch(
@@ -322,7 +343,7 @@ def test_time_features_go_round_in_a_day_and_a_week() -> None:
 def test_a_gpu_computes_as_the_host(precision: Precision, last_layer: LastLayer, kernels: Kernels) -> None:
     """In fp32 within 1e-4 of it, for products are summed in another order; in bf16 with no larger error than it has."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    config = replace(STILL, last_layer=last_layer, head_width=32, kernels=kernels)
+    config = replace(STILL, last_layer=last_layer, head_width=32, preprocessor_hidden=32, kernels=kernels)
     exact = run(small_model(config), config, case_samples())
     host = run(small_model(config, precision), config, case_samples())
     model = small_model(config, precision).cuda()
@@ -335,6 +356,23 @@ def test_a_gpu_computes_as_the_host(precision: Precision, last_layer: LastLayer,
         error = float((gpu[name].cpu() - value).norm()) / scale
         of_host = float((host[name] - value).norm()) / scale
         assert error <= (1e-4 if precision == "fp32" else 1.5 * of_host + 0.02), (name, error, of_host)
+
+
+@pytest.mark.gpu
+def test_fused_kernels_give_equal_bits_run_by_run() -> None:
+    config = replace(SMALL, kernels="fused", preprocessor_hidden=32, last_layer="candidates")
+    model = small_model(config, "bf16").cuda()
+    batch = batch_of(by_item(case_samples()), config, distinct=True).to(torch.device("cuda"))
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss, (_, logits, _) = model(batch)
+        loss.backward()
+        grads = [weight.grad.clone() for weight in model.model.dense.parameters()]
+        runs.append([loss.detach(), logits, *grads])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_loss_is_a_fifth_of_the_mean_cross_entropy() -> None:

@@ -19,7 +19,13 @@ from tests.dlrm.dlrmv4.cases import STILL, small_model
 from tests.dlrm.dlrmv4.data.made import ITEMS, random_cache, random_maps
 
 LIMITS = Limits(history=12, min_history=0, scan=400)
-MODEL = replace(STILL, event_rows=(ITEMS, 90, 90), context_rows=(300, 13, 12, 19, 23, 7, 5, 16), max_history=12)
+MODEL = replace(
+    STILL,
+    event_rows=(ITEMS, 90, 90),
+    context_rows=(300, 13, 12, 19, 23, 7, 5, 16),
+    max_history=12,
+    preprocessor_hidden=32,
+)
 MAPS = tuple(torch.from_numpy(of) for of in (random_maps().artist, random_maps().album))
 
 

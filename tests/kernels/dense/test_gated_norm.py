@@ -87,13 +87,13 @@ def test_factors_keep_the_share_and_the_mean() -> None:
 
 @needs_triton
 def test_equal_inputs_give_equal_bits() -> None:
-    grad, *inputs = draw(40, 37)
+    grad, *inputs = draw(10, 9)
     runs = []
     for _ in range(2):
         again = grad.clone()
         results = [torch.empty_like(of) for of in inputs[:4]]
         triton_gated_norm_backward(again, *inputs, DROPOUTS["dropout"], *results, EPS)
-        runs.append(torch.cat([of.flatten() for of in (*results, again[:37])]))
+        runs.append(torch.cat([of.flatten() for of in (*results, again[:9])]))
     assert torch.equal(*runs)
 
 

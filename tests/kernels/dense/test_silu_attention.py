@@ -342,3 +342,15 @@ def test_items_are_all_tiles_longest_sequences_first(dtype: torch.dtype) -> None
     assert work.first.tolist() == begins
     assert work.taken.eq(0).all()
     assert work.items[: len(expected), :5].tolist() == expected
+
+
+@needs_hopper
+def test_rows_past_the_last_sequence_are_zero_on_hopper() -> None:
+    q, k, v, grad, sequences = drawn = draw_for_hopper([300, 77], [1, 1])
+    results = [torch.full_like(grad, torch.nan) for _ in range(4)]
+    assert applies(q, k, v, grad, *results)
+    silu_attention_forward(q, k, v, sequences, results[0])
+    silu_attention_backward(grad, q, k, v, sequences, *results[1:])
+    for got, alone in zip(results, run_on_hopper(*drawn), strict=True):
+        assert torch.equal(got[:-2], alone[:-2])
+        assert not got[-2:].any()

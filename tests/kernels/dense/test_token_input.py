@@ -98,7 +98,8 @@ def by_token(given, places: TokenPlaces, factor: float) -> tuple[Tensor, list[in
 def test_equals_the_definition_and_its_derivative(
     forward, backward, case: str, padding: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_input, "_GROUP", 2)
+    monkeypatch.setattr(token_input, "_GROUPS", 2)
+    monkeypatch.setattr(token_input, "_LEAST_GROUP", 1)
     given, places, total = draw(case, padding)
     dropout, factor, count = DROPOUTS[kind], 4.0, total + padding
     exact = [of.double().requires_grad_() for of in given]
