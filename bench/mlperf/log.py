@@ -267,8 +267,8 @@ def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset
 
 def _refused_keys(output: str, pinned: frozenset[str]) -> tuple[str, ...]:
     """Returns the keys whose values the checker refuses; none where it refuses another key, or something else."""
-    said = re.split(r"^(?:INFO|ERROR) - ", output, flags=re.MULTILINE)
-    found = [part for part in said if part.startswith("WARNING") or "WARNING - " in part]
+    messages = re.split(r"^(?:INFO|ERROR) - ", output, flags=re.MULTILINE)
+    found = [part for part in messages if part.startswith("WARNING") or "WARNING - " in part]
     findings = "".join(found).partition("WARNING - ")[2].split("-" * 30 + "\n")
     keys = [re.match(r"\s*CHECK for '(\w+)' failed in line", finding) for finding in findings]
     if not all(key is not None and key[1] in pinned for key in keys):

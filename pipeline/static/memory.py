@@ -26,10 +26,10 @@ def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
         own["allocated"] = stats["allocated_bytes.all.current"]
         own["reserved"] = stats["reserved_bytes.all.current"]
         own["left"] = torch.cuda.mem_get_info(ranks.device)[0]
-    mine = {name: float(f"{size / 1e9:.4g}") for name, size in own.items()}
-    everyones = [mine] * ranks.world_size
-    dist.all_gather_object(everyones, mine)
-    return everyones
+    gigabytes = {name: float(f"{size / 1e9:.4g}") for name, size in own.items()}
+    of_ranks = [gigabytes] * ranks.world_size
+    dist.all_gather_object(of_ranks, gigabytes)
+    return of_ranks
 
 
 def _bytes(part: Any) -> int:

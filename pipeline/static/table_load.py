@@ -61,10 +61,10 @@ def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: 
     for first in works[: len(batches)]:
         first()
     dist.barrier()
-    mine = round((_gpu_us if ranks.device.type == "cuda" else _cpu_us)(works), 1)
-    everyones = [mine] * ranks.world_size
-    dist.all_gather_object(everyones, mine)
-    return everyones
+    us = round((_gpu_us if ranks.device.type == "cuda" else _cpu_us)(works), 1)
+    of_ranks = [us] * ranks.world_size
+    dist.all_gather_object(of_ranks, us)
+    return of_ranks
 
 
 def _cpu_us(works: Sequence[Callable[[], None]]) -> float:
