@@ -23,7 +23,7 @@ _HEAD_START = 40_000_000
 def embedding_load(
     config: TrainingConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks, gpu: str | None
 ) -> dict[str, Any]:
-    """Returns, for the record, microseconds of each rank in an iteration, and the largest by the mean. Collective.
+    """Returns, for the record, microseconds of each rank in an iteration, and the largest over the mean. Collective.
 
     tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted by the costs of `gpu`,
     the name of these GPUs, or by default ones, as `predicted_by` says; measured on this machine, on the ids of
