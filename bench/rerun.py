@@ -131,9 +131,9 @@ def _flags(tree: Path, record: Path, commit: str | None) -> tuple[list[str], int
     command = [sys.executable, "-c", _FLAGS, str(record.resolve())]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ValueError(
-            f"{f'commit {commit}' if commit else tree} cannot repeat {record} (its code says: {said}): run it there"
+            f"{f'commit {commit}' if commit else tree} cannot repeat {record} (its code says: {last}): run it there"
         )
     flags, processes = json.loads(done.stdout.splitlines()[-1])
     return flags, processes

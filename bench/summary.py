@@ -110,9 +110,9 @@ def conditions_in_words(record: RunRecord) -> list[str]:
             f"throttled    {len(ranks)} GPU(s): {', '.join(reasons)}"
             + (f"; SM clock {clock[0]:.0f} to {clock[2]:.0f} MHz" if clock else "")
         )
-    said = efficiency_in_words(record)
-    if said is not None:
-        lines.append(f"efficiency   {said}")
+    efficiency = efficiency_in_words(record)
+    if efficiency is not None:
+        lines.append(f"efficiency   {efficiency}")
     return lines
 
 

@@ -15,7 +15,7 @@ from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 
 
 class OfBenchmark(Protocol):
-    """What names a benchmark, beside what it trains."""
+    """The names of a benchmark, beside its training."""
 
     @property
     def benchmark(self) -> str:
@@ -24,8 +24,8 @@ class OfBenchmark(Protocol):
 
 
 def build_pipeline(config: OfBenchmark, options: Options, ranks: Ranks) -> Pipeline:
-    """Returns the pipeline of these options, ready to train what `config`, a TrainingConfig too, says. Collective over
-    all ranks."""
+    """Returns the pipeline of these options, ready to train `config`, also a TrainingConfig. Collective over all
+    ranks."""
     training = cast(TrainingConfig, config)
     if isinstance(options, StaticOptions):
         static = StaticPipeline if training.model.tables.pooled else StaticSequencesPipeline

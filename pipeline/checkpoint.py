@@ -1,8 +1,8 @@
 """Weights and optimizer state of a pipeline in files.
 
-Each rank writes what it holds to files of its own (checkpoint_files.py), and reads what it needs from whichever files
-have it, by their index (checkpoint_index.py): the pipeline, the number of ranks and the way in which rows and columns
-are dealt out may be others than those that wrote. No rank's host memory holds more than some pieces at a time.
+Each rank writes its tensors to its own files (checkpoint_files.py), and reads its tensors from all files that have
+parts of them, by their index (checkpoint_index.py): the pipeline, the number of ranks and the distribution of rows and
+columns may differ from those that wrote. No rank's host memory holds more than some pieces at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,7 +107,7 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
 
 
 def _on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup) -> None:
-    """Does each rank's work; what the first rank says that fails is raised on every rank. Collective."""
+    """Does each rank's work; the error of the first rank that fails is raised on every rank. Collective."""
     failure: str | None = None
     try:
         work()
@@ -129,7 +129,7 @@ def _key(kind: str, key: str) -> str:
 
 
 def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor]]:
-    """Yields what this rank writes, in pieces; of what several ranks hold, one writes."""
+    """Yields the tensors that this rank writes, in pieces; one rank writes a tensor that several hold."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
             for block in of_key:

@@ -1,7 +1,7 @@
 """Files of a checkpoint: bytes of tensors, one piece after the other, with their checksums.
 
-Some threads copy pieces to pinned memory and to files of their own, and back. A piece is on disk before the next one is
-written, so that who counts pieces sees a disk that does not answer within one of them.
+Some threads copy pieces to pinned memory and to their own files, and back. A piece is on disk before the next one is
+written, so that a count of pieces shows a disk that does not answer within one of them.
 """
 
 import os
@@ -29,7 +29,8 @@ class Wanted:
 def write_pieces(
     folder: Path, rank: int, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]
 ) -> list[Piece]:
-    """Writes pieces, fp32 of one device, to THREADS files, which are on disk when it returns; says where each is.
+    """Writes pieces, fp32 of one device, to THREADS files, which are on disk when it returns; returns the place of
+    each.
 
     on_piece: called once a piece is on disk, by any thread. OSError, with the file's name, where the disk has no room.
     """

@@ -1,7 +1,7 @@
-"""The index of a checkpoint: which bytes of which file are which elements of which tensor, and their checksum.
+"""The index of a checkpoint: the file and the bytes of each part of each tensor, and its checksum.
 
-index.json stands beside files of plain fp32 numbers, so that reading a checkpoint runs nothing of what is in it. It is
-checked like any input: names of files stay in the folder, and the pieces of a tensor cover it once. Needs no torch.
+index.json stands beside files of plain fp32 numbers, so that reading a checkpoint runs no code from it. It is checked
+like any input: names of files stay in the folder, and the pieces of a tensor cover it once. Needs no torch.
 """
 
 import json
@@ -25,8 +25,8 @@ _OTHER_FILE = re.compile(r"[a-z]{1,32}\.json")
 _LARGEST = 1 << 60
 """Above all that an index counts."""
 THREADS = 8
-"""Pieces that a rank writes or reads at a time: a file system serializes writes to one file, and a checksum takes 0.4 s
-a GB of a thread (zlib 1.2.13)."""
+"""Number of pieces that a rank writes or reads at a time: a file system serializes writes to one file, and a checksum
+takes 0.4 s a GB of a thread (zlib 1.2.13)."""
 
 
 class CheckpointError(ValueError):
@@ -42,7 +42,7 @@ class Place:
     """Index of the first element in the full tensor."""
     shape: tuple[int, ...]
     row_step: int
-    """How far apart the rows are in the full tensor."""
+    """Distance of the rows in the full tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -59,17 +59,17 @@ class Piece:
     offset: int
     """First byte in the file."""
     crc32: int
-    """That of zlib, of all its bytes."""
+    """zlib's checksum of all its bytes."""
 
     @property
     def name(self) -> str:
-        """Says in a message which bytes they are."""
+        """The bytes, in words for a message."""
         return f"{self.file}, bytes {self.offset} to {self.offset + self.place.nbytes - 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     tensors: dict[str, tuple[int, ...]]
     """Shapes of the full tensors."""
@@ -96,7 +96,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """Reads and checks index.json. CheckpointError, which names what is wrong, where it is none of this version."""
+    """Reads and checks index.json. CheckpointError, which names the defect, where it is not of this version."""
     path = folder / INDEX_JSON
     if not path.exists() and (folder / ".metadata").exists():
         raise CheckpointError(
@@ -158,7 +158,7 @@ def _counts(values: Any, least: int = 0) -> bool:
 
 
 def _check_cover(index: Index) -> None:
-    """ValueError unless each element of each tensor is in one piece."""
+    """Raises ValueError unless each element of each tensor is in one piece."""
     of_key: dict[str, list[Place]] = {key: [] for key in index.tensors}
     for piece in index.pieces:
         of_key[piece.place.tensor].append(piece.place)
@@ -168,7 +168,7 @@ def _check_cover(index: Index) -> None:
         step = places[0].row_step
         if any(place.row_step != step for place in places):
             raise ValueError(f"the pieces of {key!r} have rows of several steps")
-        # With the rows of one remainder next to one another, all pieces are boxes.
+        # With the rows of one remainder adjacent, all pieces are boxes.
         first = np.array([(p.start[0] % step, p.start[0] // step, *p.start[1:]) for p in places])
         end = first + np.array([(1, *place.shape) for place in places])
         for i in range(len(places) - 1):
@@ -180,7 +180,7 @@ Slices = tuple[slice, ...]
 
 
 def common(one: Place, other: Place) -> tuple[Slices, Slices] | None:
-    """Returns where two places of a tensor have the same elements, as slices of each one; None if they share none."""
+    """Returns the common elements of two places of a tensor, as slices of each one; None if they share none."""
     rows = _common_rows(one, other)
     if rows is None:
         return None
@@ -195,8 +195,8 @@ def common(one: Place, other: Place) -> tuple[Slices, Slices] | None:
 
 
 def _common_rows(one: Place, other: Place) -> tuple[slice, slice] | None:
-    """Rows a, a + s, ... and b, b + t, ... share every lcm(s, t)-th row from the first one on that is of both, by the
-    Chinese remainder theorem."""
+    """Returns the common rows: a, a + s, ... and b, b + t, ... share every lcm(s, t)-th row from the first common one
+    on, by the Chinese remainder theorem."""
     a, s, b, t = one.start[0], one.row_step, other.start[0], other.row_step
     divisor = gcd(s, t)
     if (b - a) % divisor:

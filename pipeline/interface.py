@@ -62,8 +62,8 @@ class Pipeline(Protocol):
         ...
 
     def go_on_after(self, iterations: int) -> None:
-        """Says how many iterations of the training came before the first step, in a run that goes on from a checkpoint:
-        what training draws at random depends on the iteration."""
+        """Sets the number of iterations trained before the first step, in a run that resumes a checkpoint: random draws
+        of the training depend on the iteration."""
         ...
 
     def tallies(self) -> Tallies:
@@ -72,20 +72,20 @@ class Pipeline(Protocol):
         ...
 
     def state_blocks(self) -> StateBlocks:
-        """Returns weights and optimizer state after the last step, as they lie on this rank. Collective; waits for the
+        """Returns weights and optimizer state after the last step, as this rank holds them. Collective; waits for the
         device.
 
-        Tables are the memory that is trained. Dense tensors may be copies: who writes to blocks hands them to
-        `take_blocks` afterwards.
+        Tables are the memory that is trained. Dense tensors may be copies: a caller that writes to blocks passes them
+        to `take_blocks` afterwards.
         """
         ...
 
     def take_blocks(self, blocks: StateBlocks) -> None:
-        """Continues from what was written to `blocks`, the last result of `state_blocks`. Collective."""
+        """Continues from the values written to `blocks`, the last result of `state_blocks`. Collective."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a record should say about this pipeline beyond the configuration, such as the sharding plan.
+        """Returns the record's facts about this pipeline beyond the configuration, such as the sharding plan.
 
         Collective, after training.
         """

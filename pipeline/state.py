@@ -1,4 +1,5 @@
-"""Weights and optimizer state of a whole model, whatever its sharding: which rank holds which block of which tensor.
+"""Weights and optimizer state of a whole model, for any sharding: the blocks of each tensor, and the ranks that hold
+them.
 
 Keys are the benchmark's, the same for every pipeline that trains it.
 """
@@ -22,7 +23,7 @@ class TensorBlock:
     local: Tensor | None
     """The memory, of this shape, on every rank that holds the block; None elsewhere."""
     row_step: int = 1
-    """How far apart its rows are in the full tensor."""
+    """Distance of its rows in the full tensor."""
 
     @property
     def index(self) -> tuple[slice, ...]:

@@ -16,7 +16,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "presorted": {"presort_ids": True},
     "peer memory": {"presort_ids": True, "peer_memory": True},
 }
-"""How the static pipeline updates tables, and how what its ranks exchange travels: options of it."""
+"""Options of the static pipeline: the update of its tables, and the way of its ranks' exchanges."""
 
 SMALL_MODEL = ModelConfig(
     # TorchRec's planner and ours replicate the small tables.

@@ -1,4 +1,5 @@
-"""What all tests share: GPU tests are skipped with a reason where there is none, and functions run on several ranks."""
+"""Fixtures of all tests: GPU tests are skipped with a reason where there is no GPU, and functions run on several
+ranks."""
 
 import faulthandler
 import gc
@@ -19,20 +20,20 @@ from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import start_server
 from tests.launched import free_port, rank_environment
 
-# Of NVML, as in start_server: what asks CUDA itself is no process to fork ranks from.
+# NVML is asked, as in start_server: a process that asks CUDA itself is no process to fork ranks from.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Of two cores that two workers share, each test has one; OpenMP's threads would only wait for one another.
+# Each test has one of two cores that two workers share; OpenMP's threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 # As in launch/dlrm.py, before CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-# What every rank of a test would import beside what the fork server has.
+# Imports of every rank of a test that the fork server has not made.
 launching._PRELOADED += ["pytest", "hypothesis", "tests.conftest"]
 
 
@@ -73,7 +74,7 @@ def _rank_main(
 ) -> None:
     gc.freeze()  # what was imported: collections touch it, and so copy a fork's memory, to no end
     if gpu:
-        # A collective that a rank never comes to is waited for without end: say where all threads are, and leave.
+        # The wait for a rank that never comes to a collective has no end: print where all threads are, and leave.
         faulthandler.dump_traceback_later(float(os.environ.get("RANK_LIMIT_S", 600)), exit=True)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

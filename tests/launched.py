@@ -26,7 +26,7 @@ from dlrm_bench.bench.ladder.launching import start_server
 
 LAUNCHER = str(launching.LAUNCHER)
 PATIENCE_S = 180
-"""For what takes seconds on an idle machine: only what hangs takes longer."""
+"""Limit in seconds for work that takes seconds on an idle machine: only a hang takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, world_size: int, port: int, nodes: int = 1) -> dict[str, str]:
-    """What torchrun would tell a rank."""
+    """Returns torchrun's environment of a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % (world_size // nodes)),
@@ -180,7 +180,7 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def end(processes: Sequence[Any], text: str) -> None:
-    """After a test: nothing that it started stays, whatever went wrong."""
+    """Ends all processes of a test, whatever went wrong."""
     for process in processes:
         process.kill()
         process.wait()

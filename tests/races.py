@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """From here on `stream` comes after what is on `others` so far."""
+    """Orders later work of `stream` after the present work of `others`."""
 
     stream: str
     others: tuple[str, ...]
@@ -60,7 +60,7 @@ Event = Access | Wait | Meeting | Everything
 
 class Race(NamedTuple):
     first: tuple[int, Access]
-    """With its rank."""
+    """The first access and its rank."""
     second: tuple[int, Access]
 
 
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.streams: set[Stream] = {MAIN}
-        """All that were launched on."""
+        """All streams with launches."""
         self._streams = [MAIN.name]
         self._allocations = 0
         self._memory: dict[int, tuple[int, int]] = {}
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Views touch nothing: what they return is their argument's memory, and no argument is written.
+        # Views access nothing: their results are their argument's memory, and no argument is written.
         written = [bool(argument.alias_info and argument.alias_info.is_write) for argument in func._schema.arguments]
         aliases = any(returned.alias_info is not None for returned in func._schema.returns)
         if any(written) or not aliases:
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _elements(tensor: Tensor) -> int:
-    """A bit for each element of its storage that is the tensor's."""
+    """Returns a bit for each element of its storage that is the tensor's."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     bits = np.zeros(count, dtype=bool)
     strides = [stride * bits.itemsize for stride in tensor.stride()]

@@ -39,7 +39,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def called(call: ast.Call) -> str:
-    """The last name of what is called: `f` of f(), a.f() and a.b.f()."""
+    """Returns the last name of the called function: `f` of f(), a.f() and a.b.f()."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -125,7 +125,7 @@ def test_the_check_sees_every_import_of_a_model(source):
 
 
 def test_modules_are_imported_by_one_name():
-    """What pip installs is dlrm_bench alone: `import bench` would work in a checkout and nowhere else."""
+    """pip installs dlrm_bench alone: `import bench` would work in a checkout and nowhere else."""
     for path in FILES:
         names = [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] in FLOORS]
         assert names == [], path

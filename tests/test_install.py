@@ -1,4 +1,4 @@
-"""What pip installs: one name, all of its files, and a core that compares and reports without torch."""
+"""pip's installation: one name, all of its files, and a core that compares and reports without torch."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Docstrings and comments name what there is: files, names in backticks, and what they say to see."""
+"""Docstrings and comments name only what exists: files, names in backticks, and references."""
 
 import ast
 import builtins
@@ -16,7 +16,7 @@ import pytest
 
 from tests.test_floors import FILES, FLOORS, ROOT
 
-# What follows --out is the user's to name.
+# The user chooses the word after --out.
 _FILE = re.compile(r"(?<!--out )(?<![\w/.*<>{}])\w[\w./-]*\.(?:py|md|cuh?|html|json|npz|sbatch|sh|toml)\b(?![\w(*])")
 _BACKTICKS = re.compile(r"`([^`\n]+)`")
 _LOOKS_LIKE_A_NAME = r"[A-Za-z]\w*(?:_\w+|(?:\.\w+)+|[a-z][A-Z]\w*)"
@@ -101,7 +101,7 @@ def names_of(path: Path, source: str) -> set[str]:
 
 
 def files_named_in(source: str) -> set[str]:
-    """Returns the names, without folders, of the files in the strings of a file of Python: what it reads or writes."""
+    """Returns the names, without folders, of the files in the strings of a file of Python, which it reads or writes."""
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     named = [_FILE.findall(text) for text in strings if isinstance(text, str) and "\n" not in text]
     return {name.split("/")[-1] for names in named for name in names}

@@ -1,4 +1,4 @@
-"""What pip installs of each product alone: its files under its own name, and a small thing that works."""
+"""pip's installation of each product alone: its files under its own name, and a small example that works."""
 
 import ast
 import os
@@ -60,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """In which nothing of the rest of the project can be imported."""
+    """Makes an environment in which nothing of the rest of the project can be imported."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

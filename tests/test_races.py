@@ -34,7 +34,7 @@ WRITE, READ, MET = access("main", True), access("main", False), Meeting("main", 
         ([[access("side", True), Wait("main", ("side",)), MET], [MET, READ]], 0),
         ([[WRITE, MET], [MET, access("side", False)]], 1),
         ([[WRITE, MET], [MET, Wait("side", ("main",)), access("side", False)]], 0),
-        # After the wait, what the other stream goes on to do is not waited for.
+        # Later work of the other stream is not waited for.
         ([[Wait("main", ("side",)), access("side", True), MET], [MET, READ]], 1),
         # Streams of one rank.
         ([[WRITE, access("side", False)], []], 1),

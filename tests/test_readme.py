@@ -1,4 +1,4 @@
-"""What the READMEs promise: links that lead somewhere, flags that exist, an example that runs."""
+"""The READMEs' promises: links that exist, flags that exist, an example that runs."""
 
 import dataclasses
 import re
@@ -77,7 +77,7 @@ def test_the_flags_of_the_commands_are_understood() -> None:
 
 
 def losses(folder: Path, *arguments: str) -> list[str]:
-    """What the two ranks of the example print."""
+    """Returns the losses that the two ranks of the example print."""
     folder.mkdir()
     ended = wait(fork(2, folder, run_script, EXAMPLE, arguments), folder)
     assert ended.statuses == [0, 0], ended.outputs

@@ -55,7 +55,7 @@ def _print_tables(console: Console, results: Sequence[Result], checks: Sequence[
     of_ladders = results[0].name != results[0].b.label
     if of_ladders:
         console.print(rungs_table(results))
-    said: set[str] = set()
+    printed: set[str] = set()
     for result, of_result in zip(results, checks, strict=True):
         name = f"{result.name}: " if of_ladders else ""
         if not of_ladders:
@@ -65,9 +65,9 @@ def _print_tables(console: Console, results: Sequence[Result], checks: Sequence[
             console.print(f"{check.outcome}: {name}{check.text}", soft_wrap=True, markup=False, highlight=False)
         for kind, texts in (("warning", result.differences), ("note", result.notes)):
             for text in map(partial(_of_any_rung, result) if of_ladders else str, texts):
-                if not of_ladders or text not in said:  # what is true of all rungs is said once
+                if not of_ladders or text not in printed:  # what is true of all rungs is said once
                     console.print(f"{kind}: {text}", soft_wrap=True, markup=False, highlight=False)
-                said.add(text)
+                printed.add(text)
 
 
 def _of_any_rung(result: Result, text: str) -> str:

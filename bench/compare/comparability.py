@@ -112,8 +112,8 @@ def unknown(label: str, records: Sequence[Record]) -> list[str]:
     for record in records:
         asked = MUST_BE_KNOWN | (MUST_BE_KNOWN_OF_GPUS if record.run["machine"]["gpu"] else {})
         missing.update(name for name, field in asked.items() if _lookup(record, field) in (None, [], ""))
-    said = [f"{name} in {n}" for name, n in missing.items()]
-    return [f"{label}: not known in {len(records)} run(s): {', '.join(said)}"] if said else []
+    counts = [f"{name} in {n}" for name, n in missing.items()]
+    return [f"{label}: not known in {len(records)} run(s): {', '.join(counts)}"] if counts else []
 
 
 def different(values: Iterable[Any]) -> list[Any]:

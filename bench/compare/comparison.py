@@ -241,8 +241,8 @@ def _compare_ladders(paths: Sequence[Path], a: dict[str, Side], b: dict[str, Sid
     alone = [name for name in a | b if name not in shared]
     if not alone:
         return results
-    said = f"rungs that one of the ladders alone has are left out: {', '.join(alone)}"
-    return [replace(result, notes=[*result.notes, said]) for result in results]
+    note = f"rungs that one of the ladders alone has are left out: {', '.join(alone)}"
+    return [replace(result, notes=[*result.notes, note]) for result in results]
 
 
 def _per_sample(a: Side, b: Side) -> bool:

@@ -34,13 +34,13 @@ def check_regression(result: Result, limit: float) -> Check:
         return refused
     bound = result.estimate.ratio(_ONE_SIDED).high - 1
     seen = result.estimate.ratio().value - 1
-    said = f"B takes {_more_or_less(seen)} time, at 95 % confidence at most {_more_or_less(bound)}"
+    text = f"B takes {_more_or_less(seen)} time, at 95 % confidence at most {_more_or_less(bound)}"
     if result.estimate.p_at_least(1 + limit) < _ERROR:
-        return Check(outcome="passed", text=f"a regression of {limit:.2%} is excluded: {said}")
+        return Check(outcome="passed", text=f"a regression of {limit:.2%} is excluded: {text}")
     if result.verdict == "slower":
-        text = f"B is proven slower, and a regression of {limit:.2%} is not excluded: {said}"
+        text = f"B is proven slower, and a regression of {limit:.2%} is not excluded: {text}"
         return Check(outcome="failed", text=text)
-    return _undecided(result, limit, f"neither is B proven slower nor a regression of {limit:.2%} excluded: {said}")
+    return _undecided(result, limit, f"neither is B proven slower nor a regression of {limit:.2%} excluded: {text}")
 
 
 def check_equivalence(result: Result, margin: float) -> Check:
@@ -52,13 +52,13 @@ def check_equivalence(result: Result, margin: float) -> Check:
     if refused is not None:
         return refused
     ratio = result.estimate.ratio(_ONE_SIDED)
-    said = f"the 90 % interval of B's time over A's is {ratio.low:.4f} to {ratio.high:.4f}"
+    text = f"the 90 % interval of B's time over A's is {ratio.low:.4f} to {ratio.high:.4f}"
     if result.estimate.p_not_equivalent(margin) < _ERROR:
-        return Check(outcome="passed", text=f"A and B are equivalent within {margin:.2%}: {said}")
+        return Check(outcome="passed", text=f"A and B are equivalent within {margin:.2%}: {text}")
     whole = result.estimate.ratio()
     if whole.low > 1 + margin or whole.high < 1 / (1 + margin):
-        return Check(outcome="failed", text=f"A and B differ by more than {margin:.2%}: {said}")
-    return _undecided(result, margin, f"equivalence within {margin:.2%} is neither proven nor excluded: {said}")
+        return Check(outcome="failed", text=f"A and B differ by more than {margin:.2%}: {text}")
+    return _undecided(result, margin, f"equivalence within {margin:.2%} is neither proven nor excluded: {text}")
 
 
 def worst(checks: Sequence[Check]) -> Outcome:

@@ -114,8 +114,8 @@ def read_side(path: Path) -> Side:
             "unfinished runs": unfinished,
             "profiled runs": [r.run["id"] for r in records if r not in timed],
         }
-        said = [f"{path}: {what} left out: {', '.join(names)}" for what, names in left_out.items() if names]
-        return side_of_records(str(path), timed, said + copies)
+        warnings = [f"{path}: {what} left out: {', '.join(names)}" for what, names in left_out.items() if names]
+        return side_of_records(str(path), timed, warnings + copies)
     logs = sorted(path.glob("result_*.txt")) or sorted(path.glob(REFERENCE_LOGS))
     if logs:
         return _side_of_logs(str(path), [run for log in logs for run in read_mlperf_log(log)])

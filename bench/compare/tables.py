@@ -111,21 +111,21 @@ def verdict_in_words(result: Result) -> str:
     what = "samples per second" if result.per_sample else METRIC_NAMES[result.metric]
     if math.isnan(speedup.low):
         return f"no difference proven: too few runs (B: {times}, {what}; interval unknown)"
-    said = f"{times} ({what}; {_interval(result)} {speedup.low:.4f} to {speedup.high:.4f})"
+    text = f"{times} ({what}; {_interval(result)} {speedup.low:.4f} to {speedup.high:.4f})"
     if not result.comparison.between_runs:
         alone = result.estimate.verdict(result.confidence)
         these = alone if alone != UNPROVEN else "not distinguishable"
-        return f"no difference proven: too few runs. Of these runs alone, B's were {these}: {said}"
+        return f"no difference proven: too few runs. Of these runs alone, B's were {these}: {text}"
     if result.verdict == NO_VERDICT:
-        return f"no verdict, B was {said}: {'; '.join(result.confounded)}"
+        return f"no verdict, B was {text}: {'; '.join(result.confounded)}"
     if result.verdict == UNPROVEN and result.estimate.verdict(result.confidence) != UNPROVEN:
         return (
             f"no difference proven: the interval leaves out 1, but {result.comparisons} comparisons were looked at "
-            f"(p = {result.p_value:.3f} after Holm); B was {said}"
+            f"(p = {result.p_value:.3f} after Holm); B was {text}"
         )
     if result.verdict == UNPROVEN:
-        return f"no difference proven; B was {said}"
-    return f"B is {result.verdict}, {said}"
+        return f"no difference proven; B was {text}"
+    return f"B is {result.verdict}, {text}"
 
 
 def _sides(result: Result) -> tuple[Side, Side]:

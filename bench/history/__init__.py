@@ -1,1 +1,2 @@
-"""One configuration over commits and months: its times beside a reference's, what changed, and which commit did it."""
+"""The history of one configuration over commits and months: its times beside a reference's, changes, and the commit of
+a change."""

@@ -257,5 +257,5 @@ def _failed(launcher: Path, flags: Sequence[str], how: str, output: Path) -> str
     first = next((i for i, line in enumerate(lines) if line.startswith("rank ")), 0)
     last = next((i for i, line in enumerate(lines) if i > first and re.match(r"[EW]\d{4} ", line)), len(lines))
     others = [line for line in lines[max(first, last - 30) : last] if not re.match(r" *rank \d+: error: ", line)]
-    said = "\n".join([*errors, *others, f"(all of it: {output})"])
-    return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{said}"
+    message = "\n".join([*errors, *others, f"(all of it: {output})"])
+    return f"`{launcher.name} {shlex.join(flags)}` failed: {how}:\n{message}"

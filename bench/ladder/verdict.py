@@ -55,16 +55,16 @@ def verdict(folder: Path) -> list[str]:
     answer."""
     ladder, _ = read_judged_ladder(folder)
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
-    said = [f"{rung['name']}: {_pipeline(rung, run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
-    said += [_against(ladder, rung) for rung in ladder["rungs"][1:]]
-    said.append(_losses(ladder))
+    paragraphs = [f"{rung['name']}: {_pipeline(rung, run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
+    paragraphs += [_against(ladder, rung) for rung in ladder["rungs"][1:]]
+    paragraphs.append(_losses(ladder))
     if runs[0]["machine"]["gpu"] is None:
         static = any(run["config"]["pipeline"]["name"] == "static" for run in runs)
-        return [*said, _NO_GPU, *([_STATIC_ON_A_CPU] if static else [])]
+        return [*paragraphs, _NO_GPU, *([_STATIC_ON_A_CPU] if static else [])]
     benchmark = benchmark_of(runs[0]["config"])
     of_cpus = [rung.name for rung in benchmark.ladders.get("cpu", ())] if benchmark else []
     for_any_machine = [rung["name"] for rung in ladder["rungs"]] == of_cpus
-    return [*said, *([_RUNGS_FOR_GPUS] if for_any_machine else [])]
+    return [*paragraphs, *([_RUNGS_FOR_GPUS] if for_any_machine else [])]
 
 
 def _pipeline(rung: RungResult, run: RunRecord) -> str:

@@ -157,14 +157,14 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
         "",
     )
     timed = run["host"] is None
-    said = [bound.rates.source]
+    notes = [bound.rates.source]
     if limits is not None:
-        said += [f"warning: {caveat}" for caveat in caveats_of_floor(limits, run)]
+        notes += [f"warning: {caveat}" for caveat in caveats_of_floor(limits, run)]
     took = run["latency_ms"]["p50"] if run["latency_ms"] and timed else None
     table.add_row("iteration", *[""] * 4, f"{bound.iteration:.4f}", "", *_took(took, bound.iteration), style="bold")
     if timed:
-        said.append(efficiency_in_words(run) or "")
-    table.caption = Text("\n".join(filter(None, said)))
+        notes.append(efficiency_in_words(run) or "")
+    table.caption = Text("\n".join(filter(None, notes)))
     table.caption_justify, table.caption_style = "left", "none"
     return table
 

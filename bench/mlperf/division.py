@@ -1,4 +1,4 @@
-"""Which MLPerf division a run's log may name, and what it counts: by the ruleset of its benchmark."""
+"""The MLPerf division that a run's log may name, and the units that it counts: by the ruleset of its benchmark."""
 
 from dataclasses import fields
 

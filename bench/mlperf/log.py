@@ -1,6 +1,6 @@
 """The MLPerf log of one run: every event in the order that the rules ask for, and the official check of the file.
 
-A benchmark's ruleset has the keys that are its own.
+A benchmark's ruleset has its own keys.
 """
 
 import json
@@ -28,7 +28,7 @@ _PREFIX = ":::MLLOG "
 
 
 class _LogFile(logging.FileHandler):
-    """Flushes after each event; keeps in memory what the file may lose, and the first failure in place of a
+    """Flushes after each event; keeps in memory the lines that the file may lose, and the first failure in place of a
     traceback."""
 
     def __init__(self, path: Path) -> None:
@@ -68,8 +68,8 @@ class MLPerfLog:
     """Writes the MLPerf events of one run to `path`, which must not exist yet (FileExistsError).
 
     Global rank 0 passes a path, every other rank None, which makes each method do nothing. An event has reached the
-    file when its method returns. Any thread may call close(), after which nothing more is logged. `epoch_num` is
-    always the fraction of the epoch, which has `train_samples`, that has been trained, 0 to 1.
+    file when its method returns. Any thread may call close(), after which nothing more is logged. `epoch_num` is always
+    the trained fraction of the epoch of `train_samples` samples, 0 to 1.
 
     counted: train_samples where the ruleset counts samples (Ruleset.counts_samples): events then have samples_count
     beside epoch_num, and training between evaluations is a block each, instead of one epoch.
@@ -94,7 +94,7 @@ class MLPerfLog:
         self._in_block = False
 
     def go_on(self, lines: str) -> None:
-        """Begins with the lines of an interrupted run, whose training goes on: nothing before an evaluation is logged
+        """Begins with the lines of an interrupted run, whose training continues: nothing before an evaluation is logged
         again."""
         self._write(lines)
         self._running = True
@@ -116,7 +116,7 @@ class MLPerfLog:
 
     @property
     def failure(self) -> OSError | None:
-        """Why the file does not have all of it, such as a full disk; None if it has."""
+        """Why the file lacks a part of it, such as a full disk; None if it has all."""
         return None if self._file is None else self._file.failure
 
     def cache_clear(self, value: bool) -> None:
@@ -200,7 +200,7 @@ class MLPerfLog:
             if self._running:
                 if self._in_block:
                     self._log(self._mllog.end, constants.BLOCK_STOP, **self._done(epoch_num))
-                # run_stop tells how far too, as in NVIDIA's logs: a run without evaluations says it nowhere before.
+                # run_stop has the progress too, as in NVIDIA's logs: a run without evaluations has it nowhere before.
                 self._log(self._mllog.end, constants.RUN_STOP, status=status, **self._done(epoch_num))
                 if self._counted is None:
                     self._log(self._mllog.end, constants.EPOCH_STOP, epoch_num=epoch_num)
@@ -209,7 +209,7 @@ class MLPerfLog:
                 handler.close()
 
     def _done(self, epoch_num: float) -> dict[str, float]:
-        """What an event says of how far the training is."""
+        """Returns the fields of an event for the training's progress."""
         if self._counted is None:
             return {constants.EPOCH_NUM: epoch_num}
         return {constants.SAMPLES_COUNT: round(epoch_num * self._counted), constants.EPOCH_NUM: epoch_num}
@@ -222,7 +222,7 @@ class MLPerfLog:
 
 @dataclass(frozen=True, slots=True)
 class ComplianceVerdict:
-    """What the compliance checker says about one log."""
+    """The compliance checker's verdict on one log."""
 
     passed: bool
     """The checker found nothing, and the run ended with status success."""
@@ -234,11 +234,11 @@ class ComplianceVerdict:
 
 
 def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset()) -> ComplianceVerdict:
-    """Runs MLPerf's compliance checker over `log` in a process of its own; it leaves no files behind.
+    """Runs MLPerf's compliance checker over `log` in a new process; it leaves no files behind.
 
-    The checker passes an aborted run whose AUC had reached the target once (or, in the open division, was evaluated
-    at all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError where the file is missing or
-    the checker does not know the ruleset.
+    The checker passes an aborted run whose AUC had reached the target once (or, in the open division, was evaluated at
+    all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError where the file is missing or the
+    checker does not know the ruleset.
     """
     if not log.is_file():
         raise ValueError(f"{log} is not a file: name the MLPerf log to check")
@@ -266,9 +266,9 @@ def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset
 
 
 def _refused_keys(output: str, pinned: frozenset[str]) -> tuple[str, ...]:
-    """Returns the keys whose values the checker refuses; none where it refuses another key, or something else."""
-    said = re.split(r"^(?:INFO|ERROR) - ", output, flags=re.MULTILINE)
-    found = [part for part in said if part.startswith("WARNING") or "WARNING - " in part]
+    """Returns the keys whose values the checker refuses; empty where it refuses another key, or something else."""
+    messages = re.split(r"^(?:INFO|ERROR) - ", output, flags=re.MULTILINE)
+    found = [part for part in messages if part.startswith("WARNING") or "WARNING - " in part]
     findings = "".join(found).partition("WARNING - ")[2].split("-" * 30 + "\n")
     keys = [re.match(r"\s*CHECK for '(\w+)' failed in line", finding) for finding in findings]
     if not all(key is not None and key[1] in pinned for key in keys):

@@ -1,4 +1,4 @@
-"""Reads what one MLPerf run says in its log: a row for each run of a result_*.txt, whoever wrote it.
+"""Reads the log of an MLPerf run: a row for each run of a result_*.txt of any author.
 
 Only events of a run's course are read; everything else in the file, and every line that is not well-formed, is skipped
 and counted. A file of any size is read through a memory map, event by event.
@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(slots=True, kw_only=True)
 class MLPerfRun:
-    """One run. None where the log does not say."""
+    """One run. None for a value that the log lacks."""
 
     path: Path
     benchmark: str | None = None
@@ -54,7 +54,7 @@ class MLPerfRun:
     """submission_status: onprem, cloud, research or preview."""
     platform: str | None = None
     seed: int | None = None
-    """The last one, where the log has several."""
+    """The last seed, where the log has several."""
     global_batch_size: int | None = None
     train_samples: int | None = None
     start_ms: float | None = None
@@ -72,18 +72,18 @@ class MLPerfRun:
     target_ms: float | None = None
     """Unix time of the first AUC that reached the target of the closed division."""
     blocks: list[Block] = field(default_factory=list)
-    """Those that began and ended; none where the log counts epochs."""
+    """Blocks that began and ended; empty where the log counts epochs."""
     evals_ms: list[float] = field(default_factory=list)
     """Duration of every evaluation that began and ended."""
     eval_epochs: list[float] = field(default_factory=list)
-    """epoch_num of every evaluation that began, where the log says it."""
+    """epoch_num of every evaluation that began, where the log has it."""
     malformed_lines: int = 0
-    """Lines of the whole file that begin an event and are none."""
+    """Number of lines of the whole file that begin an event and are not well-formed."""
 
     @property
     def known(self) -> Benchmark | None:
-        """The benchmark, where it is one of this program. A name that only the reference's logs have counts with
-        MLPerf's data alone: another model may be called so."""
+        """The benchmark, if this program has it. A name that only the reference's logs use counts with MLPerf's data
+        alone: another model may be called so."""
         found = of_mlperf_log(self.benchmark)
         if found is None or found.ruleset is None or self.benchmark == found.name:
             return found
@@ -99,7 +99,7 @@ class MLPerfRun:
     @property
     def train_ms_per_iteration(self) -> float | None:
         """(run_stop - run_start - all evaluations) / iterations, in milliseconds; where the log has blocks, that of the
-        blocks that began before the target was reached, without what is between them."""
+        blocks that began before the target was reached, without the time between them."""
         if self.blocks and self.global_batch_size:
             blocks = [b for b in self.blocks if self.target_ms is None or b.start_ms < self.target_ms]
             samples = sum(block.samples for block in blocks)
@@ -118,14 +118,15 @@ class MLPerfRun:
 
     @property
     def minutes_to_target(self) -> float | None:
-        """From run_start to the first AUC that reached MLPerf's target, whatever came then: reference logs go on."""
+        """Minutes from run_start to the first AUC that reached MLPerf's target, whatever came then: reference logs
+        continue."""
         if self.start_ms is None or self.target_ms is None:
             return None
         return (self.target_ms - self.start_ms) / 60_000
 
     @property
     def seconds_before_training(self) -> float | None:
-        """From run_start to the first block; None where the log has none."""
+        """Seconds from run_start to the first block; None where the log has none."""
         if self.start_ms is None or not self.blocks:
             return None
         return (self.blocks[0].start_ms - self.start_ms) / 1000
@@ -187,7 +188,7 @@ def logs_table(runs: Sequence[MLPerfRun]) -> Table:
 
 
 def log_row(run: MLPerfRun) -> tuple[str, ...]:
-    """A run as text, one cell for each of LOG_COLUMNS; '-' for what the log does not say."""
+    """Returns a run as text, one cell for each of LOG_COLUMNS; '-' for a value that the log lacks."""
     numbers = (
         (run.global_batch_size, "d"),
         (run.train_ms_per_iteration, ".3f"),
@@ -299,7 +300,7 @@ _BEGINNINGS = ("init_start", "run_start")
 
 
 def _begins_another(run: MLPerfRun, key: str) -> bool:
-    """Whether `key` belongs to a run after `run`; a run may die anywhere, and a file go on with the next one."""
+    """Whether `key` belongs to a run after `run`; a run may die anywhere, and a file continue with the next one."""
     if key in _BEGINNINGS and run.start_ms is not None:
         return True
     return (key in _HEADER and run.stop_ms is not None) or (key == "init_start" and run.benchmark is not None)
@@ -311,7 +312,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _parse(line: bytes) -> Event | None:
-    """The event of a line, or None if the line is not one."""
+    """Returns the event of a line, or None if the line is not one."""
     try:
         event = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):

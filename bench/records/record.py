@@ -279,10 +279,10 @@ def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) ->
 
 def of_numpy(error: Exception) -> str:
     """Returns why numpy does not load a file, without its advice to load it by allow_pickle=True, which runs code."""
-    said = str(error)
-    if "allow_pickle" not in said:
-        return said
-    return "its header is too long" if said.startswith("Header info") else "it holds Python objects, not numbers"
+    message = str(error)
+    if "allow_pickle" not in message:
+        return message
+    return "its header is too long" if message.startswith("Header info") else "it holds Python objects, not numbers"
 
 
 def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -57,14 +57,14 @@ def roofline(name: str, points: Sequence[RooflinePoint], rates: GpuRates, precis
     least_x = min(0.1, *(point.intensity for point in points)) / 2
     x = np.geomspace(least_x, 10 * most / rates.memory, 200)
     axes.loglog(x, np.minimum(most, x * rates.memory) / 1e12, color="#1b3a57", linewidth=1.2)
-    said = []
+    notes = []
     for number, point in enumerate(points, start=1):
         axes.plot(point.intensity, point.flop_per_s / 1e12, "o", color="#1b3a57", markersize=4)
         where = (point.intensity, point.flop_per_s / 1e12)
         axes.annotate(str(number), where, (5, -4), textcoords="offset points", fontsize=_FONT)
         share = point.flop_per_s / min(most, point.intensity * rates.memory)
-        said.append(f"{number} {point.name}, {point.us:.0f} us: {share:.0%} of the roof")
-    axes.text(0.98, 0.05, "\n".join(said), transform=axes.transAxes, fontsize=_FONT, ha="right")
+        notes.append(f"{number} {point.name}, {point.us:.0f} us: {share:.0%} of the roof")
+    axes.text(0.98, 0.05, "\n".join(notes), transform=axes.transAxes, fontsize=_FONT, ha="right")
     axes.set_xlabel("FLOP for a byte of memory", fontsize=_FONT)
     axes.set_ylabel("TFLOP/s", fontsize=_FONT)
     axes.tick_params(labelsize=_FONT)

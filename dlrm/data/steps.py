@@ -34,16 +34,16 @@ def step(title: str, total: float, unit: str, scale: float = 1e6) -> Iterator[Ad
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), RateColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, speed_estimate_period=120, disable=not console.is_terminal)
     task = bar.add_task(title, total=total, unit=unit, scale=scale)
-    begun = said = time.monotonic()
+    begun = shown = time.monotonic()
     done = 0.0
 
     def advance(pieces: float) -> None:
-        nonlocal said, done
+        nonlocal shown, done
         done += pieces
         bar.advance(task, pieces)
         now = time.monotonic()
-        if bar.disable and now - said >= LINE_SECONDS and done:
-            said = now
+        if bar.disable and now - shown >= LINE_SECONDS and done:
+            shown = now
             rate = done / (now - begun)
             left = timedelta(seconds=round((total - done) / rate))
             print(f"{title}: {done / total:.0%}, {_rate(rate, unit, scale)}, {left} left", file=sys.stderr, flush=True)

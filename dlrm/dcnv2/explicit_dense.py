@@ -76,12 +76,12 @@ class ExplicitDense:
 
         def bucket(part: str, layers: tuple[int, ...], sharded: bool = True) -> Bucket:
             names = tuple(f"{part}.{layer}." for layer in layers)
-            mine = {name: value for name, value in weights.items() if name.startswith(names)}
+            members = {name: value for name, value in weights.items() if name.startswith(names)}
             if memory is None:
-                return CollectiveBucket(mine, dtype, ranks, sharded)
+                return CollectiveBucket(members, dtype, ranks, sharded)
             if across is None:
-                return PeerBucket(bucket_gradients(names[0]), mine, dtype, ranks, memory)
-            return NodeBucket(bucket_gradients(names[0]), mine, dtype, ranks, memory, across)
+                return PeerBucket(bucket_gradients(names[0]), members, dtype, ranks, memory)
+            return NodeBucket(bucket_gradients(names[0]), members, dtype, ranks, memory, across)
 
         def buckets(part: str, *groups: range) -> dict[tuple[int, ...], Bucket]:
             apart = groups if memory else [range(groups[-1].stop)]

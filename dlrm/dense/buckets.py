@@ -124,8 +124,8 @@ class CollectiveBucket(Bucket):
             dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
         else:
             dist.all_reduce(self.grad, group=self._group)
-        mine = self.working[self._mine]
-        working = None if mine.dtype == torch.float32 else mine
+        share = self.working[self._mine]
+        working = None if share.dtype == torch.float32 else share
         flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, watch)
 
     def all_gather(self) -> None:
@@ -213,8 +213,8 @@ class NodeBucket(Bucket):
         self._memory.barrier(self._barrier)
         peer_sums(self._grads_of_share, self._summed)
         dist.all_reduce(self._summed, group=self._across)
-        mine = self.working[self._mine]
-        working = None if mine.dtype == torch.float32 else mine
+        share = self.working[self._mine]
+        working = None if share.dtype == torch.float32 else share
         flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, watch)
         push_segments(self._words.own, self._push, self._words)
 

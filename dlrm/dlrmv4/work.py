@@ -1,10 +1,9 @@
-"""What an iteration of DLRMv4 has to compute and move, from its configuration and its samples' sizes: see
-benchmark.Work.
+"""The work of an iteration of DLRMv4, from its configuration and its samples' sizes: see benchmark.Work.
 
-Only what is needed counts, whatever --model.last-layer says: the last layer's queries, gates and output products of
+Only what is needed counts, for any --model.last-layer: of the last layer, queries, gates and output products of
 candidates alone, whose tokens are all that is read; the content of each distinct item once; each distinct row once.
 Actions, of which there are four, cost nothing. Where no sizes were measured, they are those of Yambda's first windows
-(shared/dlrmv4.md's section 5: 2,082 tokens), in proportion to the longest history.
+(2,082 tokens a sample), in proportion to the longest history.
 """
 
 from dlrm_bench.dlrm.benchmark import UNMEASURED, Piece, SampleSizes, TableWork

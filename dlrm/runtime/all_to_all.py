@@ -96,8 +96,8 @@ class NodeAllToAll:
                 at += length
         self._push = SegmentPushTable(segments, ranks.device)
         self._send = totals[ranks.local_rank]
-        mine = ranks.rank
-        self._receive = [sum(splits(rank_at(node, source), mine) for source in locals_) for node in nodes]
+        rank = ranks.rank
+        self._receive = [sum(splits(rank_at(node, source), rank) for source in locals_) for node in nodes]
         # Of one size on all ranks of a node.
         self._staged = memory.zeros(max(map(sum, totals)), dtype=dtype)
         self._words = self._staged.viewed(torch.int32) if words > 1 or dtype != torch.int32 else self._staged

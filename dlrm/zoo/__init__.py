@@ -1,1 +1,1 @@
-"""TorchRec models of several kinds, on batches drawn at random: what users of TorchRec train, at small sizes."""
+"""TorchRec models of several kinds, as its users train, on random batches at small sizes."""

@@ -16,23 +16,23 @@ from dlrm_bench.dlrm.tables.tables import Tables
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BagsModel:
-    """A model of two kinds of categorical features, of users and of items, each with a table of its own, and of dense
+    """A model of two kinds of categorical features, of users and of items, each with its own table, and of dense
     features."""
 
     rows: int = 100_000
-    """Rows of each embedding table, before table_scale."""
+    """Number of rows of each embedding table, before table_scale."""
     table_scale: float = 1.0
-    """Factor on every table's rows (at least one row stays)."""
+    """Factor on every table's number of rows, of which at least one stays."""
     embedding_dim: int = 64
-    """Columns of every embedding table."""
+    """Number of columns of every embedding table."""
     user_features: int = 8
-    """Categorical features of a user."""
+    """Number of categorical features of a user."""
     item_features: int = 8
-    """Categorical features of an item."""
+    """Number of categorical features of an item."""
     multi_hot_size: int = 2
-    """Ids per sample of each categorical feature."""
+    """Number of ids a sample of each categorical feature."""
     dense_in_features: int = 13
-    """Dense features per sample."""
+    """Number of dense features a sample."""
 
     def __post_init__(self) -> None:
         for flag in ("rows", "user_features", "item_features", "multi_hot_size", "dense_in_features"):
@@ -46,7 +46,7 @@ class BagsModel:
 
     @property
     def rows_built(self) -> int:
-        """Rows of each table as built, after table_scale."""
+        """Number of rows of each table as built, after table_scale."""
         return max(1, math.ceil(self.rows * self.table_scale))
 
     @property
@@ -61,12 +61,12 @@ class BagsModel:
 
     @property
     def bag_names(self) -> tuple[str, ...]:
-        """Names of the features that have bags, as the batches have them."""
+        """Names of the features with bags, in the order of the batches."""
         return (*self.user_names, *self.item_names)
 
     @property
     def longest_history(self) -> int:
-        """Ids of the longest history; 0 where the model reads none."""
+        """Number of ids of the longest history; 0 for a model without histories."""
         return 0
 
     @property
@@ -99,7 +99,7 @@ class DlrmDcnModel(DlrmModel):
     """torchrec.models.dlrm.DLRM_DCN: a low-rank cross network."""
 
     cross_layers: int = 3
-    """Layers of the cross network."""
+    """Number of layers of the cross network."""
     cross_rank: int = 128
     """Rank of each cross layer's two factors."""
 
@@ -109,7 +109,7 @@ class DlrmProjectionModel(DlrmModel):
     """torchrec.models.dlrm.DLRM_Projection: dot products of two projections."""
 
     projected: int = 4
-    """Vectors that each projection gives."""
+    """Number of vectors of each projection."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -122,7 +122,7 @@ class DeepFmModel(BagsModel):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TwoTowersModel(BagsModel):
-    """Two EmbeddingBagCollections with an MLP each, and the dot product of what these give."""
+    """Two EmbeddingBagCollections with an MLP each, and the dot product of the MLPs' outputs."""
 
     hidden: int = 256
     """Width of each MLP's hidden layer."""
@@ -136,11 +136,11 @@ class SequenceModel(BagsModel):
     hidden: int = 256
     """Width of the tower's hidden layer."""
     layers: int = 2
-    """Layers of attention."""
+    """Number of layers of attention."""
     heads: int = 2
-    """Heads of each layer; a divisor of embedding_dim."""
+    """Number of heads of each layer; a divisor of embedding_dim."""
     longest: int = 50
-    """Items of the longest history."""
+    """Number of items of the longest history."""
 
     def __post_init__(self) -> None:
         BagsModel.__post_init__(self)
@@ -152,7 +152,7 @@ class SequenceModel(BagsModel):
 
     @property
     def longest_history(self) -> int:
-        """Ids of the longest history."""
+        """Number of ids of the longest history."""
         return self.longest
 
     @property
@@ -171,11 +171,11 @@ class RandomData:
     """Batches drawn at random before the run, and used in turn."""
 
     random_batches: int = 8
-    """Distinct batches of each rank."""
+    """Number of distinct batches of each rank."""
     prefetch_batches: int = 16
-    """Batches that the reader thread keeps ready in pinned memory, ahead of the GPU."""
+    """Number of batches that the reader thread keeps ready in pinned memory, ahead of the GPU."""
     reader_threads: int = 1
-    """Threads of each rank that hand batches over."""
+    """Number of threads of each rank that deliver batches."""
 
     def __post_init__(self) -> None:
         for flag in ("random_batches", "prefetch_batches", "reader_threads"):
@@ -193,7 +193,7 @@ class RandomData:
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Names of the fields that say which samples are trained on, in which order."""
+        """Names of the fields that determine the samples and their order."""
         return ("random_batches",)
 
     @property
@@ -217,7 +217,7 @@ class SequenceData(RandomData):
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Names of the fields that say which samples are trained on, in which order."""
+        """Names of the fields that determine the samples and their order."""
         return ("random_batches", "full")
 
 

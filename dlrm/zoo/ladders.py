@@ -51,8 +51,8 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: bool = False) -> Mapping[st
     """Returns the ladders by name, first rung first.
 
     for_graphs: flags that a model's data need from the first rung with graphs on. whole: whether a graph can hold the
-    model's iteration, which `main` and `ends` end with then. full: every switch that the others add to; main: those
-    that change most; ends: stock and the best of `main`; same: one rung twice (A/A).
+    model's iteration, with which `main` and `ends` then end. full: every switch that the others add to; main: those
+    with the largest effect; ends: stock and the best of `main`; same: one rung twice (A/A).
     """
     rungs, flags = [_STOCK], tuple[str, ...]()
     for name, more, note in _STEPS:

@@ -1,4 +1,4 @@
-"""The TorchRec models: forward(batch) returns what TorchRec's train pipelines take, (loss, (loss, logits, labels))."""
+"""The TorchRec models: forward(batch) returns (loss, (loss, logits, labels)), as TorchRec's train pipelines expect."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ class BagsBatch(FieldBatch):
 
 @dataclass
 class SequenceBatch(BagsBatch):
-    """With a history each: the key "history"."""
+    """Samples with a history each: the key "history"."""
 
     history: KeyedJaggedTensor
 
@@ -47,7 +47,7 @@ Output = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
 
 
 class Trained(nn.Module):
-    """The loss of a model that gives logits."""
+    """A model that returns logits, with its loss."""
 
     def forward(self, batch: BagsBatch) -> Output:
         """Returns the mean loss, and (loss, logits [B], labels [B]), detached."""
@@ -72,7 +72,7 @@ class OfTorchRec(Trained):
         self.model, self._ends_in_sigmoid = model, ends_in_sigmoid
 
     def logits(self, batch: BagsBatch) -> Tensor:
-        """Returns logits [B]; of a model that ends in a sigmoid, by its inverse."""
+        """Returns logits [B]; for a model that ends in a sigmoid, by its inverse."""
         out = self.model(batch.dense, batch.bags).squeeze(-1)
         return out.logit(1e-6) if self._ends_in_sigmoid else out
 
@@ -133,7 +133,7 @@ class Sequence(Trained):
         self.register_buffer("future", future, persistent=False)
 
     def logits(self, batch: Any) -> Tensor:
-        """Returns logits [B] of a SequenceBatch, or of what TorchRec's trace puts in its place."""
+        """Returns logits [B] of a SequenceBatch, or of its proxy in TorchRec's trace."""
         x = self.items(batch.history)["history"].to_padded_dense(self._longest) + self.positions
         for layer in self.layers:
             x = layer(x, src_mask=self.future)

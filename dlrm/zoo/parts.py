@@ -1,4 +1,4 @@
-"""What trains the TorchRec models; see benchmark.Parts."""
+"""Data and models of the zoo; see benchmark.Parts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +16,11 @@ from dlrm_bench.dlrm.zoo.models import build
 from dlrm_bench.dlrm.zoo.random_dataset import Drawn, RandomDataset, draw_samples
 
 ADAM_STATES = {"step": ".step", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}
-"""Adam's states, and what their keys have after the weight's."""
+"""Adam's states, with the suffix of their keys after the weight's."""
 
 
 def adam(config: ZooOptimizer) -> Callable[[list[nn.Parameter], Callable[[], Tensor]], GuardedAdam]:
-    """Returns what makes the dense optimizer; see torchrec_model.MakesOptimizer."""
+    """Returns a maker of the dense optimizer; see torchrec_model.MakesOptimizer."""
 
     def make(parameters: list[nn.Parameter], skip: Callable[[], Tensor]) -> GuardedAdam:
         return GuardedAdam(parameters, skip(), lr=config.dense_learning_rate, betas=(0.9, 0.999), eps=config.eps)

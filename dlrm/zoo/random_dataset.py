@@ -32,7 +32,7 @@ class RandomDataset:
     best_auc: float | None = None
 
     def __init__(self, draw: Draw, count: int) -> None:
-        """count: of distinct batches."""
+        """count: number of distinct batches."""
         self._draw, self._count = draw, count
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Drawn]:
@@ -73,7 +73,7 @@ def _lengths(model: BagsModel, size: int, random: torch.Generator | None) -> tor
 
 
 def _batch(model: BagsModel, size: int, random: torch.Generator | None, lengths: torch.Tensor) -> BagsBatch:
-    """Without a generator of zeros."""
+    """Returns a batch; of zeros without a generator."""
 
     def integers(below: int, count: int) -> torch.Tensor:
         if random is None:

@@ -29,8 +29,8 @@ SUMS = (
     "squared_label",
     "accuracy",
 )
-"""The sums of one batch, in the order in which the update has them: of cross entropy in bits, w, w l, w (1 - l), w p,
-w (l - p)^2, w l^2 and w [(p >= threshold) = l], with weights w, labels l and predictions p."""
+"""The sums of one batch, in the order of the update: of cross entropy in bits, w, w l, w (1 - l), w p, w (l - p)^2, w
+l^2 and w [(p >= threshold) = l], with weights w, labels l and predictions p."""
 
 _STATES: dict[type[RecMetric], dict[str, str]] = {
     NEMetric: {
@@ -62,7 +62,7 @@ class Slots:
 
     metric: RecMetric
     tasks: tuple[int, ...]
-    """Of these tasks, by their places in Layout.tasks, the metric is reported."""
+    """Tasks for which the metric is reported, by their places in Layout.tasks."""
     states: tuple[str, ...]
     first: int
     """The slot of states[0]; the others follow."""
@@ -79,7 +79,7 @@ class Layout:
 
     tasks: tuple[RecTaskInfo, ...]
     metrics: tuple[Slots, ...]
-    """In the order of the list, but for AUC."""
+    """The metrics in the order of the list, without AUC."""
     sources: tuple[int, ...]
     """The place in SUMS of each slot's sum."""
     windows: tuple[int, ...]
@@ -92,7 +92,7 @@ class Layout:
     """Whether every rank computes values from the sums of all (compute_on_all_ranks), or rank 0 only."""
     my_rank: int
     process_group: Any
-    """Whose ranks' sums are added, None for all ranks."""
+    """Process group whose ranks' sums are added, None for all ranks."""
     eta: float
     threshold: float
 

@@ -55,7 +55,8 @@ class DeviceRecMetrics(RecMetricModule):
         min_compute_interval: float = 0.0,
         max_compute_interval: float = float("inf"),
     ) -> None:
-        """Raises ValueError, which names the metric or the task, for what it cannot compute as TorchRec does."""
+        """Raises ValueError, which names the metric or the task, for a metric that it cannot compute as TorchRec
+        does."""
         intervals = (compute_interval_steps, min_compute_interval, max_compute_interval)
         super().__init__(batch_size, world_size, rec_tasks, rec_metrics, throughput_metric, state_metrics, *intervals)
         self.layout = layout_of(self.rec_tasks, self.rec_metrics)
@@ -72,8 +73,8 @@ class DeviceRecMetrics(RecMetricModule):
     def update(self, model_out: dict[str, Tensor], **kwargs: Any) -> None:
         """Adds a batch: one launch on the current stream for every 64 tasks.
 
-        kwargs: as RecMetricModule takes them; these metrics need none.
-        Raises ValueError, which names the output, before anything is changed.
+        kwargs: as for RecMetricModule; these metrics need none. Raises ValueError, which names the output, before
+        anything is changed.
         """
         if self._synced:
             raise RecMetricException("update between sync() and unsync(): call unsync() first")
@@ -88,9 +89,9 @@ class DeviceRecMetrics(RecMetricModule):
         self.trained_batches += 1
 
     def compute_async(self) -> PendingMetrics:
-        """Starts a compute, on every rank, as the current stream leaves the sums; training goes on at once.
+        """Starts a compute, on every rank, of the sums after the current stream's work; training continues at once.
 
-        The current stream copies the sums, a stream of its own gathers those of all ranks. result() of what is returned
+        The current stream copies the sums, another stream gathers those of all ranks. result() of the returned object
         has the values; it may be called on any rank or none.
         """
         self.compute_count += 1
@@ -127,11 +128,11 @@ class DeviceRecMetrics(RecMetricModule):
             tensor.zero_()
 
     def get_pre_compute_states(self, pg: Any = None) -> Any:
-        """Refused: windows lie in rings here."""
+        """Raises: windows are rings here."""
         raise RecMetricException("DeviceRecMetrics has no pre-compute states: save state_dict(), of every rank")
 
     def load_pre_compute_states(self, source: Any) -> None:
-        """Refused: windows lie in rings here."""
+        """Raises: windows are rings here."""
         raise RecMetricException("DeviceRecMetrics takes no pre-compute states: load state_dict(), on every rank")
 
     def _start(self, local: bool, also: dict[str, Any]) -> PendingMetrics:
@@ -215,12 +216,13 @@ def _after_loading(module: DeviceRecMetrics, incompatible_keys: Any) -> None:
 
 
 def _valid_slot(slots: Slots) -> int:
-    """The column of State.valid that says of a metric whether any batch was taken."""
+    """Returns the column of State.valid in which a metric's taken batches are recorded."""
     return slots.first if slots.states else -1
 
 
 def _computations(layout: Layout) -> list[tuple[Slots, int | None, Any]]:
-    """TorchRec's computations: each with its metric's slots and the place of its task there, None for all tasks."""
+    """Returns TorchRec's computations: each with its metric's slots and the place of its task there, None for all
+    tasks."""
     of_metrics = [*layout.metrics, *([layout.auc] if layout.auc else [])]
     return [
         (slots, None if slots.fused else place, computation)

@@ -1,4 +1,4 @@
-"""A compute that is under way: a snapshot on the training's stream, and all else beside it."""
+"""A compute in progress: a snapshot on the training's stream, and the rest on another."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PendingMetrics:
     """Values that a compute will have: those of the moment of its call, though updates go on."""
 
     def __init__(self, layout: Layout, reports: Reports, state: State, local: bool, also: dict[str, Any]) -> None:
-        """Starts a compute on the state as the current stream leaves it: a collective, unless local.
+        """Starts a compute on the state after the current stream's work: a collective, unless local.
 
-        local: of this rank alone. also: values that are there already, which come last.
+        local: of this rank alone. also: values that exist already, which come last.
         """
         self._layout, self._reports, self._local, self._also = layout, reports, local, also
         self._shape = state.lifetime.shape
@@ -49,8 +49,9 @@ class PendingMetrics:
         return self._arrived is None or self._arrived.query()
 
     def result(self) -> dict[str, Any]:
-        """The values by TorchRec's keys, as CPU tensors; none but those of throughput and states on ranks that do not
-        report. Waits for the device where it must, and never for what other ranks do after they started the compute."""
+        """Returns the values by TorchRec's keys, as CPU tensors; on ranks that do not report, only those of throughput
+        and states. Waits for the device where it must, and never for other ranks' work after they started the
+        compute."""
         if self._values is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -78,7 +79,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _beside(device: torch.device, wait: bool = True) -> Any:
-    """A context in which a GPU's work goes to a stream of its own, after what the current stream was given."""
+    """Returns a context whose GPU work goes to a new stream, after the current stream's present work."""
     if device.type != "cuda":
         return nullcontext()
     stream = _stream(device)
@@ -97,7 +98,7 @@ def _gather(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def _start_reading(tensor: Tensor) -> Tensor:
-    """A copy on the host, which is there once the current stream has come so far."""
+    """Starts a copy to the host, which is complete once the current stream has reached it."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

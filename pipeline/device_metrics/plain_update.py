@@ -1,4 +1,4 @@
-"""An update in plain PyTorch: what runs on CPUs, and what the kernel must equal."""
+"""An update in plain PyTorch: the CPU path, and the twin of the kernel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def batch_sums(signals: Signals, eta: float, threshold: float) -> Tensor:
 
 
 def _add_to_sums(layout: Layout, state: State, scratch: Scratch, task: int, signals: Signals) -> None:
-    """In the order of TorchRec's WindowBuffer, so that rounding is the same too."""
+    """Adds up in the order of TorchRec's WindowBuffer, so that rounding is the same too."""
     added = batch_sums(signals, layout.eta, layout.threshold)[list(layout.sources)]
     size = signals.labels.numel()
     window = state.window[task]

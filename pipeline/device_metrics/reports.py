@@ -1,4 +1,4 @@
-"""From sums to values under TorchRec's keys: by the formulas of TorchRec's own computations, on the host."""
+"""Values from sums under TorchRec's keys: by the formulas of TorchRec's own computations, on the host."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class Reports:
         return values
 
     def _keyed(self, slots: Slots, report: Any, values: Tensor, scope: str) -> Iterator[tuple[str, Tensor]]:
-        """Values [tasks of the metric] by key; of one element each, or of no dimension where TorchRec fuses tasks."""
+        """Yields values [tasks of the metric] by key; of one element each, or of no dimension where TorchRec fuses
+        tasks."""
         named = (slots.metric._namespace, report.name, scope + report.metric_prefix.value, report.description)
         keys = self._keys.get(named)
         if keys is None:
@@ -110,7 +111,8 @@ def _alike(seen: Sequence[Sequence[int]]) -> Iterator[slice]:
 
 
 def _in_order(rings: Tensor, seen: int) -> Tensor:
-    """The samples of rings [A, 3, C], oldest first; one without weight where there is none, as TorchRec has it."""
+    """Returns the samples of rings [A, 3, C], oldest first; one without weight where there is none, as TorchRec has
+    it."""
     capacity = rings.shape[-1]
     if seen == 0:
         return rings.new_zeros(len(rings), 3, 1)

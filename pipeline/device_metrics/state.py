@@ -1,4 +1,4 @@
-"""What the device holds between updates, at addresses that never change."""
+"""The device's memory between updates, at addresses that never change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec.metrics.rec_metric import MAX_BUFFER_COUNT
 from .layout import SUMS, Layout
 
 MAX_PARTS = 64
-"""At most so many thread blocks share the batch of one task."""
+"""Largest number of thread blocks that share the batch of one task."""
 
 
 class State(NamedTuple):
@@ -22,7 +22,8 @@ class State(NamedTuple):
     window: Tensor
     """float64 [T, K]: sums over the window."""
     batches: Tensor
-    """float64 [1000, T, K]: what each batch of the window added; a ring of TorchRec's MAX_BUFFER_COUNT batches."""
+    """float64 [1000, T, K]: the sums that each batch of the window added; a ring of TorchRec's MAX_BUFFER_COUNT
+    batches."""
     batch_sizes: Tensor
     """int32 [1000, T, K]: the samples of each of these batches."""
     cursors: Tensor
@@ -36,7 +37,7 @@ class State(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What an update needs beside the state, and no checkpoint does."""
+    """Memory that an update needs beside the state, and no checkpoint."""
 
     windows: Tensor
     """int64 [K]: the window of each slot, in samples."""

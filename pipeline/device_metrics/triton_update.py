@@ -1,9 +1,9 @@
-"""An update as one kernel for all tasks, in Triton; plain_update says what it computes.
+"""An update as one kernel for all tasks, in Triton; plain_update is its plain twin.
 
-A thread block, or several for a large batch, reads the samples of one task and adds them up in float64. The last to
-come adds what the blocks have found in a fixed order, so that equal inputs give equal results. It then moves the
-windows of all slots of its task at once, each by its own cursor, which lies on the device: nothing depends on the host,
-and a replayed graph goes on where the last one ended.
+A thread block, or several for a large batch, reads the samples of one task and adds them up in float64. The last block
+adds the blocks' sums in a fixed order, so that equal inputs give equal results. It then moves the windows of all slots
+of its task at once, each by its own cursor on the device: nothing depends on the host, and a replayed graph continues
+where the last one ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ with contextlib.suppress(ImportError):
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
 MAX_TASKS = 64
-"""Tasks of one launch, whose addresses are its arguments; more tasks take another launch."""
+"""Number of tasks of one launch, whose addresses are its arguments; more tasks take another launch."""
 
 _BLOCK = 1024
 _SAMPLES_OF_PART = 8192
@@ -46,9 +46,9 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""What labels, predictions and weights may be; the kernel knows a dtype by its place."""
+"""Dtypes of labels, predictions and weights; the kernel knows a dtype by its place."""
 
-# An argument's value as far as the compiled kernel may know it: a place in memory of no alignment, and a number that is
+# An argument's value as far as the compiled kernel may know it: an address of no alignment, and a number that is
 # neither 1 nor a multiple of 16. So one kernel serves all addresses and numbers.
 _ANY_ADDRESS = 2**40 + 1
 _ANY_NUMBER = 3
@@ -62,8 +62,8 @@ def _jit(function: Callable[..., Any]) -> Any:
 class Launch:
     """One kernel, for batches of certain sizes, strides and dtypes of some tasks.
 
-    tasks: their places in the layout. sizes, and strides of labels, predictions and weights by turns: of each of these
-    tasks, in elements. dtypes: as strides.
+    tasks: their places in the layout. sizes: of each of these tasks, in elements. strides: of labels, predictions and
+    weights of each in turn, in elements. dtypes: as strides.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ def _power_of_2(number: int) -> int:
 
 
 def addresses_of(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Where the tensors lie, for a launch."""
+    """Returns the addresses of the tensors, for a launch."""
     return tuple(map(Tensor.data_ptr, tensors))
 
 
@@ -156,7 +156,7 @@ def _read(address, at, mask, dtype: tl.constexpr):
 
 @_jit
 def _read_signal(address, at, mask, kind, role: tl.constexpr, codes: tl.constexpr, kinds: tl.constexpr):
-    """Labels (role 0), predictions (1) or weights (2) of a task whose dtypes are of one of some kinds."""
+    """Returns labels (role 0), predictions (1) or weights (2) of a task whose dtypes are of one of some kinds."""
     if kinds == 1:
         values = _read(address, at, mask, codes[role])
     else:

@@ -1,4 +1,4 @@
-"""From a model's outputs to an update: what is looked up, checked once for each form of batch, and launched."""
+"""Updates from a model's outputs: looked up, checked once for each form of batch, and launched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Updater:
         names = [name for task in layout.tasks for name in (task.label_name, task.prediction_name, task.weight_name)]
         self._names = list(dict.fromkeys(names))
         self._places = [self._names.index(name) for name in names]
-        """Of labels, predictions and weights of each task, by turns, in `_names`."""
+        """Places of labels, predictions and weights of each task in turn, in `_names`."""
         self._get: Callable[[Mapping[str, Any]], Any] = itemgetter(*self._names)
         self._last: tuple[Any, ...] | None = None
         self._run: Callable[[list[Tensor]], None] = _nothing
@@ -125,7 +125,7 @@ class Updater:
         return run
 
     def _launches(self, sizes: list[int], strides: list[int], dtypes: list[torch.dtype]) -> _Launches:
-        """Kernels that take up to MAX_TASKS tasks each; none for tasks that have no samples at all."""
+        """Returns kernels that take up to MAX_TASKS tasks each; none for tasks that have no samples at all."""
         launches: _Launches = []
         for first in range(0, len(sizes), triton_update.MAX_TASKS):
             tasks = range(first, min(first + triton_update.MAX_TASKS, len(sizes)))
@@ -145,7 +145,7 @@ def launch_all(launches: _Launches, tensors: list[Tensor]) -> None:
 
 
 def _form(tensors: list[Tensor]) -> tuple[Any, ...]:
-    """What must be the same for a launch to serve again: cheap, as it is asked for every batch."""
+    """Returns the properties that must be the same for a launch to serve again: cheap, as it runs for every batch."""
     contiguous = all(map(Tensor.is_contiguous, tensors))
     strides = () if contiguous else tuple((tensor.shape, tensor.stride()) for tensor in tensors)
     sizes, dtypes = tuple(map(Tensor.numel, tensors)), tuple(map(_dtype, tensors))

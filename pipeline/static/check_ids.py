@@ -1,4 +1,4 @@
-"""A check of ids on the device, where they are used: for what the readers' checks on the host do not settle."""
+"""A check of ids on the device, where they are used: for errors that the readers' checks on the host cannot find."""
 
 import torch
 

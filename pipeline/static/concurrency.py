@@ -1,7 +1,7 @@
-"""The streams and barriers of the static pipeline, each saying what it carries or orders.
+"""The streams and barriers of the static pipeline, each with its work or the accesses that it orders.
 
-Those of stage 3 stand beside the benchmark's model (dlrm/dcnv2/concurrency.py). CONCURRENCY.md draws one iteration and
-says of each buffer who writes it when, and what makes that safe; tests/pipeline/static/test_barriers.py shows that no
+Those of stage 3 are in the benchmark's own room (dlrm/dcnv2/concurrency.py). CONCURRENCY.md draws one iteration and
+describes for each buffer its writers, its readers and their order; tests/pipeline/static/test_barriers.py shows that no
 barrier is missing and none is idle.
 """
 

@@ -1,4 +1,4 @@
-"""Forward passes beside the training, each beside the input dist of the batch after it."""
+"""Forward passes in parallel with the training, each in parallel with the input dist of the next batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,10 +17,10 @@ EAGER_BATCHES = 2
 
 
 class Evaluation:
-    """A forward pass over two slots in turn, which are its own: batches of the training in flight keep theirs.
+    """A forward pass over two own slots in turn: batches of the training in flight keep theirs.
 
     It may share other memory with the training (the dense network's x0 and activations): both run in order on one
-    stream, and either writes all that it reads except for weights. Its graphs have a memory pool of their own.
+    stream, and either writes all that it reads except for weights. Its graphs have a separate memory pool.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Evaluation:
             i = 1 - i
 
     def _launch(self, work: Callable[[], None], batch: Batch | None) -> None:
-        """Launches what fetches `batch`; None is the end, and what is there is distributed again."""
+        """Launches the fetch of `batch` and its input dist; None is the end: the present ids are distributed again."""
         self._streams.limit_run_ahead()
         self._fetcher.name(batch)
         work()

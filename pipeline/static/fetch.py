@@ -18,7 +18,7 @@ class BatchFetcher:
     """The host names batches, the device fetches them in that order."""
 
     def __init__(self, device: torch.device, in_flight: int) -> None:
-        """in_flight: how many batches may be named that are not fetched yet, the next one included."""
+        """in_flight: number of batches that may be named and not fetched yet, with the next one."""
         self._pin = device.type == "cuda"
         self._addresses = torch.zeros(in_flight, dtype=torch.int64, pin_memory=self._pin)
         self._ring = self._addresses.numpy()  # where an assignment takes the host a tenth of a tensor's
@@ -28,7 +28,7 @@ class BatchFetcher:
         """The memory of named batches, for as long as the device may read it."""
 
     def name(self, batch: _Stored | None) -> None:
-        """Names the next batch to fetch; None leaves what is there as it is. The batch is kept until it is fetched."""
+        """Names the next batch to fetch; None leaves the present one. The batch is kept until it is fetched."""
         storage = None if batch is None else batch.storage
         if storage is not None and self._pin and not storage.is_pinned():
             storage = storage.pin_memory()

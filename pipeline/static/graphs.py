@@ -1,4 +1,4 @@
-"""Work captured as CUDA graphs and replayed; a failed capture says which op of which stage it failed at."""
+"""Work captured as CUDA graphs and replayed; the error of a failed capture names the op and its stage."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from dlrm_bench.pipeline.five_stage.cuda_graph import destroy, record
 
 
 class Graphs:
-    """Functions that run as one CUDA graph each; all that there are are captured when the first of them is to run, and
-    one that is added later when it is to run.
+    """Functions that run as one CUDA graph each; all of them are captured when the first one is to run, and one that is
+    added later when it is to run.
 
-    Graphs of one object share a memory pool, so nothing that one leaves in tensors of its own may be needed after
-    another has run: what outlives a replay goes to memory from outside. Each object has a pool of its own.
+    Graphs of one object share a memory pool, so no graph's own tensors may be needed after another has run: results
+    that outlive a replay go to memory from outside. Each object has a separate pool.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class Graphs:
         stream: "torch.cuda.Stream | None",
         fallback: bool,
     ) -> None:
-        """name: of the whole, for messages. stream: the one that captures. fallback: after a failed capture the
+        """name: of the whole, for messages. stream: the capturing stream. fallback: after a failed capture the
         functions run eagerly; without it a failure is an error."""
         self._name, self._works, self._ranks, self._stream = name, list(works), ranks, stream
         self._fallback = fallback
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool: Any = None
         self.captures = 0
-        """How often the functions were captured."""
+        """Number of captures of the functions."""
         self.fell_back: str | None = None
         """Why the functions run eagerly; None while they do not."""
 
@@ -61,7 +61,7 @@ class Graphs:
             self._capture()
 
     def forget(self, why: str) -> None:
-        """Captures anew at the next run, where the functions were captured; rank 0 says so."""
+        """Captures again at the next run, if the functions were captured; rank 0 prints it."""
         if not self._graphs:
             return
         self.close()
@@ -80,7 +80,7 @@ class Graphs:
         self._pool = None
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a record says about the graphs."""
+        """Returns the record's facts about the graphs."""
         return {"captures": self.captures, "fell_back": self.fell_back}
 
     def _capture(self) -> None:
@@ -101,7 +101,7 @@ class Graphs:
             self._graphs += graphs
             self.captures += 1
             return
-        # The lowest rank's, so that all ranks say the same.
+        # The lowest rank's, so that all ranks raise the same.
         reason = f"{self._name} cannot be captured: {failures[failed[0]]} (on {len(failed)} rank(s), first {failed[0]})"
         if not self._fallback:
             raise RuntimeError(
@@ -117,12 +117,12 @@ class Graphs:
 class _Watch(TorchDispatchMode):
     """Remembers the last op, the record_function range around it, and the first error that an op raised.
 
-    The mode is on while a graph is captured and not while it is replayed. Backward passes take it along to autograd's
+    The mode is on while a graph is captured and not while it is replayed. Backward passes take it to autograd's
     threads. Triton kernels are no ops of the dispatcher: an error of one comes after the last op.
     """
 
     def __init__(self, outside: str) -> None:
-        """outside: the name of what is outside of all ranges."""
+        """outside: the name of the code outside of all ranges."""
         super().__init__()
         self._ranges = [outside]
         self._last: str | None = None
@@ -146,7 +146,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def says(self, error: Exception) -> str:
-        """Says where `error`, which ended the capture, comes from, with its first line, or that of the op's own
+        """Returns the origin of `error`, which ended the capture, with its first line, or that of the op's own
         error."""
         where = f"at {self._last}" if self._error else f"after {self._last}" if self._last else "before any op"
         first = self._error or error

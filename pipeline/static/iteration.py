@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What an iteration launches."""
+    """The objects whose work an iteration launches."""
 
     fetcher: BatchFetcher
     ebc: StaticEBC

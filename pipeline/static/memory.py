@@ -13,12 +13,12 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 
 def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Returns the GB of each part on each rank, and on GPUs what the allocator holds and what is left. Collective.
+    """Returns the GB of each part on each rank, and on GPUs those of the allocator and free ones. Collective.
 
-    parts: tensors, in lists and dataclasses where need be; memory that several views show counts once, and memory
-    that none shows does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and
-    the dense network's buffers, graph pools in use) but those in peer memory, `reserved` what PyTorch took from the
-    device for them, and `left` what nobody has taken.
+    parts: tensors, in lists and dataclasses where need be; memory that several views show counts once, and memory that
+    none shows does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and the
+    dense network's buffers, graph pools in use) but those in peer memory, `reserved` PyTorch's memory for them, and
+    `left` the device's free memory.
     """
     own = {name: _bytes(part) for name, part in parts.items()}
     if ranks.device.type == "cuda":
@@ -26,10 +26,10 @@ def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
         own["allocated"] = stats["allocated_bytes.all.current"]
         own["reserved"] = stats["reserved_bytes.all.current"]
         own["left"] = torch.cuda.mem_get_info(ranks.device)[0]
-    mine = {name: float(f"{size / 1e9:.4g}") for name, size in own.items()}
-    everyones = [mine] * ranks.world_size
-    dist.all_gather_object(everyones, mine)
-    return everyones
+    gigabytes = {name: float(f"{size / 1e9:.4g}") for name, size in own.items()}
+    of_ranks = [gigabytes] * ranks.world_size
+    dist.all_gather_object(of_ranks, gigabytes)
+    return of_ranks
 
 
 def _bytes(part: Any) -> int:

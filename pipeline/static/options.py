@@ -24,8 +24,8 @@ class StaticOptions:
     sorted ids with a kernel of ours."""
     peer_memory: bool = False
     """Let kernels write ids, pooled vectors, their gradients and updated dense weights directly into the memory of the
-    other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: what a node's GPUs
-    exchange, before and after collectives between GPUs of equal local rank."""
+    other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: for exchanges within
+    a node, before and after collectives between GPUs of equal local rank."""
     fp8: bool = False
     """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
     --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
@@ -53,18 +53,18 @@ class StaticOptions:
         return nodes > 1 or not self.peer_memory
 
     def splits_rows(self, nodes: int) -> bool:
-        """Whether the plan may split tables by rows: the update from sorted ids leaves out what other ranks have, and
-        exchanges that add parts up are those of collectives."""
+        """Whether the plan may split tables by rows: the update from sorted ids skips other ranks' rows, and only
+        collectives add parts of pooled vectors up."""
         return self.presort_ids and (nodes > 1 or not self.peer_memory)
 
     @property
     def dense(self) -> StaticDenseOptions:
-        """What stage 3, the benchmark's, depends on. FBGEMM's fused backward would update the tables once for each part
-        of a batch: parts need ids that are sorted ahead."""
+        """The options of the benchmark's stage 3. FBGEMM's fused backward would update the tables once for each part of
+        a batch: parts need ids that are sorted ahead."""
         return StaticDenseOptions(eight_bits=self.fp8, peer_memory=self.peer_memory, may_go_in_parts=self.presort_ids)
 
     def check(self, config: TrainingConfig) -> None:
-        """Raise ValueError, naming the flag, where the embedding stages cannot train what `config` says; of stage 3 see
+        """Raises ValueError, naming the flag, where the embedding stages cannot train `config`; for stage 3 see
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
         require(

@@ -105,8 +105,8 @@ class StaticPipeline:
         return InPeerMemory(self._memory, barriers, *self.dense.peer_inputs)
 
     def warm_up(self, evaluates: bool) -> None:
-        """Trains on batches of its own until the iterations are captured, and evaluates some where the run will;
-        weights and optimizer state are as before afterwards. See pipeline/interface.py."""
+        """Trains on made batches until the iterations are captured, and evaluates some if the run will; weights and
+        optimizer state are as before afterwards. See pipeline/interface.py."""
         assert self._named == 0, "a warm-up comes before the first batch"
         pin = self._ranks.device.type == "cuda"
         batch = warm_up_batch(self.dense.layout, self._config.model.tables, pin)
@@ -121,12 +121,12 @@ class StaticPipeline:
         self._step = self._named = self._overflows = 0
 
     def prepare(self, batch: Batch) -> Batch:
-        """Returns the batch itself: its one buffer in pinned memory is all that travels."""
+        """Returns the batch itself: only its one buffer in pinned memory is copied."""
         return batch
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Runs one iteration; reads one batch ahead of the one it trains on. ValueError for batches after the end: what
-        ran ahead then had none to go on with."""
+        """Runs one iteration; reads one batch ahead of the one it trains on. Raises ValueError for batches after the
+        end: the last iteration had no next batch whose input dist it could launch."""
         if self._named == 0:
             self._prime(batches)
         if self._step == self._named:
@@ -170,8 +170,8 @@ class StaticPipeline:
     def set_learning_rate(self, value: float) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline.
 
-        Nearly everything reads it from the device. FBGEMM's update, without presort_ids, has it built into the captured
-        iteration, which is then captured anew; rank 0 says so.
+        Nearly all updates read it from the device. FBGEMM's update, without presort_ids, has it built into the captured
+        iteration, which is then captured again; rank 0 prints it.
         """
         check_learning_rate(value)
         if value == self._learning_rate:
@@ -209,8 +209,8 @@ class StaticPipeline:
         }
 
     def _describe_overflows(self) -> dict[str, Any]:
-        """How many batches named more of a rank's rows than its lists take, where tables are split by rows.
-        Collective."""
+        """Returns the number of batches that named more of a rank's rows than its lists take, where tables are split by
+        rows. Collective."""
         if all(shard.row_parts == 1 for shard in self._plan.shards):
             return {}
         overflows = [0] * self._ranks.world_size
@@ -218,8 +218,8 @@ class StaticPipeline:
         return {"batches_over_capacity": overflows}
 
     def _describe_eight_bits(self) -> dict[str, Any]:
-        """How many numbers, evaluations' among them, were too large for eight bits and became the largest, by tensor;
-        of all ranks. Collective."""
+        """Returns counts of numbers, evaluations' among them, that were too large for eight bits and became the
+        largest, by tensor; of all ranks. Collective."""
         rounded = self.dense.tallies.names[1:]
         if not rounded:
             return {}
@@ -250,8 +250,7 @@ class StaticPipeline:
             self.dense.load_state_dict({key: value for key, value in values.items() if value is not None}, which)
 
     def _blocks(self, which: DenseState) -> TensorBlocks:
-        """Returns weights or optimizer state of the tables, as they lie, and of the dense network, from whole
-        copies."""
+        """Returns weights or optimizer state of the tables, as stored, and of the dense network, from whole copies."""
         tables, keys = self._config.model.tables, self.dense.table_keys
         held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.table_shards()}
         blocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.state_dict(which).items()}
@@ -289,6 +288,6 @@ class StaticPipeline:
 
 
 def _describe_shard(shard: Shard, names: Sequence[str]) -> dict[str, Any]:
-    """What a record says of a shard; of a whole table's rows nothing."""
+    """Returns the record's description of a shard; without rows where it has all of them."""
     columns = {"table": names[shard.table], "column": shard.column, "columns": shard.columns}
     return columns if shard.row_parts == 1 else columns | {"row_part": shard.row_part, "row_parts": shard.row_parts}

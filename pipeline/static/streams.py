@@ -8,19 +8,20 @@ import torch
 
 from dlrm_bench.dlrm.runtime.streams import MAIN, Branch, Priority, Stream
 
-# Every so many iterations the host sleeps until the iteration as many before has ended. Further ahead it would gain
-# nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU is. A sleep costs
-# CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host of an H200).
+# At intervals of this many iterations the host sleeps until the iteration as many before has ended. Running further
+# ahead would gain nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU
+# is. A sleep costs CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host of an
+# H200).
 _RUN_AHEAD = 4
 MAX_IN_FLIGHT = 2 * _RUN_AHEAD
-"""Iterations that the host may have launched and that have not ended, the one that it launches next included."""
+"""Largest number of iterations that the host has launched and that have not ended, with the next one."""
 
 
 class IterationStreams:
     """The streams of an iteration; on the CPU, or without overlap, everything is in order.
 
     A CUDA stream is made when its Stream is first used, and serves all iterations. Dependencies are between branches,
-    which `beside` gives; waiting for anything else is an error, wherever the work runs.
+    which `beside` yields; waiting for anything else is an error, wherever the work runs.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
@@ -94,12 +95,12 @@ class IterationStreams:
         return self._side[stream]
 
     def limit_run_ahead(self) -> None:
-        """Every _RUN_AHEAD iterations the host waits for the one that it launched as many iterations ago."""
+        """Makes the host wait, every _RUN_AHEAD iterations, for the one that it launched as many iterations ago."""
         if self._cuda and self._iterations % _RUN_AHEAD == 0:
             self._ended.synchronize()
 
     def end_iteration(self) -> None:
-        """Marks the end of an iteration on the current stream, where it is one that the host will wait for."""
+        """Marks the end of an iteration on the current stream, if the host will wait for it."""
         if self._cuda and self._iterations % _RUN_AHEAD == 0:
             self._ended.record()
         self._iterations += 1

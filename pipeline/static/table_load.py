@@ -23,7 +23,7 @@ _HEAD_START = 40_000_000
 def embedding_load(
     config: TrainingConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks, gpu: str | None
 ) -> dict[str, Any]:
-    """Returns, for the record, microseconds of each rank in an iteration, and the largest by the mean. Collective.
+    """Returns, for the record, microseconds of each rank in an iteration, and the largest over the mean. Collective.
 
     tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted by the costs of `gpu`,
     the name of these GPUs, or by default ones, as `predicted_by` says; measured on this machine, on the ids of
@@ -61,10 +61,10 @@ def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: 
     for first in works[: len(batches)]:
         first()
     dist.barrier()
-    mine = round((_gpu_us if ranks.device.type == "cuda" else _cpu_us)(works), 1)
-    everyones = [mine] * ranks.world_size
-    dist.all_gather_object(everyones, mine)
-    return everyones
+    us = round((_gpu_us if ranks.device.type == "cuda" else _cpu_us)(works), 1)
+    of_ranks = [us] * ranks.world_size
+    dist.all_gather_object(of_ranks, us)
+    return of_ranks
 
 
 def _cpu_us(works: Sequence[Callable[[], None]]) -> float:

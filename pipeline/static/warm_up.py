@@ -1,5 +1,5 @@
-"""Warm-up of the static pipeline before the first batch: what is captured, compiled and set up then takes no time of
-the training, and leaves no trace in weights and optimizer state."""
+"""Warm-up of the static pipeline before the first batch: captures, compilation and set-up then take no time of the
+training, and leave no trace in weights and optimizer state."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,9 +32,9 @@ def warm_up_batch(layout: BatchLayout, tables: Tables, pin: bool) -> Batch:
 def unchanged(
     tables: Sequence[TableShard], buckets: Sequence[Bucket], guard: LossGuard, ranks: Ranks
 ) -> Iterator[None]:
-    """Whatever is trained inside, on warm-up batches, weights and optimizer state are bit for bit as before after it.
+    """Restores weights and optimizer state bit for bit after training on warm-up batches inside.
 
-    So are the guard's flags, which a loss may have raised, and tallies. Collective.
+    So it does the guard's flags, which a loss may have raised, and tallies. Collective.
     """
     kept = [tensor[:ROWS] for table in tables for tensor in (table.weights, table.state)]
     kept += [tensor for bucket in buckets for tensor in (bucket.working, bucket.master, bucket.state)]

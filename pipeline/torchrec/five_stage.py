@@ -1,4 +1,4 @@
-"""The five-stage pipeline on TorchRec's modules: what the stock pipeline trains, under our schedule."""
+"""The five-stage pipeline on TorchRec's modules: the stock pipeline's training, under our schedule."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             schedule.close()
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the model's says; switches that were off although asked for, and why; features by their input
+        """Returns the model's description; switches that were off although asked for, and why; features by their input
         dist.
 
         Collective, and the same on every rank.
@@ -116,7 +116,7 @@ def _trimming(sizes: DeclaredSizes, codecs: Codecs | None, cuda_graph: bool) -> 
 
 
 def _merged(everything: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str]]:
-    """Returns the lists under each key in one, sorted."""
+    """Returns the lists of all under each key, joined and sorted."""
     merged: dict[str, set[str]] = {}
     for one in everything:
         for key, names in one.items():
@@ -130,7 +130,7 @@ def _named(what: str, path: str, modules: int) -> str:
 
 
 def merged_reasons(everyone: list[dict[str, str]]) -> dict[str, str]:
-    """switched_off of all ranks in one: a reason that not all ranks have is told with the ranks that have it."""
+    """Returns switched_off of all ranks in one: a reason that not all ranks have comes with its ranks."""
     merged = {}
     for option in dict.fromkeys(option for of_rank in everyone for option in of_rank):
         ranks_of: dict[str, list[int]] = {}

@@ -33,13 +33,14 @@ class TorchRecLossGuard:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         """model: returns its loss first; not sharded yet. Collective."""
         self.tallies = Tallies((_DENSE,), ranks.device)
-        """Of this rank's gradients by looked-up vectors, and of the dense gradients, which are equal on all ranks."""
+        """Tallies of this rank's gradients by looked-up vectors, and of the dense gradients, which are equal on all
+        ranks."""
         self._skip: list[Tensor] = []
         self._guard = LossGuard(ranks, None, self.tallies)
         model.register_forward_hook(self._look)
 
     def watch_lookups(self, sharded: nn.Module) -> None:
-        """Gates the tables of all sharded modules: the gradients of what these give, by which the backward updates
+        """Gates the tables of all sharded modules: the gradients of their outputs, by which the backward updates
         tables."""
         paths = [path for path, module in sharded.named_modules() if isinstance(module, ShardedModule)]
         for path in paths:
@@ -66,8 +67,8 @@ class TorchRecLossGuard:
             self._guard.look(loss.detach().float().view(1))
 
     def _gate_tables(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Of a module of the drop-in too, whose forward runs within what its graphs capture. Nothing waits here for
-        what is on its way."""
+        """Gates a module, of the drop-in too, whose forward runs within the capture of its graphs. Does not wait for
+        work in flight."""
         if isinstance(output, Awaitable):
             output.callbacks.append(self._gate_vectors)
 
@@ -86,13 +87,13 @@ class TorchRecLossGuard:
 
 
 class _GradientGate(KeyedOptimizer):
-    """Has no parameters of its own, so that it adds nothing to the state of those it is combined with."""
+    """Has no parameters, so that it adds nothing to the state of the optimizers that it is combined with."""
 
     runs_in_graphs = True
     """Its step only launches kernels, on memory that stays."""
 
     def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor]) -> None:
-        """skip: the flags to write; empty where nobody asked for one."""
+        """skip: the flags to write; empty where no optimizer needs one."""
         super().__init__({}, {}, [])
         self._watch, self._gated, self._skip, self._tables = watch, parameters, skip, GradientTables()
 

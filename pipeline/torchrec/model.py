@@ -1,7 +1,7 @@
 """The parts that every pipeline over TorchRec's modules shares: sharded model, optimizer, batches, state.
 
-DistributedModelParallel, the tables' optimizer fused into the embedding backward, the dense optimizer beside it; all
-that is one model's own is the benchmark's TorchRecModel.
+DistributedModelParallel, the tables' optimizer fused into the embedding backward, the dense optimizer beside it; parts
+of a single model are the benchmark's TorchRecModel.
 """
 
 from abc import ABC, abstractmethod
@@ -87,7 +87,7 @@ class TorchRecPipeline(ABC):
                 pass
 
     def train_step(self, batches: Iterator[Pipelineable]) -> Tensor:
-        """One `progress` of the schedule, which may read two batches ahead."""
+        """Runs one `progress` of the schedule, which may read two batches ahead."""
         self._iteration += 1
         if self._of_benchmark.before_step is not None:
             self._of_benchmark.before_step(self._iteration)
@@ -165,7 +165,7 @@ class TorchRecPipeline(ABC):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """The model in evaluation mode and the training's schedule out of the way, with its batches in flight."""
-        # TorchRec's pipelines but for TrainPipelineBase rewrite the forward of the EBC, one of them at a time.
+        # TorchRec's pipelines, except TrainPipelineBase, rewrite the forward of the EBC, one of them at a time.
         rewritten = isinstance(self._train, TrainPipelineSparseDist)
         self._synchronize()
         if rewritten:
@@ -195,7 +195,7 @@ class TorchRecPipeline(ABC):
             return schedule.progress(batches)
 
     def _synchronize(self) -> None:
-        """Waits for every stream: schedules read and update tables on streams of their own."""
+        """Waits for every stream: schedules read and update tables on other streams."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -11,7 +11,7 @@ Schedule = Literal["base", "sparse-dist", "fused-sparse-dist"]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TorchRecModelOptions:
-    """Options of TorchRec's sharded model, whatever its schedule."""
+    """Options of TorchRec's sharded model, for any schedule."""
 
     row_wise: bool = True
     """Let TorchRec's planner split tables by rows, which makes the input dist depend on the ids: the host has to read
@@ -21,7 +21,7 @@ class TorchRecModelOptions:
     TorchRec uses bf16 in place of fp16."""
 
     def check(self, config: TrainingConfig) -> None:
-        """Raise ValueError, naming the flag, where these options cannot train what `config` says."""
+        """Raises ValueError, naming the flag, where these options cannot train `config`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -36,7 +36,7 @@ _BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRI
 
 @dataclass(frozen=True, slots=True)
 class Sharders:
-    """What shards each kind of collection; of one registry of codecs."""
+    """The sharders of each kind of collection; of one registry of codecs."""
 
     bags: EmbeddingBagCollectionSharder
     sequences: EmbeddingCollectionSharder
@@ -56,7 +56,7 @@ class Sharders:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A sharded model with what the pipeline keeps of its making."""
+    """A sharded model with the objects of its making that the pipeline keeps."""
 
     model: DistributedModelParallel
     plan: ShardingPlan
@@ -135,7 +135,7 @@ class _PlanningSharder(EmbeddingBagCollectionSharder):
         self._left_out = {kind.value for kind in left_out}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """TorchRec's, but for those left out, in its order."""
+        """Returns TorchRec's sharding types, without those left out, in its order."""
         return [kind for kind in super().sharding_types(compute_device_type) if kind not in self._left_out]
 
 

@@ -20,7 +20,7 @@ def state_blocks(
     tables: Collection[str],
     table_optimizer: TableOptimizer,
 ) -> StateBlocks:
-    """Returns the blocks through what the public state_dict of model and optimizer give, which is the memory that is
+    """Returns the blocks of the tensors in the public state_dict of model and optimizer, which are the memory that is
     trained.
 
     tables: names of the tables' weights in the model's state_dict. ValueError where a state is of the sharding and not
@@ -57,12 +57,12 @@ def tensor_blocks(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTenso
 
 
 def _with_rows(state: Tensor) -> Tensor:
-    """Returns a view with at least one dimension: of a step count, [1]."""
+    """Returns a view with at least one dimension: for a step count, [1]."""
     return state if state.dim() else state.view(1)
 
 
 def _sums(state: dict[str, Any]) -> Tensor | ShardedTensor | None:
-    """Adagrad's state, which a fused optimizer calls momentum1 and has only where there is a shard."""
+    """Returns Adagrad's state, which a fused optimizer calls momentum1 and has only where there is a shard."""
     return next((value for name, value in state.items() if name == "sum" or name.endswith(".momentum1")), None)
 
 

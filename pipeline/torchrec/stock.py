@@ -45,7 +45,7 @@ class StockPipeline(TorchRecPipeline):
     ) -> None:
         """Needs an initialised process group; collective: every rank must construct it with the same configuration.
 
-        ValueError where the schedule needs a GPU and there is none, or nothing of the model can be compiled.
+        ValueError where the schedule needs a GPU and there is none, or no part of the model can be compiled.
         """
         check_device(options, ranks.device)
         require(
@@ -56,8 +56,8 @@ class StockPipeline(TorchRecPipeline):
         fused = options.schedule == "fused-sparse-dist"
         drops_repeats = of_benchmark.drops_repeats and ranks.device.type == "cuda"
         sharders = Sharders.of_torchrec(quantized_codecs(options, ranks.device), drops_repeats)
-        # The fused schedule looks the next batch up beside the dense optimizer, which is what updates data-parallel
-        # tables: "the assumption made here is the embedding is updated in the fused backward" (its docstring).
+        # The fused schedule looks the next batch up beside the dense optimizer, which updates data-parallel tables:
+        # "the assumption made here is the embedding is updated in the fused backward" (its docstring).
         left_out = {ShardingType.DATA_PARALLEL} if fused else ()
         super().__init__(
             config, of_benchmark, options, ranks, sharders, left_out, _data_parallel(options, ranks.device)
@@ -72,7 +72,7 @@ class StockPipeline(TorchRecPipeline):
             module.compile(backend=_COMPILER, dynamic=False)
 
     def set_learning_rate(self, value: float) -> None:
-        """See TorchRecPipeline. ValueError under a schedule whose tables would take the rate a step late: FBGEMM hands
+        """See TorchRecPipeline. ValueError under a schedule whose tables would take the rate a step late: FBGEMM gives
         a lookup the rate of its own update."""
         if self._options.schedule == "fused-sparse-dist":
             raise ValueError(
@@ -85,7 +85,7 @@ class StockPipeline(TorchRecPipeline):
         """Nothing to free."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the model's says, and the switches that do not apply here."""
+        """Returns the model's description, and the switches that do not apply here."""
         off = {}
         if self._options.inplace_copy and self._device.type == "cpu":
             off["inplace_copy"] = "batches stay where they are on the CPU"

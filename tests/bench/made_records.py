@@ -79,7 +79,7 @@ def configured(**changes: Any) -> RunConfig:
 
 
 def telemetry(throttled: bool = False, clock: float = 1980) -> Telemetry:
-    """What NVML and the garbage collector would have said."""
+    """Returns made answers of NVML and of the garbage collector."""
     span = {"rank": 0, "reason": "power cap", "first_iteration": 20, "last_iteration": 60}
     return Telemetry(
         interval_s=0.5,
@@ -94,7 +94,7 @@ def telemetry(throttled: bool = False, clock: float = 1980) -> Telemetry:
 
 
 def profile() -> Profile:
-    """What a profiled run on a GPU would have measured."""
+    """Returns a made profile of a run on a GPU."""
     stages = dict.fromkeys((*STAGES, OTHER), 1.5)
     host = ("cpu_ms", "launching_thread_ms", "wall_ms", *COUNTS)
     spans = [Span(start_ms=0.25 * i, end_ms=0.25 * i + 0.5, busy_ms=0.4) for i in range(len(STAGES))]
@@ -117,7 +117,7 @@ def profile() -> Profile:
 
 
 def kernel(name: str, stage: str, us: float, *, calls: float = 1, least: float = 0, most: float = 0) -> Kernel:
-    """A kernel of that many microseconds in all."""
+    """Returns a kernel of `us` microseconds in all."""
     return Kernel(name=name, stage=stage, calls=calls, us=us, least_us=least or us, most_us=most or us)
 
 

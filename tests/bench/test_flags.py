@@ -1,4 +1,4 @@
-"""What a rank says about a wrong flag."""
+"""The error of each rank about a wrong flag."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The printed plan names every table once and adds up to what the model needs."""
+"""The printed plan names every table once and adds up to the model's size."""
 
 import copy
 import re

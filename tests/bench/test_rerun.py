@@ -1,4 +1,4 @@
-"""What a rerun refuses and says; that it runs, a committed record and its rerun show."""
+"""Refusals and messages of a rerun; a committed record and its rerun show that it runs."""
 
 import os
 import subprocess

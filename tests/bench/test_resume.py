@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint; what is kept of a run that diverges, and of one whose folder is gone."""
+"""Runs that resume a checkpoint; the remains of a run that diverges, and of one whose folder is gone."""
 
 import contextlib
 import errno
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(data, interrupted, tmp_pa
 
 @pytest.mark.parametrize(("target", "every"), [("None", "None"), ("0.8", "None"), ("None", "1")])
 def test_training_that_diverges(data, tmp_path, target, every):
-    """With a checkpoint of the iteration before, its weights are those that there is to keep."""
+    """With a checkpoint of the previous iteration, its weights are the ones to keep."""
     saved = tmp_path / "saved"
     bad = ["--optimizer.learning-rate", "1e30", "--target-auc", target, "--checkpoint.path", str(saved)]
     ended = launch(data, tmp_path, *bad, "--checkpoint.every", every)
@@ -328,7 +328,7 @@ class KilledInASave:
 
 
 class SlowDisk:
-    """Lets each piece of this rank's files take so many seconds."""
+    """Lets each piece of this rank's files take a number of seconds."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.rank, self.seconds = rank, seconds

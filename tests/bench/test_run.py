@@ -283,7 +283,7 @@ def test_an_existing_record_is_left_alone(data, tmp_path):
     assert (record / "run.json").read_text() == "precious"
 
 
-# What goes wrong on the way.
+# Failures during the training.
 
 
 def corrupt(data: Path, copy: Path, day: int, feature: int, sample: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run refuses to go on from, and which checkpoint of a folder it takes."""
+"""Checkpoints that a run refuses to resume, and its choice among those of a folder."""
 
 import json
 import os

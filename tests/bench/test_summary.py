@@ -1,4 +1,4 @@
-"""What is printed at the end of a run, and the exit status."""
+"""The output at the end of a run, and the exit status."""
 
 import dataclasses
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""The command that reads a checkpoint through and says what is damaged."""
+"""The command that reads a whole checkpoint and reports damage."""
 
 import json
 from pathlib import Path

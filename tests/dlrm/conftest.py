@@ -35,7 +35,7 @@ def reference_tables(rows: tuple[int, ...], hots: tuple[int, ...]) -> list[np.nd
 
 
 def write_day(path: Path, day: int, samples: int, model: ModelConfig, first: int = 0) -> dict[str, np.ndarray]:
-    """Both formats of one day. dense[:, 0] numbers the samples from `first`, to tell them apart."""
+    """Writes both formats of one day. dense[:, 0] numbers the samples from `first`, to tell them apart."""
     rng = np.random.default_rng(day)
     numbers = np.arange(first, first + samples)
     one_hot = np.stack([rng.integers(0, rows, samples) for rows in model.rows], axis=1).astype(np.int32)

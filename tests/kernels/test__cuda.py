@@ -38,7 +38,7 @@ READS_ARE_DONE = ("fence.proxy.async", "wgmma.wait_group", "wait_products<")  # 
 
 
 def with_headers(source: Path) -> list[tuple[Path, list[str]]]:
-    """The lines of a source and of what it includes."""
+    """Returns the lines of a source and of its includes."""
     lines = source.read_text().splitlines()
     headers = [source.with_name(line.split('"')[1]) for line in lines if line.startswith("#include")]
     return [(source, lines), *(of for header in headers for of in with_headers(header))]

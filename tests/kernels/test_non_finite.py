@@ -125,7 +125,7 @@ def watch_of(flags: int = 2) -> Watch:
 
 
 def updates(by: str) -> list[Callable[[Tensor, Tensor, Tensor, Watch], None]]:
-    """Each takes weights and state [4, 16], gradients that fit them, and what is watched."""
+    """Returns functions of weights and state [4, 16], gradients that fit them, and a watch."""
     flat, sharded, of_sorted = UPDATES[by]
     rate = torch.tensor([0.1], device=DEVICE)
     ids = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=DEVICE)

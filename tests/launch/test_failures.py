@@ -1,4 +1,4 @@
-"""What is said of a failure: in one line where the user can mend it, with its traceback where not."""
+"""Messages about a failure: one line where the user can fix it, a traceback where not."""
 
 import os
 import subprocess

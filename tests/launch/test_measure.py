@@ -1,4 +1,4 @@
-"""The command line of launch/measure.py; what it measures is tested beside bench/profile/ and bench/limits/."""
+"""The command line of launch/measure.py; its measurements are tested beside bench/profile/ and bench/limits/."""
 
 import pytest
 

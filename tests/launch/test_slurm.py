@@ -1,4 +1,4 @@
-"""The Slurm script: what it starts, by stubs of srun; and real runs over two hosts, which are network namespaces."""
+"""The Slurm script: its commands, by stubs of srun; and real runs over two hosts, which are network namespaces."""
 
 import json
 import os
@@ -173,7 +173,7 @@ def test_what_is_wrong_is_said(recorded, environment, message):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_settings_are_complete(system):
-    """What node.sh needs of them, and that each is explained."""
+    """They have the variables that node.sh reads, each with an explanation."""
     path = ROOT / "launch" / "slurm" / f"{system}.sh"
     shown = 'set -eu; . "$0"; echo "$RANKS_PER_NODE ${BINDING[*]} $NCCL_IB_HCA"'
     bash = ["bash", "-c", shown, str(path)]

@@ -42,7 +42,7 @@ def empty(layout: str) -> StateBlocks:
 
 
 def move(ranks: Ranks, folder: Path) -> dict[tuple[str, str], str]:
-    """What came of each pair of layouts."""
+    """Returns the result for each pair of layouts."""
     checkpoint._PIECE_BYTES = 5 * 6 * 4
     group, found = dist.new_group(backend="gloo"), {}
     for before in LAYOUTS:

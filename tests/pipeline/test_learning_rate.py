@@ -19,7 +19,7 @@ from tests.plain_dlrm import PlainDLRM
 
 FIRST = 0.02
 CHANGES = {0: 0.04, 5: 0.1, 6: 0.02, 12: 0.004}
-"""Before which step the rate becomes what."""
+"""Steps before which the rate changes, and the new rates."""
 PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "stock": ("torchrec", {}),
     "stock, base": ("torchrec", {"schedule": "base"}),

@@ -1,5 +1,5 @@
-"""Cross-cutting: what is not finite on one rank changes no weight on any: a loss from its own iteration on, a gradient
-behind a finite loss from the next one on, in every pipeline."""
+"""Cross-cutting: a number that is not finite on one rank changes no weight on any: a loss from its own iteration on, a
+gradient behind a finite loss from the next one on, in every pipeline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,14 @@ from tests.pipelines import run_config
 STEPS, BAD = 8, 5
 """Iterations, and the first that has something not finite on the last rank; in graphs on a GPU it is a replayed one."""
 COLUMN = 1
-"""Of the dense features: in a bad gradient's run it is 0, with weights of 0, so that none but the bad number counts."""
+"""Column of the dense features: in a bad gradient's run it is 0, with weights of 0, so that none but the bad number
+counts."""
 HUGE = 1e25
 """Times weights of 0 it is 0; the gradient of these weights has a square that is not finite."""
 BOTTOM_MLP = "dense_arch.model._mlp.0._linear.weight"
 CAPTURED = "five-stage, captured"
-"""On the CPU by a graph's stand-in, which replays operators and no hooks; the last one, because that stays."""
+"""Pipelines captured on the CPU by a graph's stand-in, which replays operators and no hooks; the last one, because that
+stays."""
 PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     **{way: ("static", options) for way, options in WAYS.items()},
     "torchrec": ("torchrec", {}),
@@ -45,13 +47,13 @@ ON_GPU: dict[str, dict[str, Any]] = {
 class Trained:
     losses: list[float]
     changed: list[str]
-    """What the bad iteration or a later one changed, by key."""
+    """Keys that the bad iteration or a later one changed."""
     learned: bool
     """Whether the iterations before it changed all weights."""
     told: bool
     """Whether the pipeline tells of a gradient that is not finite."""
     spoilt: list[str]
-    """What is not finite after all iterations."""
+    """Keys that are not finite after all iterations."""
     dense_changed: bool
     """Whether the bad iteration changed any weight of the dense network."""
 

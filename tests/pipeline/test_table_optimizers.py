@@ -47,7 +47,7 @@ class Trained:
     before: ModelState
     state: ModelState
     loaded: ModelState | None = None
-    """What a static pipeline has that loaded the stock one's state."""
+    """State of a static pipeline that loaded the stock one's."""
 
 
 def train(pipeline: StockPipeline | StaticPipeline, config: RunConfig, ranks: Ranks) -> Trained:
@@ -79,7 +79,7 @@ def trained(request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]])
 def test_static_equals_stock(trained, embedding, request):
     on_gpu = request.node.callspec.params["trained"]
     losses = {name: torch.tensor([rank[embedding][name].losses for rank in trained]) for name in ("stock", "static")}
-    # On GPUs the two sum in other orders, and Adagrad's steps of this size amplify it (seen: 1.4e-5).
+    # The two sum in other orders on GPUs, and Adagrad's steps of this size amplify it (seen: 1.4e-5).
     torch.testing.assert_close(losses["static"], losses["stock"], rtol=5e-5 if on_gpu else 1e-5, atol=0)
     stock, static = (trained[0][embedding][name].state for name in ("stock", "static"))
     assert stock.weights.keys() == static.weights.keys()

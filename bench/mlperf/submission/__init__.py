@@ -1,4 +1,4 @@
-"""Submissions: ten runs arranged as MLPerf's rules say, what its checkers find in them, and the score.
+"""Submissions: ten runs arranged by MLPerf's rules, the findings of its checkers, and the score.
 
 dlrm-bench submission build|check|score
 """

@@ -42,7 +42,7 @@ _OF_A_RUN = ("seed", "run_id", "results_dir")
 
 @dataclass(frozen=True, slots=True)
 class GivenRun:
-    """A run to submit: its log, and its record where it left one."""
+    """A run to submit: its log, and its record if there is one."""
 
     log: MLPerfRun
     record: RunRecord | None
@@ -50,7 +50,7 @@ class GivenRun:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a build made."""
+    """The result of a build."""
 
     package: Package
     described: bool
@@ -61,7 +61,7 @@ class Built:
 
 
 def read_given(paths: Sequence[Path]) -> list[GivenRun]:
-    """Reads the runs to submit: record folders, folders of them, or result logs; in the order of their beginnings.
+    """Reads the runs to submit: record folders, folders of them, or result logs; in the order of their starts.
 
     ValueError, naming the path, if one is no run, or if they are not exactly ten.
     """
@@ -92,7 +92,7 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
-    """Makes OUT/ORG from ten runs; ORG is what their logs say, and `system` the name of the machine's files.
+    """Makes OUT/ORG from ten runs; ORG is the organisation in their logs, and `system` the name of the machine's files.
 
     ValueError where the runs do not belong together, or the package has other logs already.
     """
@@ -113,7 +113,7 @@ def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[str]:
-    """Fields of the configuration, and versions, in which records of one submission differ."""
+    """Returns the fields of the configuration, and the versions, in which records of one submission differ."""
     found = []
     for what, views in (
         ("config", [_configuration(record["config"]) for record in records]),
@@ -159,7 +159,7 @@ def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:
 
 
 def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
-    """Copies this program's source, unless it is there; returns what a reviewer would ask about it."""
+    """Copies this program's source, unless it is there; returns a reviewer's questions about it."""
     if not folder.exists():
         paths = [path for floor in _FLOORS for path in sorted((ROOT / floor).rglob("*")) if path.suffix in _SOURCES]
         partial = folder.with_name(f"{folder.name}.partial")

@@ -1,4 +1,4 @@
-"""Runs checkers of mlperf_logging one after another in this process: what they import costs more than what they check.
+"""Runs checkers of mlperf_logging one after another in this process: their imports cost more than their checks.
 
 python checker_process.py < JSON > JSON, in an empty folder that nobody else uses. Imports nothing of this project.
 """
@@ -15,22 +15,22 @@ from mlperf_logging.compliance_checker import mlp_compliance
 
 
 def run_checker(module: str, arguments: list[str]) -> tuple[int, str]:
-    """Does what `python -m module arguments` does; returns the exit status and all that it says."""
-    # What the checkers share, and a crash leaves: rules that are still to be read, and handlers of the root logger.
+    """Runs `python -m module arguments` in this process; returns the exit status and all output."""
+    # State that the checkers share, and that a crash leaves: rules still to be read, and handlers of the root logger.
     mlp_compliance.enqueued_configs.clear()
     logging.getLogger().handlers.clear()
-    said = io.StringIO()
+    output = io.StringIO()
     sys.argv = [module, *arguments]
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         except Exception:
-            said.write(traceback.format_exc())
+            output.write(traceback.format_exc())
             status = 1
-    return status, said.getvalue()
+    return status, output.getvalue()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""MLPerf's checkers over a package: what each of them says, read from its text.
+"""MLPerf's checkers over a package: the verdict of each, read from its text.
 
 Their exit codes mean nothing (the package and the repository checker end with 0 whatever they find), and they write
-into what they check (scaling.json, logs beside it). So they get a copy, and only their words count.
+into the package (scaling.json, logs beside it). So they get a copy, and only their text counts.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ Command = tuple[str, list[str]]
 
 @dataclass(slots=True)
 class Verdict:
-    """What one checker says about a package."""
+    """One checker's verdict on a package."""
 
     checker: str
     findings: list[Finding] = field(default_factory=list)
     text: str = ""
-    """All that MLPerf's checker said; empty for our own."""
+    """All output of MLPerf's checker; empty for our own."""
     asked: bool = True
     """Whether the rules ask for this check in the package's division."""
 
@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """How a submission converges beside the reference's convergence points (RCP)."""
+    """A submission's convergence beside the reference's convergence points (RCP)."""
 
     mean_epochs: float
     """Mean of the runs' epochs to converge, or samples where the rules count these, without the fastest and the
@@ -95,7 +95,7 @@ def check_package(package: Package, version: str | None = None, made_data: bool 
 
 
 def convergence(package: Package, version: str | None = None) -> tuple[Verdict, Convergence | None]:
-    """What the RCP checker says of a closed submission; None without figures, where it did not get so far."""
+    """Returns the RCP checker's verdict on a closed submission; None without figures, where it did not get so far."""
     with TemporaryDirectory() as scratch:
         copy = _copy(package, Path(scratch))
         (text,) = run_checkers([_rcp_command(copy, package.ruleset(version))], Path(scratch))
@@ -104,7 +104,7 @@ def convergence(package: Package, version: str | None = None) -> tuple[Verdict, 
 
 
 def run_checkers(commands: Sequence[Command], folder: Path) -> list[str]:
-    """Runs checkers in a process of their own, which works in `folder`; returns the text of each."""
+    """Runs checkers in a new process, which works in `folder`; returns the text of each."""
     program = Path(__file__).with_name("checker_process.py")
     process = subprocess.run(
         [sys.executable, "-P", str(program)],
@@ -124,13 +124,14 @@ def _command(checker: str, *arguments: str) -> Command:
 
 
 def _rcp_command(package: Package, ruleset: str) -> Command:
-    """The checker's own default is a ruleset that may not know the benchmark; its points are the pruned ones, as the
-    package checker's, for its functions' default is no name that they know."""
+    """Returns the RCP checker's command. Its default ruleset may not know the benchmark; its points are the pruned
+    ones, as the package checker's, since the default of its functions is no name that they know."""
     return _command("rcp_checker", "--rcp_version", ruleset, "--rcp_pass", "pruned_rcps", str(package.results))
 
 
 def _copy(package: Package, scratch: Path) -> Package:
-    """What the checkers read and write, of this system alone: its description, its logs, and the bypasses."""
+    """Copies the files that the checkers read and write, of this system alone: its description, its logs, and the
+    bypasses."""
     copy = Package(scratch / package.folder.resolve().name, package.system, package.benchmark)
     copy.results.mkdir(parents=True)
     copy.description.parent.mkdir()
@@ -161,7 +162,7 @@ _LEVEL = re.compile(r"^(INFO|WARNING|ERROR|CRITICAL) - ", re.MULTILINE)
 
 
 def messages(text: str) -> list[tuple[str, str]]:
-    """(level, message) of each message of a checker, with the lines that follow it; a crash is one of level CRASH."""
+    """Returns (level, message) of each message of a checker, with the lines that follow it; a crash has level CRASH."""
     before, *parts = _LEVEL.split(text)
     if "Traceback (most recent call last)" in text:
         crash = text[text.index("Traceback (most recent call last)") :].strip().splitlines()[-1]
@@ -176,7 +177,7 @@ def _pairs(parts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _findings(text: str, fatal: Callable[[str], bool]) -> list[Finding]:
-    """Warnings, errors and crashes, each in one line: the first of what was said, and what failed."""
+    """Returns warnings, errors and crashes, each in one line: the first line of the message, and the failure."""
     found = []
     for level, message in messages(text):
         if level != "INFO":
@@ -192,7 +193,7 @@ def _short(line: str) -> str:
 
 
 def _sense(logs: Sequence[Path]) -> Verdict:
-    """Whether each log can be true; one that cannot be read is for `arrangement` to name."""
+    """Checks that each log can be true; one that cannot be read is left to `arrangement`."""
     verdict = Verdict("sense of the logs")
     for log in logs:
         with contextlib.suppress(ValueError):
@@ -201,8 +202,8 @@ def _sense(logs: Sequence[Path]) -> Verdict:
 
 
 def _compliance(logs: Sequence[Path], texts: Sequence[str], pinned: Collection[str]) -> Verdict:
-    """Each log by itself: the package checker would let any one of them be malformed. pinned: keys whose values may be
-    refused."""
+    """Checks each log by itself: the package checker would let any one of them be malformed. pinned: keys whose values
+    may be refused."""
     verdict = Verdict("compliance", text="\n".join(texts))
     for log, text in zip(logs, texts, strict=True):
         success = any(level == "INFO" and message.startswith("SUCCESS") for level, message in messages(text))
@@ -234,8 +235,8 @@ def _refused_key(finding: str) -> str | None:
 
 
 def _packaged(text: str, benchmark: str, logs: int, pinned: Collection[str]) -> Verdict:
-    """The package checker; what it says about single logs is the compliance checker's to say. pinned: keys whose values
-    it may refuse, and therefore the package."""
+    """Returns the package checker's verdict; its messages about single logs are left to the compliance checker. pinned:
+    keys whose values may be refused, and with them the package."""
     verdict = Verdict("package", text=text)
     quiet = ("CHECK for", "Failed ", "Required ", "FAILED")
     verdict.findings = [

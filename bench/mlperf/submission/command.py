@@ -1,4 +1,4 @@
-"""dlrm-bench submission build, check and score: the commands, their flags, and what they print."""
+"""dlrm-bench submission build, check and score: the commands, their flags, and their output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Build:
-    """Arranges ten runs as MLPerf's rules say: OUT/ORG/{systems,results,benchmarks}.
+    """Arranges ten runs by MLPerf's rules: OUT/ORG/{systems,results,benchmarks}.
 
     The runs are those that --runs names, or ten new ones with the flags of launch/dlrm.py from --preset on, such as
     --mlperf.org, which names ORG. The system description is made from the machine; edit it, it is written only once.
@@ -31,7 +31,7 @@ class Build:
     system: str | None = None
     """Name of the machine's files; by default made from the name in the logs."""
     nproc: int | None = None
-    """Processes of a new run; by default one for each GPU, or two without any."""
+    """Number of processes of a new run; by default one for each GPU, or two without a GPU."""
     first_seed: int = 0
     """Seed of the first new run; each later one has the next."""
     records: Path | None = None
@@ -76,20 +76,21 @@ class Build:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Check:
-    """Runs MLPerf's compliance, package, RCP, system and repository checkers over a submission and reads what they say.
+    """Runs MLPerf's compliance, package, RCP, system and repository checkers over a submission and reads their output.
 
-    Beside them, what they do not see: aborted runs, seeds given twice, runs of other configurations, empty fields, and
-    logs that cannot be true, as one whose times go back. The exit status is 1 if the submission would not be accepted.
+    It also finds defects that they miss: aborted runs, seeds given twice, runs of other configurations, empty fields,
+    and logs that cannot be true, as one whose times go back. The exit status is 1 if the submission would not be
+    accepted.
     """
 
     package: Annotated[Path, tyro.conf.Positional]
-    """Folder of the submission: ORG, or the one it lies in. Nothing in it is changed."""
+    """Folder of the submission: ORG, or its parent. Nothing in it is changed."""
     system: str | None = None
     """One of several systems; by default all."""
     ruleset: str | None = None
     """Ruleset of the checkers, such as 6.1.0; by default the newest that knows the benchmark."""
     log: Path | None = None
-    """File for everything that the checkers say."""
+    """File for all output of the checkers."""
     made_data: bool = False
     """The runs trained on made data: note, and do not refuse, what the rules take of MLPerf's own data alone, such as
     DLRMv4's numbers of samples. No such package can be submitted."""
@@ -119,12 +120,12 @@ class Check:
 class Score:
     """Computes the score of a submission: minutes, the mean of ten runs without the fastest and the slowest.
 
-    A closed submission that converged faster than the reference is scaled as the rules say. The exit status is 1 where
+    A closed submission that converged faster than the reference is scaled by MLPerf's rules. The exit status is 1 where
     there is no valid result.
     """
 
     package: Annotated[Path, tyro.conf.Positional]
-    """Folder of the submission: ORG, or the one it lies in."""
+    """Folder of the submission: ORG, or its parent."""
     system: str | None = None
     """One of several systems; by default all."""
     ruleset: str | None = None

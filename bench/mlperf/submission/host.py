@@ -1,4 +1,4 @@
-"""What a system description says of a node and no record of a run does: processors, storage, network cards, OS."""
+"""Facts about a node for a system description that no record of a run has: processors, storage, network cards, OS."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dlrm_bench.bench.machine.description import readable
 
 
 def describe_host() -> dict[str, str]:
-    """Fields of MLPerf's system description that this node can tell; those that it cannot are left out."""
+    """Returns the fields of MLPerf's system description that are known on this node."""
     fields: dict[str, str | None] = {
         **_processors(readable(lambda: _json_of("lscpu", "--json")) or {}),
         **_storage(readable(lambda: _json_of("lsblk", "--json", "--nodeps", "--bytes", "--output", _COLUMNS)) or {}),
@@ -26,7 +26,7 @@ _COLUMNS = "NAME,SIZE,ROTA,TYPE,TRAN"
 
 
 def _json_of(*command: str) -> Any:
-    """What a command prints as JSON, in plain English."""
+    """Returns the JSON output of a command, in plain English."""
     env = os.environ | {"LC_ALL": "C"}
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stdout
     return json.loads(output)

@@ -1,7 +1,7 @@
-"""What a result log contradicts itself in: MLPerf's checkers look at which events there are, and hardly at their times.
+"""Contradictions within a result log: MLPerf's checkers look at the presence of events, and hardly at their times.
 
 A run takes the time from run_start to run_stop, so a log whose times go back, or that ends before it begins or before
-its last evaluation, says nothing of how long it trained.
+its last evaluation, shows nothing about the time of its training.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _OF_EVALUATIONS = ("eval_start", "eval_accuracy", "eval_stop")
 
 
 def senseless(log: Path) -> Iterator[Finding]:
-    """Yields what cannot be true of the one run of a log, as far as its well-formed events tell, in their order.
+    """Yields contradictions of the one run of a log, by its well-formed events, in their order.
 
     ValueError if the file cannot be read.
     """
@@ -32,12 +32,12 @@ def senseless(log: Path) -> Iterator[Finding]:
 
 @dataclass(slots=True)
 class _Course:
-    """What the events so far say of a run."""
+    """The state of a run by the events so far."""
 
     name: str
     division: str | None = None
     rules: Ruleset | None = None
-    """Of its benchmark; None until the log names one that is known here."""
+    """The ruleset of its benchmark; None until the log names a known one."""
     last: Event | None = None
     start_ms: float | None = None
     stop_ms: float | None = None

@@ -20,7 +20,7 @@ from dlrm_bench.dlrm.benchmark import Ruleset
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 
 RUNS = 10
-"""Result logs of one benchmark on one system: exactly so many (training_rules.adoc)."""
+"""Exact number of result logs of one benchmark on one system (training_rules.adoc)."""
 RESULT_NAMES = tuple(f"result_{run}.txt" for run in range(RUNS))
 BYPASSES = "package_checker_params"
 """A file in which a submitter turns the seed or the RCP checker off."""
@@ -65,10 +65,10 @@ class Package:
 
 
 def open_packages(folder: Path, system: str | None = None) -> list[Package]:
-    """The package in `folder`, which is ORG or holds ORG alone, once for each system with results, or for `system`, and
-    for each benchmark that it has results of.
+    """Returns the packages in `folder`, which is ORG or holds ORG alone, one for each system with results, or for
+    `system`, and for each benchmark of its results.
 
-    ValueError, which says what was expected, if there is none.
+    ValueError, with the expected layout, if there is none.
     """
     roots = [path for path in (folder, *_folders(folder)) if (path / "results").is_dir()]
     if len(roots) != 1:
@@ -104,7 +104,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def read_run(log: Path) -> MLPerfRun:
-    """The one run of a result log; ValueError if it has another number of them."""
+    """Returns the one run of a result log; ValueError if it has another number of runs."""
     runs = read_mlperf_log(log)
     if len(runs) != 1:
         raise ValueError(f"{log} holds {len(runs)} runs: a result log has one; split it")
@@ -116,13 +116,13 @@ class Finding:
     """Something that is wrong, or that a reviewer would ask about."""
 
     text: str
-    """One line, which names the file and says what to do."""
+    """One line, which names the file and the fix."""
     fatal: bool = True
     """Whether the package cannot be accepted with it."""
 
 
 def arrangement(package: Package) -> Iterator[Finding]:
-    """What MLPerf's checkers do not see, crash on, or accept although the rules do not."""
+    """Yields defects that MLPerf's checkers miss, crash on, or accept against the rules."""
     names = [path.name for path in package.logs()]
     missing, odd = sorted(set(RESULT_NAMES) - set(names)), sorted(set(names) - set(RESULT_NAMES))
     if len(names) != RUNS:
@@ -172,7 +172,7 @@ def _description_findings(package: Package, runs: Sequence[MLPerfRun]) -> Iterat
 
 
 def disagreements(runs: Sequence[MLPerfRun]) -> Iterator[Finding]:
-    """Says in what runs of one submission differ and should not, and in what they should differ and do not."""
+    """Yields differences that runs of one submission should not have, and missing ones that they should have."""
     for field in ("benchmark", "org", "division", "availability", "platform", "global_batch_size", "train_samples"):
         values = {getattr(run, field) for run in runs}
         if len(values) > 1:

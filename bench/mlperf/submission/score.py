@@ -1,4 +1,4 @@
-"""The score of a submission, as MLPerf's rules compute it: minutes, the fewer the better.
+"""The score of a submission, by MLPerf's rules: minutes, the fewer the better.
 
 training_rules.adoc, "Benchmark Results": the fastest and the slowest of ten runs are dropped, and the mean of the eight
 others is the result; a run that did not converge counts as the slowest, and there may be one. "Reference Convergence

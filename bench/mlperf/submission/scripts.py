@@ -1,7 +1,7 @@
-"""What the rules want beside the source code: how to install it, make the data set, and repeat a run.
+"""The files that the rules require beside the source code: installation, data set, and repetition of a run.
 
 training submissions: implementations/SYSTEM/ has SYSTEM_IMPLEMENTATION.json, README.md, setup.sh, init_datasets.sh and
-run_and_time.sh (submission_rules.adoc, "Directory structure", Training). They may be edited: what is there is kept.
+run_and_time.sh (submission_rules.adoc, "Directory structure", Training). They may be edited: existing files are kept.
 """
 
 import json
@@ -66,12 +66,12 @@ _WORDS = {
         "flags": "--preset mlperf-dlrmv4 ",
     },
 }
-"""What differs between benchmarks."""
+"""The words that differ between benchmarks."""
 
 
 def write_scripts(package: Package, implementation: str, command: str, record: RunRecord | None) -> None:
-    """Writes the files that are not there yet into the system's folder of the implementations; command: one run, as a
-    line of a shell script."""
+    """Writes the missing files into the system's folder of the implementations; command: one run, as a line of a shell
+    script."""
     system, folder = package.system, package.implementations / package.system
     pins = "gpu" if record is None or record["machine"]["gpus"] else "cpu"
     names = {"system": system, "implementation": implementation, "command": command, "pins": pins}

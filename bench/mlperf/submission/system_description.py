@@ -1,7 +1,7 @@
 """The system description of a submission, systems/SYSTEM.json: its 33 fields, made once and then its submitter's.
 
-The fields are those that mlperf_logging.system_desc_checker 4.1.68 asks for, all of them text but the software stack;
-which need a meaningful answer say MLCommons' submission rules (submission_rules.adoc, "system_desc_id metadata").
+The fields are those of mlperf_logging.system_desc_checker 4.1.68, all of them text but the software stack; MLCommons'
+submission rules name those that need a meaningful answer (submission_rules.adoc, "system_desc_id metadata").
 """
 
 import json
@@ -71,7 +71,7 @@ AVAILABILITY = {
     "research": "Research, Development, or Internal (RDI)",
     "preview": "Preview",
 }
-"""How rounds from 4.0 on call what the log's submission_status names."""
+"""Names from round 4.0 on for the log's submission_status."""
 
 
 def describe_system(
@@ -84,7 +84,7 @@ def describe_system(
     system_name: str,
     commit: str | None,
 ) -> dict[str, Any]:
-    """A system description; what neither the record's machine nor the host can tell is ''.
+    """Returns a system description; '' for a field that neither the record's machine nor the host has.
 
     machine: that of the runs' records, if they have any. host: fields that describe_host() found on a node of it.
     """
@@ -124,7 +124,7 @@ def _of_machine(machine: Machine, commit: str | None) -> dict[str, Any]:
         "other_software_stack": {name: version for name, version in stack.items() if version},
     }
     if not machine["gpus"]:
-        # Of accelerators that are not there nothing more can be said.
+        # Nothing more can be said of accelerators that are not there.
         known |= {field: "none" for field in FIELDS if field.startswith("accelerator_") and field not in OPTIONAL}
     return {field: value for field, value in known.items() if value}
 
@@ -141,7 +141,7 @@ def write_description(path: Path, description: Mapping[str, Any]) -> bool:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The description in a file; ValueError, naming the file, if there is none in it."""
+    """Returns the description in a file; ValueError, naming the file, if there is none in it."""
     try:
         description = read_json(path)
     except OSError as error:
@@ -154,7 +154,8 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def missing_fields(description: Mapping[str, Any]) -> list[str]:
-    """Fields that the rules want answered and the description leaves empty; one of cores and virtual CPUs is enough."""
+    """Returns the fields that the rules want answered and the description leaves empty; one of cores and virtual CPUs
+    is enough."""
     empty = [field for field in FIELDS if field not in OPTIONAL and not description.get(field)]
     if description.get("host_processor_vcpu_count") and "host_processor_core_count" in empty:
         empty.remove("host_processor_core_count")
@@ -162,7 +163,7 @@ def missing_fields(description: Mapping[str, Any]) -> list[str]:
 
 
 def malformed_fields(path: Path, description: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each field that is absent or of another type, upon which MLPerf's checkers fail or crash."""
+    """Yields a line for each field that is absent or of another type, upon which MLPerf's checkers fail or crash."""
     for field in FIELDS:
         if field not in description:
             yield f"{path}: the field {field} is missing: add it"

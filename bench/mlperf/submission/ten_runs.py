@@ -1,4 +1,4 @@
-"""Ten runs of one configuration, each with a seed of its own, in fresh processes one after another."""
+"""Ten runs of one configuration, each with its own seed, in fresh processes one after another."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ from dlrm_bench.dlrm.runtime.command_line import FailedError
 
 
 def run_ten(folder: Path, processes: int, first_seed: int, flags: Sequence[str]) -> Iterator[Path]:
-    """Does ten runs of launch/dlrm.py with these flags; yields the record folder of each, which lies in `folder`.
+    """Runs launch/dlrm.py ten times with these flags; yields the record folder of each, inside `folder`.
 
-    One run may miss the target, as the rules allow; FailedError at the second one, or if a run fails otherwise. A run
-    that is there already, of a call that was interrupted, is not done again.
+    One run may miss the target, as the rules allow; FailedError at the second one, or if a run fails otherwise. A
+    finished run of an interrupted call is not repeated.
     """
     missed: list[Path] = []
     for run in range(RUNS):

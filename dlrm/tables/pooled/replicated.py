@@ -86,9 +86,9 @@ class ReplicatedTables:
     def update(self, ids: ReplicatedIds, grad: Tensor, watch: Watch | None = None) -> None:
         """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. watch: a LossGuard's; where a
         flag is raised, nothing changes. Collective."""
-        mine = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
-        regroup_backward(grad, self._regroup, mine)
-        row_sums(mine.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
+        flat = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
+        regroup_backward(grad, self._regroup, flat)
+        row_sums(flat.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)
         dist.all_reduce(self._grad, group=self._group)
         tables = (self._tbe.weights.view(-1), self._tbe.state.view(-1), self._grad.view(-1))
         flat_adagrad(*tables, self._rate, self._eps, watch=watch)

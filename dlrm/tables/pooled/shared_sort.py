@@ -44,22 +44,22 @@ class SharedSort:
         """Ids of a part of the batch, by rank and table."""
         self._longest = shape.parts * max(map(sum, ids))
         own, before = ids[ranks.rank], [sum(ids[ranks.rank][:place]) for place in range(len(ids[ranks.rank]))]
-        mine = _share_out(own, len(sharers))[sharers.index(ranks.rank)]
-        self._count, count = shape.parts * sum(own), shape.parts * sum(own[place] for place in mine)
+        share = _share_out(own, len(sharers))[sharers.index(ranks.rank)]
+        self._count, count = shape.parts * sum(own), shape.parts * sum(own[place] for place in share)
 
         gathered: list[Segment] = []
         pushed: list[Segment] = []
         at = 0
         for part in range(shape.parts):
-            for place in mine:
+            for place in share:
                 gathered.append(Segment(part * sum(own) + before[place], at, own[place]))
                 at += own[place]
         at = 0
-        for place in mine:
+        for place in share:
             length, to = shape.parts * own[place], shape.parts * before[place]
             pushed += [Segment(at, to, length), Segment(count + at, self._longest + to, length)]
             at += length
-        self._table = tbe.sort_table(mine)
+        self._table = tbe.sort_table(share)
         self._gather = SegmentTable(gathered, ranks.device)
         to_sharers = [pushed if rank in sharers else [] for rank in range(ranks.world_size)]
         self._push = SegmentPushTable(to_sharers, ranks.device)

@@ -23,9 +23,10 @@ class HstuBatch(FieldBatch):
     (config.candidates a sample) and "user <table>" (one a sample). actions: int64 [E], the kind of each event. labels:
     fp32 [B * candidates], 1 where the user liked the candidate.
 
-    A padded batch has more sequences, of events that belong to no sample, so that E is one of `capacities`, the same on
-    all ranks. They are as many in every batch, and none is longer than a history may be: FBGEMM's lookup and
-    permutation of sequences have one warp for each of them, so that a single long one takes longer than all samples.
+    A padded batch has additional sequences, of events that belong to no sample, so that E is one of `capacities`, the
+    same on all ranks. Their number is the same in every batch, and none is longer than a history may be: FBGEMM's
+    lookup and permutation of sequences have one warp for each sequence, so that a single long one takes longer than all
+    samples.
     """
 
     features: KeyedJaggedTensor
@@ -34,12 +35,12 @@ class HstuBatch(FieldBatch):
 
 
 def capacities(config: HstuConfig, batch_size: int) -> list[int]:
-    """Returns the numbers of events that padded batches have, ascending: each has the least of them that holds the
-    events of every rank's batch.
+    """Returns the possible numbers of events of padded batches, ascending: each batch has the least of them that holds
+    the events of every rank's batch.
 
-    The most are four standard deviations more than the mean of all batches, or as many as the longest histories have,
-    if that is less. From there they go down by one deviation, or by a sixteenth of the mean, if that is more, for each
-    takes a graph and its memory, to one deviation below the mean: six at most.
+    The largest is four standard deviations above the mean of all batches, or that of the longest histories, if smaller.
+    From there they go down by one deviation, or by a sixteenth of the mean, if larger, as each takes a graph and its
+    memory, to one deviation below the mean: six at most.
     """
     mean, deviation = batch_size * config.mean_history, 2 * _spread(config) / math.sqrt(12) * math.sqrt(batch_size)
     most = min(batch_size * config.max_history, math.ceil(mean + 4 * deviation))
@@ -48,7 +49,7 @@ def capacities(config: HstuConfig, batch_size: int) -> list[int]:
 
 
 def spare_sequences(config: HstuConfig, batch_size: int) -> int:
-    """Returns how many sequences of a padded batch belong to no sample."""
+    """Returns the number of sequences of a padded batch that belong to no sample."""
     most = capacities(config, batch_size)[-1] - batch_size * (config.mean_history - _spread(config))
     return math.ceil(most / config.max_history)
 
@@ -66,12 +67,12 @@ def batch_ids(config: HstuConfig, batch_size: int) -> list[dict[str, int]]:
 def random_batches(
     config: HstuConfig, batch_size: int, seed: int, rank: int = 0, padded: bool = False, ranks: int = 1
 ) -> Iterator[HstuBatch]:
-    """Yields batches of this rank without end; equal arguments give equal batches, padded or not. ranks: how many pad
-    theirs to one capacity, by their lengths, which each of them draws for all.
+    """Yields batches of this rank without end; equal arguments give equal batches, padded or not. ranks: number of
+    ranks that pad their batches to one capacity, by their lengths, which each of them draws for all.
 
-    Lengths are drawn uniformly from an interval about config.mean_history that ends at max_history at most, again
-    where a batch has more events than any capacity; ids as rows ** u of a uniform u, so that few rows are named often.
-    A label depends on the candidate's first id, so that losses fall.
+    Lengths are drawn uniformly from an interval about config.mean_history that ends at max_history at most, again where
+    a batch has more events than any capacity; ids as rows ** u of a uniform u, so that few rows are named often. A
+    label depends on the candidate's first id, so that losses fall.
     """
     generator, room = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63), 0
     lengths_of = [_lengths(config, batch_size, seed, one) for one in range(max(ranks, rank + 1))]
@@ -112,12 +113,11 @@ def _lengths(config: HstuConfig, batch_size: int, seed: int, rank: int) -> Itera
 
 
 def _spread(config: HstuConfig) -> int:
-    """Returns how far lengths lie from their mean at most."""
+    """Returns the largest distance of lengths from their mean."""
     return min(config.max_history - config.mean_history, config.mean_history - 1)
 
 
 def _ids(generator: torch.Generator, rows: int, count: int, more: int) -> Tensor:
-    """Returns `count` ids and `more` for events of no sample, which name as many rows as there are, for no row to be
-    named by all."""
+    """Returns `count` random ids, and `more` ids of padding, spread over all rows, so that no row gets all of them."""
     drawn = float(rows) ** torch.rand(count, generator=generator, dtype=torch.float64)
     return torch.cat([(drawn.long() - 1).clamp_(0, rows - 1), torch.arange(more) % rows])

@@ -25,32 +25,34 @@ class Table(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HstuConfig:
-    """What the model is and how its batches are drawn. Widths are in elements, lengths in tokens."""
+    """Sizes of the model and of its batches. Widths are in elements, lengths in tokens."""
 
     event_rows: tuple[int, ...]
-    """Rows of each table of an event: it has one id an event of a history and one a candidate. Before table_scale."""
+    """Number of rows of each table of an event, with one id an event of a history and one a candidate. Before
+    table_scale."""
     user_rows: tuple[int, ...] = ()
-    """Rows of each table of a user, with one id a sample. Before table_scale."""
+    """Number of rows of each table of a user, with one id a sample. Before table_scale."""
     table_scale: float = 1.0
-    """Factor on every table's rows (at least one row stays); below 1 it fits the tables on smaller GPUs."""
+    """Factor on every table's number of rows, of which at least one stays; below 1 it fits the tables on smaller
+    GPUs."""
     width: int = 512
     """Columns of every table, and the width of a token."""
     layers: int = 3
-    """Layers of attention."""
+    """Number of layers of attention."""
     heads: int = 4
-    """Heads of each layer."""
+    """Number of heads of each layer."""
     head_width: int = 128
     """Width of queries, keys, values and gates of a head; a power of two from 16 on."""
     head_hidden: int = 256
     """Width of the hidden layer between a candidate's token and its logit."""
     actions: int = 5
-    """Kinds of events: listen, like, dislike and so on."""
+    """Number of kinds of events: listen, like, dislike and so on."""
     max_history: int = 4086
-    """Events of the longest history."""
+    """Number of events of the longest history."""
     mean_history: int = MEAN_HISTORY
     """Mean number of events in a history."""
     candidates: int = 1
-    """Candidates to rank, of every sample."""
+    """Number of candidates to rank, of every sample."""
 
     def __post_init__(self) -> None:
         require(
@@ -80,7 +82,7 @@ class HstuConfig:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence: a history and its candidates."""
+        """Number of tokens of the longest sequence: a history and its candidates."""
         return self.max_history + self.candidates
 
     @property
@@ -112,17 +114,18 @@ class HstuData(RandomData):
     """Histories drawn at random."""
 
     padded: bool = False
-    """Pad the events of a batch to one of a few numbers, the same on all ranks: what graphs and a trimmed input dist
-    need. A padded batch trains what the same batch without padding does."""
+    """Pad the events of a batch to one of a few numbers, the same on all ranks, for graphs and a trimmed input dist. A
+    padded batch trains the same as the batch without padding."""
 
 
 EVENT_SHARES = (0.032, 0.0044, 0.0115)
-"""Of all rows: the tables of item, artist and album."""
+"""Shares of all rows: the tables of item, artist and album."""
 USER_SHARES = (0.0034, 0.42, 0.35, 0.16, 0.0187)
-"""Of all rows: the tables of the user, and of the user crossed with artist, album, hour and length of a track."""
+"""Shares of all rows: the tables of the user, and of the user crossed with artist, album, hour and length of a
+track."""
 SMALL_ROWS = 30_000_000
-"""About as many rows has hstu-small. The split is ours: it keeps DLRMv4's number of tables, a tenth of their sum, and
-that most rows belong to users crossed with what they listened to."""
+"""About the number of rows of hstu-small. The split is ours: it keeps DLRMv4's number of tables, a tenth of their sum,
+and most rows in tables of users crossed with another feature."""
 
 TINY = HstuConfig(
     event_rows=(500, 50),

@@ -16,7 +16,7 @@ from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_ba
 
 class SiluAttention(torch.autograd.Function):
     """`kernels.silu_attention` of a projection [T, heads * 4 * width] that holds u, v, q and k of all heads, in this
-    order: returns [T, heads * width], and leaves u's gradient to whoever reads u."""
+    order: returns [T, heads * width]. u's gradient comes from the user of u."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
@@ -65,14 +65,14 @@ class HstuLayer(nn.Module):
         self.output = nn.Linear(inner, config.width, device=device)
 
     def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
-        """offsets: [B + 1], where a sequence's tokens start; targets: [B], how many of its last ones are candidates."""
+        """offsets: [B + 1], the first token of each sequence; targets: [B], number of candidates at its end."""
         projected = functional.silu(self._linear(self.project, self.norm(tokens)))
         attended = silu_attention(projected, offsets, targets, self._max_length, self._heads)
         gated = self.attention_norm(attended.to(tokens.dtype)) * projected[:, : self._inner]
         return tokens + self._linear(self.output, gated)
 
     def _linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Applies `linear`, in bf16 where the layer is to; autocast would be lost on TorchRec's trace of a model."""
+        """Applies `linear`, in bf16 in a bf16 layer; autocast would be lost on TorchRec's trace of a model."""
         if not self._bf16:
             return linear(x)
         return functional.linear(*(of.to(torch.bfloat16) for of in (x, linear.weight, linear.bias)))

@@ -1,7 +1,7 @@
 """An HSTU ranking model: tables by TorchRec's EmbeddingCollection, tokens, layers, a logit a candidate.
 
-An event's token is the sum of its embeddings, of its kind's and of its place's, and of its user's; a candidate's has no
-kind. Whatever depends on lengths is computed on the device: no step reads one on the host.
+An event's token is the sum of its own embeddings and those of its kind, its place and its user; a candidate's lacks a
+kind. Values that depend on lengths are computed on the device: no step reads one on the host.
 """
 
 from typing import Any
@@ -78,13 +78,13 @@ def _sum(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -> T
     return total
 
 
-# TorchRec's pipelines trace a model to find where its tables' inputs come from. What depends on the sizes of tensors
-# stands in functions, which the trace takes whole.
+# TorchRec's pipelines trace a model to find the inputs of its tables. Code that depends on the sizes of tensors is in
+# functions, which the trace takes whole.
 
 
 @torch.fx.wrap
 def sequence_offsets(lengths: Tensor, candidates: int) -> Tensor:
-    """Returns where each sample's tokens start, int64 [B + 1], from the lengths of the histories, [B]."""
+    """Returns the first token of each sample, int64 [B + 1], from the lengths of the histories, [B]."""
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), (lengths + candidates).cumsum(0)])
 
 
@@ -96,22 +96,23 @@ def candidate_tokens(offsets: Tensor, candidates: int) -> Tensor:
 
 @torch.fx.wrap
 def of_samples(lengths: Tensor, labels: Tensor, candidates: int) -> Tensor:
-    """Returns the lengths of the samples' sequences, without those of a padded batch that belong to none."""
+    """Returns the lengths of the samples' sequences, without those of padding."""
     return lengths[: len(labels) // candidates]
 
 
 @torch.fx.wrap
 def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Returns the sample of each token and the token's place in it, int64 [T]; of tokens after the last sample's, whose
-    results nobody reads, the places in turn: an index's gradient adds up those of one place one after the other."""
+    """Returns the sample of each token and the token's place in it, int64 [T]; for padding, whose results are not read,
+    the places in turn: an index's gradient adds up the tokens of one place one after the other."""
     token = torch.arange(len(tokens), device=offsets.device)
     sample = torch.searchsorted(offsets[1:], token, right=True).clamp(max=len(offsets) - 2)
     return sample, (token - offsets[sample]) % max_length
 
 
 class OfActions(torch.autograd.Function):
-    """weight[actions], [E, width], whose gradient is one product: 0.96 ms for 680,000 events (H200). An index's adds
-    the events of a kind one after the other, 97 ms; torch.nn.Embedding's, 1.2 ms, has other bits at every run."""
+    """weight[actions], [E, width], whose gradient is one product: 0.96 ms for 680,000 events (H200). The gradient of an
+    index adds the events of a kind one after the other, 97 ms; that of torch.nn.Embedding, 1.2 ms, has other bits at
+    every run."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, actions: Tensor) -> Tensor:
@@ -133,8 +134,8 @@ def of_actions(weight: Tensor, actions: Tensor) -> Tensor:
 
 
 class OfUsers(torch.autograd.Function):
-    """users[sample], [T, width], whose gradient is summed over padded sequences: that of an index adds the thousands
-    of a user's tokens one after the other (1.5 ms for 4 users of 2660 tokens on an H200)."""
+    """users[sample], [T, width], whose gradient is summed over padded sequences: that of an index adds a user's
+    thousands of tokens one after the other (1.5 ms for 4 users of 2660 tokens on an H200)."""
 
     @staticmethod
     def forward(ctx: Any, users: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, longest: int) -> Tensor:
@@ -160,7 +161,7 @@ def of_users(users: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, long
 
 @torch.fx.wrap
 def join(history: Tensor, candidates: Tensor, lengths: Tensor, per: int) -> Tensor:
-    """Returns each sample's history followed by its `per` candidates, then the events of no sample: [T, width]."""
+    """Returns each sample's history followed by its `per` candidates, then the events of padding: [T, width]."""
     event = torch.arange(len(history), device=lengths.device)
     ends = lengths.cumsum(0)
     sample = torch.searchsorted(ends, event, right=True)
@@ -170,7 +171,7 @@ def join(history: Tensor, candidates: Tensor, lengths: Tensor, per: int) -> Tens
 
 
 class HstuTrain(nn.Module):
-    """Returns what TorchRec's train pipelines take: the loss, and (loss, logits, labels), detached."""
+    """The model in the form of TorchRec's train pipelines: returns the loss, and (loss, logits, labels), detached."""
 
     def __init__(self, model: HstuRanker) -> None:
         super().__init__()

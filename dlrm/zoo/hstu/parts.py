@@ -1,4 +1,4 @@
-"""What trains HSTU; see benchmark.Parts."""
+"""Data and model of HSTU; see benchmark.Parts."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +34,7 @@ def data_content(config: TrainingConfig) -> dict[str, FileContent]:
 
 
 def batch_bytes(config: TrainingConfig) -> int:
-    """Returns the bytes of a rank's batch in host memory, of as many events as any batch has."""
+    """Returns the bytes of a rank's batch in host memory, of the largest number of events."""
     ids = max(sum(of.values()) for of in batch_ids(_model(config), config.local_batch_size))
     return 8 * (ids + capacities(_model(config), config.local_batch_size)[-1])
 

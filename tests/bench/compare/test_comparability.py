@@ -1,4 +1,5 @@
-"""What compared runs should have in common: between sides the work and the machine, within a side the program too."""
+"""Settings that compared runs should have in common: between sides the work and the machine, within a side the program
+too."""
 
 import json
 import re
@@ -129,7 +130,7 @@ def test_commits_of_one_source_are_one_program(tmp_path: Path) -> None:
 
 
 def test_machines_of_one_description_are_told_apart(tmp_path: Path) -> None:
-    """By their GPUs; where there are none, by the boot."""
+    """Machines are told apart by their GPUs; where there are none, by the boot."""
     others = {**H200, "gpu_uuids": ["uuid-8"], "boots": ["later"]}
     said = compared(tmp_path / "gpus", {}, {"machine": others}).differences
     assert [text.partition(" differs")[0] for text in said] == ["set of GPUs (UUIDs)"]

@@ -1,4 +1,4 @@
-"""Sides, what makes them unlike, and what a comparison says and does not say."""
+"""Sides, their differences, and the claims that a comparison makes and does not make."""
 
 import json
 import math
@@ -220,7 +220,7 @@ def test_across_batch_sizes_the_verdict_is_about_samples_per_second(tmp_path: Pa
 
 
 def test_samples_a_second_are_batches_over_elapsed_time(tmp_path: Path) -> None:
-    """Of two ranks that are slow in turn, A's iterations have a slowest rank of 3 ms, and 2 ms pass for each."""
+    """With two ranks that are slow in turn, A's iterations have a slowest rank of 3 ms, and 2 ms pass for each."""
     for i in range(4):
         for name, times in (("a", [[1, 3], [3, 1]]), ("b", [[2, 2], [2, 2]])):
             ms = np.tile(np.array(times, np.float32), 60) * (1 + 0.01 * i)

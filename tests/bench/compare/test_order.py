@@ -58,7 +58,7 @@ def test_one_side_first_in_most_pairs_is_noted() -> None:
 @pytest.mark.parametrize("order", ["ABBAABBA", "ABABABAB", "AAABBB", "AAAABBBBAB", "AABBAABB"])
 @pytest.mark.parametrize("drift", ["none", "2 % a run", "step", "walk"])
 def test_no_change_of_the_machine_is_called_a_difference(order: str, drift: str) -> None:
-    """Of 100 comparisons of a program with itself, 5 %, and two standard errors."""
+    """At most 5 % of 100 comparisons of a program with itself, and two standard errors."""
     wrong = float(of_an_order(order, drift, 100)[2].removesuffix("%"))
     assert wrong <= 9.5
 

@@ -1,4 +1,4 @@
-"""Sides: what is read as one, and what is refused."""
+"""Sides: the paths that are read as one, and those that are refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A rank that fails or is told to stop ends all ranks, whatever their main threads are blocked in."""
+"""A rank that fails or is told to stop ends all ranks, wherever their main threads are blocked."""
 
 import linecache
 import os

@@ -1,4 +1,4 @@
-"""The iteration clock: what it measures, what it never waits for, and gathering over ranks."""
+"""The iteration clock: its latencies, the absence of waits, and gathering over ranks."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Progress bars: what they draw, when, and that no iteration is timed while they do."""
+"""Progress bars: their content and times, and that no iteration is timed while they are drawn."""
 
 import io
 import math
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Terminal(io.StringIO):
-    """Asks at every write what the run was doing."""
+    """Records at every write the activity of the run."""
 
     clock: IterationClock
 

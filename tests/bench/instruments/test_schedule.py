@@ -1,4 +1,4 @@
-"""MLPerf's evaluation cadence, and what a data set cannot give."""
+"""MLPerf's evaluation cadence, and refusals of iterations that a data set lacks."""
 
 import math
 from dataclasses import replace

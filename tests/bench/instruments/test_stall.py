@@ -1,4 +1,4 @@
-"""A rank that does not go on ends the run on every rank that can still end, which name it and what it does."""
+"""A rank without progress ends the run on every rank that can still end; these name it and its activity."""
 
 import os
 import signal

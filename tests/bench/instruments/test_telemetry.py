@@ -1,4 +1,4 @@
-"""What happened during a run: NVML's answers summed up, and garbage collections seen."""
+"""Telemetry of a run: NVML's answers summed up, and garbage collections seen."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""What a ladder of recorded runs says of its rungs, and its tables."""
+"""The results of recorded runs for the rungs of a ladder, and its tables."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_ratios_and_intervals_are_rendered_from_the_estimates(made: Path) -> Non
 
 
 def test_a_ladder_and_compare_say_the_same_of_two_rungs(made: Path) -> None:
-    """Of rungs whose runs are pairs in time, without a drift to take out: the same ratio either way round."""
+    """For rungs whose runs are pairs in time, without a drift to remove: the same ratio either way round."""
     ladder = read_ladder(made)[0]
     (result,) = compare_paths([made / "a", made / "b"])
     assert result.speedup.value == pytest.approx(ladder["rungs"][1]["speedup_vs_first"], rel=0.05)

@@ -1,4 +1,4 @@
-"""A ladder as one family of comparisons: how often it is wrong, what it finds, and which rounds are lucky."""
+"""A ladder as one family of comparisons: its rate of errors, the differences that it finds, and lucky rounds."""
 
 import math
 

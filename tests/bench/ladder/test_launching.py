@@ -214,7 +214,7 @@ def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_forked_ranks_have_a_gpu(tmp_path: Path) -> None:
-    """From a shell, as a process that has not asked CUDA for anything; the fork server must not have either."""
+    """Starts from a shell, as a process that has not asked CUDA for anything; the fork server must not have either."""
     place = ["--nproc", "1", "--results-dir", str(tmp_path)]
     command = [
         sys.executable,

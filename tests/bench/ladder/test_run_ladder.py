@@ -1,4 +1,4 @@
-"""Ladders: their order, what a run that fails leaves, and the profiled runs. Real ones run in test_cli.py."""
+"""Ladders: their order, the remains of a run that fails, and the profiled runs. Real ones run in test_cli.py."""
 
 import re
 from pathlib import Path

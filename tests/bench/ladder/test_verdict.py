@@ -1,4 +1,4 @@
-"""What `make bench` says at its end: proven where the interval says so, and nothing proven where not."""
+"""The last words of `make bench`: proven where the interval says so, and nothing proven where not."""
 
 import json
 import os
@@ -51,12 +51,12 @@ def a_ladder(folder: Path, factors: tuple[float, float, float] = (1, 1, 2), roun
 
 
 def said_of(rung: str, paragraphs: list[str]) -> str:
-    """The paragraph with the rung's result; an earlier one says what the rung is."""
+    """Returns the paragraph with the rung's result; an earlier one describes the rung."""
     return [text for text in paragraphs if text.startswith(rung)][-1]
 
 
 def test_stock_with_switches_is_not_called_the_reference():
-    """Of record 38."""
+    """The ladder is record 38's."""
     said = verdict(RESULTS / "38-2xh200-512-a-gpu-fair-baselines")
     assert said[0] == "stock: stock TorchRec, as the MLPerf reference trains."
     assert said[1].startswith("stock-tuned: stock TorchRec with --")

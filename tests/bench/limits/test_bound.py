@@ -57,7 +57,7 @@ def bound_with(tmp_path: Path, name: str, **changes: object):
 
 
 def test_parts(tmp_path: Path) -> None:
-    """By hand: 96 MFLOP and 219 numbers of input a sample, bytes of what leaves a rank for seven others."""
+    """Computed by hand: 96 MFLOP and 219 numbers of input a sample, bytes that leave a rank for seven others."""
     bound = bound_with(tmp_path, "a", precision="bf16", local_batch_size=6912)
     amounts = {piece.name: piece for piece in bound.pieces}
     products = amounts["products"].flop + amounts["bottom MLP's products and weight gradients"].flop
@@ -86,7 +86,7 @@ def test_rows_count_once_and_optimizers_move_their_state(tmp_path: Path) -> None
 
 
 def test_measured_rates_are_those_of_large_work(tmp_path: Path) -> None:
-    """Of the record's own precision and GPU."""
+    """Rates are those of the record's own precision and GPU."""
     run = read_record(write(tmp_path / "a", RUN, config=configured(precision="bf16"))).run
     ceilings = [
         Ceiling(name=LARGE_PRODUCT, stage=None, ms=2.0, amount=1e12, unit="FLOP"),

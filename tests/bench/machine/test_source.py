@@ -1,4 +1,4 @@
-"""The hash of the files that run, which is git's own, and what it says of a commit."""
+"""The hash of the files that run, which is git's own, and its comparison with a commit."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def test_state_of_a_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_state_of_a_copy(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stated is not believed, and the hash says what runs."""
+    """A stated commit is not believed, and the hash identifies the source."""
     source = source_hash(checkout)
     monkeypatch.setenv("PATH", "")  # no git either
     monkeypatch.setenv("SOURCE_COMMIT", "0123abc")
@@ -75,7 +75,7 @@ def test_state_of_a_copy(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_this_checkout_hashes_as_git_does() -> None:
-    """All kinds of files that the project has; as far as nothing is changed here."""
+    """All kinds of files of the project; as far as nothing is changed here."""
     if (
         not (ROOT / ".git").exists()
         or subprocess.run(

@@ -124,7 +124,7 @@ GRAPH: list[tuple[str, float, float, int, str]] = [
 def replay(
     graph: list[tuple[str, float, float, int, str]], ts: float = 0, correlation: int = 1
 ) -> list[dict[str, Any]]:
-    """What one graph launch makes the GPU do."""
+    """Returns the GPU's events of one graph launch."""
     return [on_gpu(name, ts + start, dur, correlation, stream) for name, start, dur, stream, _ in graph]
 
 

@@ -1,4 +1,4 @@
-"""A profiled run, and what the harness itself costs an iteration. That one runs for real, test_cli.py shows."""
+"""A profiled run, and the harness' own cost of an iteration. test_cli.py shows that one runs for real."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""The order of a report: what the user names, what is proven, the user's own, and what is in no ladder last."""
+"""The order of a report: the ladder that the user names, proven ones, the user's own, and runs in no ladder last."""
 
 from pathlib import Path
 from typing import Any, cast

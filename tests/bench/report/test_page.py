@@ -200,7 +200,7 @@ def test_bad_input(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [500, 1000])
 def test_in_a_browser_nothing_fails_and_nothing_sticks_out(results: Path, tmp_path: Path, width: int) -> None:
-    """On some 100 columns, 1000 pixels, no table is cut either; on a phone tables scroll."""
+    """No table is cut at some 100 columns, 1000 pixels, either; on a phone tables scroll."""
     page = write_report([results], tmp_path / "out")
     # The page reports on itself: whether all pictures were drawn, whether it is wider than the window, and which tables
     # are wider than their place.

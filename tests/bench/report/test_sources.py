@@ -1,4 +1,4 @@
-"""What a report finds in folders: everything, each once, whatever links and copies lie there."""
+"""The sources that a report finds in folders: everything, each once, whatever links and copies there are."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Tables from made records: what is bold, what one run shows, and what an index takes from each record."""
+"""Tables from made records: bold cells, cells of one run, and an index's cells for each record."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The model against committed records of other numbers of GPUs, and what it must say whatever the figures."""
+"""The model against committed records of other numbers of GPUs, and its properties for all figures."""
 
 from dataclasses import replace
 
@@ -55,7 +55,8 @@ def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, o
 @pytest.mark.parametrize("job", [TENTH, P2P])
 @pytest.mark.parametrize("fitted_to", OF_TENTH)
 def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tenth(job, fitted_to):
-    """Of one job on one machine, tables of a tenth; the most that is off is four GPUs by one, 9 % too little."""
+    """Records of one job on one machine, with tables of a tenth; the largest error is four GPUs by one, 9 % too
+    little."""
     scaling = fitted(f"{job}/{fitted_to}")
     for path in (*OF_TENTH, *(["512-four-gpus"] if job == P2P else [])):
         read = record(f"{job}/{path}")

@@ -1,4 +1,4 @@
-"""How often verdicts are wrong, and what they find, on simulated runs: the table of bench/stats/RATES.md.
+"""Rates of wrong verdicts, and of differences found, on simulated runs: the table of bench/stats/RATES.md.
 
 python -m tests.bench.stats.rates > bench/stats/RATES.md makes it anew, in some three minutes.
 """

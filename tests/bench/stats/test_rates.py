@@ -37,5 +37,5 @@ def test_the_page_has_every_table_and_case() -> None:
     ],
 )
 def test_rows_come_out_again(case: partial[Row]) -> None:
-    """From the same draws, the same rates."""
+    """The same draws give the same rates."""
     assert as_row(case(TRIES)) in PAGE

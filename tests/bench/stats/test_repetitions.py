@@ -1,4 +1,4 @@
-"""What so many runs can show, checked by simulation and against scipy.stats."""
+"""The differences that a number of runs can show, checked by simulation and against scipy.stats."""
 
 import json
 import math
@@ -62,7 +62,8 @@ def test_what_so_many_runs_find_in_words() -> None:
 
 @pytest.mark.parametrize("freedom", [1, 4, 9])
 def test_the_range_of_what_is_detectable_covers_it(freedom: int) -> None:
-    """In 95 % of ladders what truly is detectable lies in the range; the one figure of two rounds is anywhere."""
+    """In 95 % of ladders the true detectable difference is in the range; the single figure of two rounds is
+    anywhere."""
     rng, true = np.random.default_rng(0), detectable_by(Estimate(0.0, 0.01, freedom))
     seen = 0.01 * np.sqrt(rng.chisquare(freedom, 400) / freedom)
     ranges = [detectable_range(Estimate(0.0, float(error), freedom)) for error in seen]
@@ -187,7 +188,7 @@ def groups() -> dict[str, list[np.ndarray]]:
 
 
 def pooled(kind: str) -> tuple[np.ndarray, float]:
-    """What runs differ by from others of their configuration and machine, and its standard deviation."""
+    """Returns deviations of runs from others of their configuration and machine, and their standard deviation."""
     each = groups()[kind]
     scaled = [(runs - runs.mean()) * math.sqrt(len(runs) / (len(runs) - 1)) for runs in each]
     freedom = sum(len(runs) - 1 for runs in each)
@@ -195,7 +196,7 @@ def pooled(kind: str) -> tuple[np.ndarray, float]:
 
 
 def judged_different(a: np.ndarray, b: np.ndarray, paired: bool = False) -> bool:
-    """What compare() says of runs with these logarithms of medians."""
+    """Returns compare()'s verdict on runs with these logarithms of medians."""
     sides = ([np.exp(run)[None] for run in side] for side in (a, b))
     return compare(*sides, paired=paired).estimates["p50"].verdict() != UNPROVEN
 
@@ -212,7 +213,7 @@ def test_ladders_of_the_same_thing_prove_no_difference(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_runs_of_the_same_thing_are_seldom_judged_different(kind: str) -> None:
-    """Of all 126 ways to call five of the ten runs of one ladder A about 5 % are."""
+    """About 5 % of all 126 ways to call five of the ten runs of one ladder A."""
     runs = same_runs(kind)[0].ravel()
     chosen = [list(five) for five in combinations(range(len(runs)), 5) if 0 in five]
     splits = [judged_different(runs[five], np.delete(runs, five)) for five in chosen]
@@ -232,7 +233,7 @@ def test_so_are_runs_of_several_machines(kind: str, runs: int, of: int) -> None:
 
 @pytest.mark.parametrize(("kind", "tries"), [("torchrec", 20), ("five-stage", 20), ("static", 150)])
 def test_2_percent_is_found_with_the_number_of_runs_that_is_printed(kind: str, tries: int) -> None:
-    """With a probability of 80 %, drawing runs from the recorded ones: 2 of static's, more than 250 of the others'."""
+    """The probability is 80 %, drawing runs from the recorded ones: 2 of static's, more than 250 of the others'."""
     (pool, spread), rng = pooled(kind), np.random.default_rng(1)
     needed = runs_needed(spread, 0.02, paired=False)
     assert needed is not None
@@ -242,7 +243,7 @@ def test_2_percent_is_found_with_the_number_of_runs_that_is_printed(kind: str, t
 
 
 def test_intervals_of_rounds_that_ended_by_what_they_find_cover_95_percent() -> None:
-    """Differences of logarithms that spread by 1.25 and 1.5 times what is to be found, the worst there is."""
+    """Differences of logarithms spread by 1.25 and 1.5 times the one to find, the worst case."""
     rng, most = np.random.default_rng(0), 40
     factors = {n: math.log1p(detectable(0.001, n, True, confidence=AUTO_CONFIDENCE)) / 0.001 for n in range(6, 41, 2)}
     quantiles = {n: [student_t((1 + c) / 2, n - 1) for c in (AUTO_CONFIDENCE, 0.95)] for n in factors}

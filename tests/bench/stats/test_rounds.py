@@ -1,4 +1,4 @@
-"""Rounds under a drift: what the estimates are, how often they are wrong, and what they find."""
+"""Rounds under a drift: the estimates, their rate of errors, and the differences that they find."""
 
 import math
 
@@ -26,7 +26,8 @@ def estimates(logs: np.ndarray, positions: np.ndarray, pairs: list[tuple[int, in
 
 
 def test_the_estimate_is_that_of_least_squares() -> None:
-    """Of all runs at once, on things, rounds and a common slope, where the order is not balanced either."""
+    """The estimate is that of all runs at once, on things, rounds and a common slope, also in an order that is not
+    balanced."""
     rng = np.random.default_rng(0)
     things, rounds = 4, 5
     at = np.array([rng.permutation(things) + things * r for r in range(rounds)]).T

@@ -1,4 +1,4 @@
-"""What one series tells: its interval covers the median at any autocorrelation, and a drift is found."""
+"""The statistics of one series: its interval covers the median at any autocorrelation, and a drift is found."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def coverage(series: np.ndarray, median: float) -> float:
 @pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_interval_covers_the_median_whatever_the_correlation(coefficient: float, skewed: bool) -> None:
-    """Of 200 values of coefficient 0.9 a moving-block bootstrap of cube-root blocks covered .72."""
+    """A moving-block bootstrap of cube-root blocks covered .72 for 200 values of coefficient 0.9."""
     series = np.exp((0.5 if skewed else 0.05) * autoregressive(TRIES, 200, coefficient))
     assert 0.90 <= coverage(series, 1.0) <= 0.99
 
@@ -124,7 +124,7 @@ WINDOWS = (590, 1000, 4300)
 @pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("n", WINDOWS)
 def test_a_steady_series_is_seldom_called_unsteady(n: int, coefficient: float, spread: float) -> None:
-    """At most 5 %, and two standard errors of so many tries."""
+    """At most 5 % of the tries, and two standard errors."""
     assert unsteady(np.exp(spread * autoregressive(200, n, coefficient))) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
 
 

@@ -19,7 +19,7 @@ from tests.bench.made_records import recorded_runs, write
 POOLS = sorted((Path(__file__).resolve().parents[2] / "data" / "series").glob("*.npz"))
 TRIES = 200
 MOST_ALARMS = 0.08 * TRIES
-"""5 %, and two standard errors of so many tries."""
+"""5 % of the tries, and two standard errors."""
 
 
 def load(pool: Path) -> list[np.ndarray]:
@@ -35,7 +35,7 @@ def draw(pool: list[np.ndarray], seed: int, runs: int) -> tuple[list[np.ndarray]
 
 
 def judged_different(runs: list[np.ndarray], paired: bool) -> int:
-    """Of TRIES comparisons of runs of the same thing."""
+    """Returns the number of TRIES comparisons of runs of the same thing that find a difference."""
     verdicts = [compare(*draw(runs, seed, 10), paired=paired).estimates["p50"].verdict() for seed in range(TRIES)]
     return sum(verdict != "no difference proven" for verdict in verdicts)
 
@@ -68,7 +68,7 @@ def test_an_injected_difference_is_found(pool: Path) -> None:
 
 
 def test_a_pool_of_gpu_records_is_taken_as_it_comes(tmp_path: Path) -> None:
-    """From records to verdicts, as gpu_*.npz would go: recorded runs whose deviations are shrunk to those of a GPU."""
+    """Recorded runs whose deviations are shrunk to those of a GPU go from records to verdicts, as gpu_*.npz would."""
     cpu = recorded_runs()
     middle = np.median(np.concatenate(cpu))
     quiet = [15 * np.exp(0.02 * np.log(run / middle)) for run in cpu]

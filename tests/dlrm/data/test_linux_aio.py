@@ -35,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
 
 
 def read(files: list[int], ranges: list[tuple[int, int, int]]) -> tuple[list[int], list[bytes]]:
-    """How many bytes of each (file, offset, size) came, and these."""
+    """Returns the number of bytes of each (file, offset, size) that were read, and the bytes."""
     which, offsets, sizes = np.array(ranges, dtype=np.int64).reshape(-1, 3).T
     memory = np.zeros(sizes.sum() + 1, dtype=np.uint8)
     starts = np.cumsum(sizes) - sizes
@@ -58,7 +58,8 @@ def test_equals_plain_reads(files: list[int], ranges: list[tuple[int, int, int]]
 
 
 def test_what_cannot_be_read(files: list[int], tmp_path: Path) -> None:
-    """None of it comes, nor does what follows: the system takes requests in order, up to the first that it refuses."""
+    """Neither it nor the ranges after it are read: the system takes requests in order, up to the first that it
+    refuses."""
     with (tmp_path / "written").open("wb") as written:
         done, parts = read([*files, written.fileno()], [(0, 3, 50), (3, 0, 10), (2, 7, 60)])
     assert done[0] == 50
@@ -98,7 +99,7 @@ def test_a_system_without_it_reads_nothing(files: list[int], monkeypatch: pytest
 
 
 def test_a_file_system_that_only_waits(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses the flag that asks for what is there, as Linux does with one that it does not know."""
+    """It refuses the flag for reads of cached pages alone, as Linux does with an unknown flag."""
     monkeypatch.setattr(linux_aio, "_NOWAIT", 1 << 30)
     monkeypatch.setattr(linux_aio, "_idle", [])
     ranges = [(0, 5, 20), (2, 0, 5000)]

@@ -97,7 +97,7 @@ def test_a_file_that_is_cut_short_under_the_reader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
-    """By one system call, and where the system has none: the same rows, and the same error."""
+    """Rows are read by one system call, and where the system has none: the same rows, and the same error."""
     if not at_once:
         monkeypatch.setattr("dlrm_bench.dlrm.data.npy.read_ranges", lambda *ranges: np.zeros(len(ranges[3]), np.int64))
     arrays = [
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_read_that_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from network file systems, or beyond 2 GB."""
+    """Reads come in pieces, as from network file systems, or beyond 2 GB."""
     read = os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda fd, buffers, offset: read(fd, [memoryview(buffers[0]).cast("B")[:7]], offset)

@@ -1,4 +1,4 @@
-"""What is said of paths that lead to no file."""
+"""Messages about paths that lead to no file."""
 
 import os
 from pathlib import Path

@@ -44,7 +44,7 @@ class Case:
     dtype: torch.dtype
     parts: int = 1
     peers: bool = False
-    """In peer memory."""
+    """Whether in peer memory."""
     fused: bool = False
     """The cross network by kernels.fused_cross on CPUs too, where its plain functions run."""
 
@@ -112,7 +112,7 @@ def forward_backward(
 
 
 def update(explicit: ExplicitDense, learning_rate: Tensor) -> None:
-    """All buckets, as an iteration does."""
+    """Updates all buckets, as an iteration does."""
     for bucket in explicit.buckets:
         bucket.update(learning_rate, EPS)
         bucket.all_gather()
@@ -151,7 +151,7 @@ def check(ranks: Ranks, case: Case) -> None:
         mine = dense[local], pooled[local], labels[local]
         with torch.no_grad():
             logits, loss, grad = forward_backward(explicit, *mine, case.parts)
-        # What the local samples give to the global mean loss.
+        # The local samples' part of the global mean loss.
         inputs = mine[0], mine[1].clone().requires_grad_()
         expected = network(*inputs)
         expected_loss = functional.binary_cross_entropy_with_logits(expected, mine[2])
@@ -177,7 +177,7 @@ def check(ranks: Ranks, case: Case) -> None:
 
 
 def check_state_dict(ranks: Ranks, case: Case) -> None:
-    """What one network gives, another takes to the bit, and both go on alike."""
+    """Another network takes this one's state to the bit, and both continue alike."""
     first, second = (case.explicit(ranks, seed) for seed in (SEED, 99))
     local = slice(ranks.rank * case.batch_size, (ranks.rank + 1) * case.batch_size)
 

@@ -1,4 +1,4 @@
-"""The built-in ladders: what they add on each rung, and that launch/dlrm.py takes their flags."""
+"""The built-in ladders: the flags that each rung adds, which launch/dlrm.py takes."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from dlrm_bench.launch.dlrm import parse
 
 
 def pairs(rung: Rung) -> set[tuple[str, ...]]:
-    """Each flag with its values."""
+    """Returns each flag with its values."""
     found: list[tuple[str, ...]] = []
     for word in rung.flags:
         if word.startswith("--"):

@@ -34,7 +34,7 @@ def torchrec_model(config: ModelConfig, device: str = "cpu") -> DLRM_DCN:
 
 
 def twins(config: ModelConfig) -> tuple[DenseNetwork, DLRM_DCN]:
-    """Both models in double precision with equal weights, biases of the cross layers drawn too."""
+    """Returns both models in double precision with equal weights, biases of the cross layers drawn too."""
     ours, theirs = DenseNetwork(config), torchrec_model(config)
     ours.init_weights(0)
     for layer in ours.cross:

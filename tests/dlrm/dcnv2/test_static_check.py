@@ -1,4 +1,4 @@
-"""What the static pipeline asks of DLRM-DCNv2's widths is refused by the flag to change."""
+"""Widths of DLRM-DCNv2 that the static pipeline cannot take are refused by the flag to change."""
 
 from dataclasses import replace
 from typing import Any

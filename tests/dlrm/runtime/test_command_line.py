@@ -1,4 +1,4 @@
-"""What ends a command becomes a line and an exit status; broken pipes are in tests/bench/test_cli.py."""
+"""The end of a command is a line and an exit status; broken pipes are in tests/bench/test_cli.py."""
 
 import errno
 from collections.abc import Callable

@@ -19,7 +19,7 @@ def test_an_unknown_gpu_has_default_costs_and_a_note_says_so() -> None:
 
 
 def test_plans_follow_the_costs() -> None:
-    """With links a hundred times slower the exchange decides, and every rank gets as many columns."""
+    """The exchange decides with links a hundred times slower, and every rank gets as many columns."""
     slow = replace(H200.costs, all_to_all_bytes_per_us=H200.costs.all_to_all_bytes_per_us / 100)
     plans = [
         make_plan(MLPERF_MODEL.tables, Topology.one_node(8), 8 * 6912, costs=costs) for costs in (H200.costs, slow)

@@ -20,7 +20,7 @@ WRITTEN = Barrier("written", "writes before reads")
 
 
 def pass_on(ranks: Ranks) -> list[list[Tensor]]:
-    """Each rank writes its number into a row of everybody's tensor, again and again; what it then finds in its own."""
+    """Each rank writes its number into a row of everybody's tensor, again and again; returns the rank's own tensors."""
     memory = PeerMemory(ranks)
     small, large = memory.zeros(ranks.world_size, 3, dtype=torch.bfloat16), memory.zeros(1 << 22, dtype=torch.float32)
     assert not small.own.any()

@@ -1,4 +1,4 @@
-"""The agreement on overflows: what a rank waits for, and what ends the wait."""
+"""The agreement on overflows: a rank's wait, and its end."""
 
 import subprocess
 import sys

@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.zoo.random_dataset import Drawn
 from tests.pipelines import changed
 
 PRESETS = (*(name for benchmark in ZOO for name in benchmark.presets), "hstu-tiny")
-"""All but hstu-small, whose tables take gigabytes."""
+"""All presets but hstu-small, whose tables take gigabytes."""
 DISTINCT = 4
 ALL_ON: dict[str, Any] = {
     "avoid_record_streams": True,

@@ -165,7 +165,7 @@ class Stopped:
     bad: list[bool]
     """Which losses were not finite."""
     changed: list[str]
-    """What the step after the bad one, or a later one, changed."""
+    """Names of the tensors that the step after the bad one, or a later one, changed."""
     changed_by_bad: list[str]
     spoilt: list[str]
     told: bool

@@ -193,7 +193,7 @@ def test_fused_cross_kernels_equal_plain_ones(shape: tuple[int, int, int]) -> No
         rounded.append([fused_cross.read_y(tiles, batch, width), dy8.plain.float(), last8.plain.float()])
     for got, expected in zip(*results, strict=True):
         close(got, expected, 2e-3 if depth <= 512 else 4e-3)
-    # Here and there the number next to it, where what is rounded differs in the last bit.
+    # Here and there the adjacent number, where the value before rounding differs in the last bit.
     for got, expected in zip(*rounded, strict=True):
         assert (got - expected).norm() <= 2e-2 * expected.norm()
         assert ((got - expected).abs() <= expected.abs() / 4 + expected.abs().max() / 100).all()
@@ -251,7 +251,7 @@ def test_cuda_products_count_as_plain_ones(shape: tuple[int, int, int], dtype: t
 @needs_hopper
 @pytest.mark.parametrize("shape", [(16, 16, 16), (48, 272, 80), (528, 3472, 512)])
 def test_fused_cross_kernels_count_as_plain_ones(shape: tuple[int, int, int]) -> None:
-    """As above; x0 of one, and of Infinity and NaN in places."""
+    """Shapes as above; x0 of one, and of Infinity and NaN in places."""
     batch, width, depth = shape
     a, b = (
         in_eight_bits(torch.randint(-2, 3, (rows, depth), device="cuda").to(BF16), E4M3, 1.0) for rows in (batch, width)

@@ -1,4 +1,4 @@
-"""Copies in eight bits: the plain function against what is computed in bf16, the kernel against the plain one."""
+"""Copies in eight bits: the plain function against a bf16 computation, the kernel against the plain one."""
 
 import pytest
 import torch

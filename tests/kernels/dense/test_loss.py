@@ -33,7 +33,7 @@ class Outputs:
 
     @classmethod
     def of(cls, h: Tensor, relu: bool, dtype: torch.dtype) -> "Outputs":
-        """NaN, so that what is not written shows. dtype: of the bias gradients."""
+        """Returns outputs full of NaN, so that an element that is not written shows. dtype: of the bias gradients."""
         batch, width = h.shape
         loss, dbias = torch.empty(1), torch.empty(1, dtype=dtype)
         tensors = loss, h.new_empty(batch), dbias, torch.empty_like(h), torch.empty(width, dtype=dtype)
@@ -44,7 +44,7 @@ class Outputs:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def fill(self, values: tuple[Tensor, ...], global_batch: int, backward: Any, add: Any) -> None:
-        """By these two functions."""
+        """Fills the outputs by these two functions."""
         (batch, width), relu = values[0].shape, self.dbias_hidden is not None
         partials = torch.full((partial_rows(batch), partial_columns(width, relu)), torch.nan, device=DEVICE)
         backward(*values, self.dlogits, self.dz, partials, global_batch, relu)
@@ -78,7 +78,7 @@ def assert_close(got: Outputs, expected: Outputs) -> None:
         if b is None:
             continue
         tolerance = 1e-2 if bf16 and field.name != "loss" else 1e-5
-        # A sum's error is of the size of its largest terms, that of sigmoid - label of sigmoid's.
+        # The error of a sum is proportional to its largest terms, that of sigmoid - label to sigmoid.
         atol = tolerance * b.float().abs().max().item() + 1e-7
         torch.testing.assert_close(a, b, rtol=tolerance, atol=atol, msg=lambda text, f=field: f"{f.name}: {text}")
 
@@ -125,7 +125,7 @@ def test_triton_equals_plain(batch: int, width: int, relu: bool, dtype: torch.dt
 
 @needs_triton
 def test_rows_of_a_larger_batch() -> None:
-    """What lies around the rows stays; bias gradients in fp32 of a bf16 network."""
+    """Elements around the rows stay unchanged; bias gradients in fp32 of a bf16 network."""
     whole, weight, bias, labels = inputs(96, 24, torch.bfloat16)
     rows, got = slice(32, 71), Outputs.of(whole, True, torch.float32)
     expected = Outputs.of(whole[rows], True, torch.float32)

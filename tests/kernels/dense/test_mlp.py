@@ -36,7 +36,7 @@ def test_equals_autograd() -> None:
 @pytest.mark.parametrize("shape", [(1, 4), (37, 260), (2051, 13)])
 @pytest.mark.parametrize("columns_apart", [0, 3])
 def test_triton_equals_plain(shape: tuple[int, int], dtype: torch.dtype, columns_apart: int) -> None:
-    """In place, and from the first columns of a wider matrix."""
+    """Outputs are in place, and inputs the first columns of a wider matrix."""
     batch, width = shape
     out = torch.randn(shape, device=DEVICE).to(dtype).relu()
     g = torch.randn(batch, width + columns_apart, device=DEVICE).to(dtype)[:, :width]

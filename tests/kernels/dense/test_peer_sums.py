@@ -11,7 +11,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def peers(ranks: int, size: int, dtype: torch.dtype) -> PeerTensors:
-    """Each an allocation of its own, as those of several GPUs are."""
+    """Returns tensors, each its own allocation, as those of several GPUs are."""
     return PeerTensors([torch.randn(size, device=DEVICE).to(dtype) for _ in range(ranks)], ranks - 1)
 
 

@@ -89,7 +89,7 @@ class OtherWork:
 
 
 def wrong_launches(case: Case, launches: int = LAUNCHES) -> int:
-    """How many of so many launches left other bits than one that ran alone."""
+    """Returns how many of the launches gave other bits than one that ran alone."""
     case.run()
     torch.cuda.synchronize()
     expected = [tensor.clone() for tensor in case.outputs]

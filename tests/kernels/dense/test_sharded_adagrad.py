@@ -21,12 +21,12 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def slices(grads: list[Tensor], first: int, size: int, rank: int) -> PeerTensors:
-    """What the rank received of all ranks' gradients."""
+    """Returns the rank's slices of all ranks' gradients."""
     return PeerTensors([grad[first : first + size].clone() for grad in grads], rank)
 
 
 def buffers(ranks: int, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """Each an allocation of its own, as those of several GPUs are."""
+    """Returns buffers, each its own allocation, as those of several GPUs are."""
     return [torch.randn(count, device=DEVICE).to(dtype) for _ in range(ranks)]
 
 
@@ -100,7 +100,8 @@ def test_cuda_equals_triton_bit_for_bit(first: int, size: int, ranks: int, dtype
 @pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_copy_overtakes_a_read_in_a_thousand_launches(busy: bool) -> None:
-    """As large as the greatest weights of MLPerf's model: each stage of shared memory is filled nine times a launch."""
+    """Sizes are those of the largest weights of MLPerf's model: each stage of shared memory is filled nine times a
+    launch."""
     size, rate = 1024 * 3456, torch.tensor([0.05], device=DEVICE)
     grads, workings = (PeerTensors(buffers(1, size, torch.bfloat16), 0) for _ in range(2))
     master, state = torch.randn(size, device=DEVICE), torch.rand(size, device=DEVICE)

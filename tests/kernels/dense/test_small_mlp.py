@@ -54,7 +54,7 @@ def test_triton_equals_plain(batch: int, widths: tuple[int, ...]) -> None:
 @needs_triton
 @pytest.mark.parametrize("widths", [(64, 64, 64), pytest.param((512, 256, 128), marks=pytest.mark.gpu)])
 def test_nan_stays_nan(widths: tuple[int, ...]) -> None:
-    """In fp32 where kernels are interpreted: see above."""
+    """Kernels that are interpreted compute in fp32: see above."""
     dtype = BF16 if DEVICE.type == "cuda" else torch.float32
     features, weights, biases = make_case(21, 13, widths)
     features[4, 2] = torch.nan

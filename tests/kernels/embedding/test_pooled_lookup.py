@@ -38,7 +38,7 @@ class Example:
         self.table = LookupTable(self.tables, local_batch, ranks, DEVICE)
 
     def run(self, lookup: Lookup, dtype: torch.dtype) -> list[Tensor]:
-        """All ranks' outputs, with their unwritten surroundings."""
+        """Returns all ranks' outputs, with their unwritten surroundings."""
         width = 8 + len(self.tables) * (self.columns + 8)
         shape = (self.ranks, self.first_out_row + self.local_batch + 2, width + 16)
         padded = torch.full(shape, UNTOUCHED, dtype=dtype, device=DEVICE).unbind()

@@ -21,7 +21,7 @@ def table_of(batch: int, ranks: int, runs: list[Run]) -> PushTable:
 
 
 def buffers(ranks: int, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """Each an allocation of its own, as those of several GPUs are; full of what no matrix has."""
+    """Returns buffers, each its own allocation, as those of several GPUs are; full of a number that no matrix has."""
     return [torch.full((count,), -1, device=DEVICE, dtype=dtype) for _ in range(ranks)]
 
 

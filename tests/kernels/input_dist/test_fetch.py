@@ -1,4 +1,4 @@
-"""What the host named is fetched in its order, and nothing around it changes: plain and Triton."""
+"""Batches are fetched in the order in which the host named them, and nothing around them changes: plain and Triton."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ WAYS = [
 
 
 def sources(count: int, size: int) -> list[Tensor]:
-    """On 16 bytes."""
+    """Returns sources that start on 16 bytes."""
     return [torch.randint(-(2**31), 2**31 - 1, (size,), dtype=torch.int32, pin_memory=PINNED) for _ in range(count)]
 
 

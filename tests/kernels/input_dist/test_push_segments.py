@@ -16,7 +16,7 @@ from tests.kernels.devices import DEVICE, needs_triton
 
 SIZE = 10_004  # of each buffer
 UNTOUCHED = -5
-# Of up to four ranks; one element goes to two of them, and one rank gets nothing.
+# Up to four ranks; one element goes to two of them, and one rank gets nothing.
 ODD = [
     [Segment(3, 5001, 4099), Segment(4102, 0, 1)],
     [Segment(5000, 1, 5000), Segment(0, 9200, 0), Segment(4102, 7001, 3)],
@@ -27,12 +27,12 @@ ALIGNED = [[Segment(0, 4096, 4100), Segment(4100, 0, 4096)], [Segment(0, 8, 4)],
 
 
 def buffers(ranks: int) -> list[Tensor]:
-    """Each an allocation of its own, as those of several GPUs are."""
+    """Returns buffers, each its own allocation, as those of several GPUs are."""
     return [torch.full((SIZE + 1,), UNTOUCHED, dtype=torch.int32, device=DEVICE) for _ in range(ranks)]
 
 
 def ids(size: int = 10_001) -> Tensor:
-    """All different, and not what buffers are full of."""
+    """Returns ids, all different, and none a number that buffers are full of."""
     return torch.randperm(size, device=DEVICE).int()
 
 

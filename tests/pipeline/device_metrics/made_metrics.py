@@ -19,7 +19,7 @@ WINDOWS = {
     RecMetricEnum.MSE: 64,
     RecMetricEnum.ACCURACY: 10_000,
 }
-"""In samples over all ranks: shorter than what the tests train, but for one."""
+"""Windows in samples over all ranks: shorter than the tests' training, but for one."""
 
 
 def tasks(count: int) -> list[RecTaskInfo]:
@@ -33,7 +33,7 @@ def config(
     arguments: Mapping[RecMetricEnum, dict[str, Any]] | None = None,
     **options: Any,
 ) -> MetricsConfig:
-    """All metrics of `windows` for all tasks."""
+    """Returns all metrics of `windows` for all tasks."""
     arguments = arguments or {}
     metrics = {
         # TorchRec adds to the arguments that it is given.
@@ -90,12 +90,12 @@ def batch(
 
 
 def copied(model_out: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For TorchRec's NE, which clamps float64 predictions in place."""
+    """Returns a copy for TorchRec's NE, which clamps float64 predictions in place."""
     return {name: tensor.clone() for name, tensor in model_out.items()}
 
 
 def assert_same_values(ours: Mapping[str, Any], theirs: Mapping[str, Any], relative: float = 1e-12) -> None:
-    """The same keys, shapes and dtypes; values within a relative difference, and AUC to the bit."""
+    """Asserts equal keys, shapes and dtypes; values within a relative difference, and AUC to the bit."""
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         value = value.cpu()

@@ -1,4 +1,4 @@
-"""What DeviceRecMetrics refuses by name, and what its slots are."""
+"""DeviceRecMetrics' refusals by name, and its slots."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -112,7 +112,7 @@ def test_weights_of_zero_and_batches_without_weight() -> None:
 
 
 def test_tasks_may_share_outputs_and_lack_samples() -> None:
-    """As tasks do whose samples are a part of the batch, under TorchRec's default mode."""
+    """Tasks whose samples are a part of the batch do so, under TorchRec's default mode."""
     of = [RecTaskInfo("a", "click", "p_a", "w"), RecTaskInfo("b", "click", "p_b", "w"), RecTaskInfo("c", "l", "p", "v")]
     theirs, ours = both(config(of))
     generator = torch.Generator().manual_seed(3)

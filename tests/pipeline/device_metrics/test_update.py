@@ -1,4 +1,4 @@
-"""From outputs to signals: which shapes, dtypes and strides are taken as TorchRec takes them, and what is refused."""
+"""Checks of outputs: shapes, dtypes and strides that are taken as TorchRec takes them, and those that are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def as_column(tensor: Tensor) -> Tensor:
-    """Of a stride of three, as a column of several tasks' logits."""
+    """Returns it at a stride of three, as a column of several tasks' logits."""
     return torch.stack([tensor, tensor + 1, tensor + 2], dim=1)[:, 0]
 
 

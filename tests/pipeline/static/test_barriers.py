@@ -1,6 +1,6 @@
-"""Cross-cutting: every barrier of peer memory is needed, and no other one. Ordered by streams as on GPUs, what the
-ranks write into each other's memory races nowhere, and would without any one of the barriers. Those that are launched
-are those that concurrency.py declares, and CONCURRENCY.md names all of them, and all streams."""
+"""Cross-cutting: every barrier of peer memory is needed, and no other. Ordered by streams as on GPUs, the ranks' writes
+into each other's memory do not race, and would without any one of the barriers. The launched barriers are those that
+concurrency.py declares, and CONCURRENCY.md names all of them, and all streams."""
 
 import re
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from tests.pipelines import static_pipeline
 from tests.races import Event, Meeting, Recorder, races
 
 STEPS = 2
-"""Before an evaluation, and after it: each of the two slots is used again."""
+"""Steps before an evaluation, and after it: each of the two slots is used again."""
 CONFIG = small("sharded", 2 * STEPS, presort_ids=True, peer_memory=True)
 BUCKETS = {
     1: ("top_mlp.0.", "top_mlp.1.", "cross.0.", "cross.1.", "bottom_mlp.0."),
@@ -37,7 +37,7 @@ PAGE = Path(static.__file__).with_name("CONCURRENCY.md")
 
 
 def halves(config: TrainingConfig, topology: Topology, *_: Any, **__: Any) -> Plan:
-    """A plan that gives each of a node's two ranks one half of the columns of the same tables."""
+    """Returns a plan that gives each of a node's two ranks one half of the columns of the same tables."""
     nodes, columns = topology.nodes, config.model.embedding_dim // 2
     shards = [
         Shard(2 * (table % nodes) + half, table, half * columns, columns)
@@ -48,7 +48,7 @@ def halves(config: TrainingConfig, topology: Topology, *_: Any, **__: Any) -> Pl
 
 
 def whole(config: TrainingConfig, topology: Topology, *_: Any, **__: Any) -> Plan:
-    """A plan whose ranks hold different tables, so that each sorts for itself."""
+    """Returns a plan whose ranks hold different tables, so that each sorts for itself."""
     world_size, dim = topology.world_size, config.model.embedding_dim
     shards = (Shard(table % world_size, table, 0, dim) for table in range(config.model.num_features))
     return Plan(world_size=world_size, shards=tuple(sorted(shards)))
@@ -56,15 +56,15 @@ def whole(config: TrainingConfig, topology: Topology, *_: Any, **__: Any) -> Pla
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a rank launched."""
+    """The launches of a rank."""
 
     events: list[Event]
     streams: set[Stream]
 
 
 def record(ranks: Ranks) -> dict[int, Launched]:
-    """What this rank launches in a training with an evaluation: of small batches, and of such as go in two halves, from
-    tables whose ids, on one node, the ranks sort together."""
+    """Returns this rank's launches in a training with an evaluation: of small batches, and of those that go in two
+    halves, from tables whose ids, on one node, the ranks sort together."""
     launched = {}
     for parts in (1, 2):
         with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:

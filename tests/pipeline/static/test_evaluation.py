@@ -21,7 +21,7 @@ HELD_OUT = 7
 
 
 def logits(evaluated: StaticPipeline, ranks: Ranks, count: int = HELD_OUT) -> Tensor:
-    """Of the first batches; their labels are checked."""
+    """Returns the logits of the first batches; checks their labels."""
     config = evaluated._config
     pairs = list(evaluated.evaluate(batches_of(config, ranks, count)))
     expected = batches_of(config, ranks, count)

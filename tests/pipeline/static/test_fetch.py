@@ -27,7 +27,7 @@ def on(device: torch.device) -> Batch:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pin", [False, True])
 def test_order(device: torch.device, pin: bool) -> None:
-    """Of batches named one by one, and as far ahead as it goes; memory that is not pinned is no harm."""
+    """Batches are named one by one, and as far ahead as possible; memory that is not pinned does no harm."""
     fetcher, into = BatchFetcher(device, IN_FLIGHT), on(device)
     for start, ahead in ((1, 1), (2, IN_FLIGHT), (6, 2), (8, IN_FLIGHT)):
         for number in range(start, start + ahead):

@@ -1,4 +1,4 @@
-"""What is captured runs as if it were not; what cannot be captured is named, and falls back only when told to."""
+"""Captured work runs like eager work; work that cannot be captured is named, and falls back only on request."""
 
 import contextlib
 import io
@@ -111,7 +111,7 @@ def train(
 
 
 def train_watched(ranks: Ranks) -> None:
-    """What watches a capture lets every op of an iteration through, forward, backward and collectives."""
+    """The watch over a capture lets every op of an iteration through, forward, backward and collectives."""
     for presort in (False, True):
         config = small(presort_ids=presort)
         watches = [dlrm_bench.pipeline.static.graphs._Watch("nothing") for _ in range(STEPS)]

@@ -21,7 +21,7 @@ from tests.plain_dlrm import PlainDLRM
 
 FIRST = 0.02
 CHANGES = {5: 0.1, 9: 0.1, 12: 0.004}
-"""Before which step the rate becomes what; the second of them says nothing new."""
+"""Steps before which the rate changes, and the new rates; the second of them repeats the first."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ STEPS, BAD = 9, 6
 class Trained:
     losses: list[float]
     counts: list[dict[str, list[int]]]
-    """What was tallied as too large and not finite, before the bad iteration and at the end, by tensor."""
+    """Tallies of numbers too large and not finite, before the bad iteration and at the end, by tensor."""
     changed: list[int]
     """The iterations that changed a weight or optimizer state."""
     finite: bool

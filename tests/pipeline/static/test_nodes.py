@@ -19,7 +19,7 @@ STEPS, LARGE_BATCH, LARGE_STEPS = 20, 2048, 3
 JOBS: dict[str, tuple[RunConfig, int]] = {
     "small": (small("sharded", STEPS, presort_ids=True, peer_memory=True), STEPS),
     "rows": (small("sharded", STEPS, presort_ids=True, peer_memory=True), STEPS),
-    # In two halves, which are exchanged beside one another.
+    # In two halves, whose exchanges run in parallel.
     "large": (
         small("tiny tables", LARGE_STEPS, local_batch_size=LARGE_BATCH, presort_ids=True, peer_memory=True),
         LARGE_STEPS,

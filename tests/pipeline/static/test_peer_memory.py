@@ -30,7 +30,7 @@ PLACES = [
     pytest.param("eager", False),
     *[pytest.param(name, True, marks=pytest.mark.multi_gpu) for name in CONFIGS],
 ]
-"""Of CONFIGS, and whether on GPUs."""
+"""Names of CONFIGS, and whether on GPUs."""
 DELAY = 1_000_000
 """GPU clock cycles, half a millisecond: longer than an iteration of such models."""
 LIMIT = timedelta(minutes=5)
@@ -103,7 +103,7 @@ def late(function: Callable[..., Any], delay: Callable[[], None], after: bool) -
 
 @contextmanager
 def delays(ranks: Ranks, on: bool) -> Iterator[None]:
-    """On this rank, if so: on the current stream of a GPU, else by Lateness."""
+    """Delays this rank, if `on`: on the current stream of a GPU, else by Lateness."""
     with ExitStack() as stack:
         delay = delay_of_gpu
         if ranks.device.type != "cuda":
@@ -120,7 +120,7 @@ def delays(ranks: Ranks, on: bool) -> Iterator[None]:
 
 
 def without(left_out: Barrier) -> Any:
-    """All barriers but this one."""
+    """Returns all barriers but this one."""
     barrier = PeerMemory.barrier
 
     def barriers(self: PeerMemory, which: Barrier) -> None:
@@ -137,8 +137,8 @@ def assert_equal(got: Trained, expected: Trained) -> None:
 
 
 def train_with_delays(ranks: Ranks, config: RunConfig) -> list[bool]:
-    """Undisturbed, with each rank late in turn, then with rank 1 late and nobody waiting for what the others write:
-    of each barrier in WITHOUT whether that shows on this rank."""
+    """Trains undisturbed, with each rank late in turn, then with rank 1 late and nobody waiting for the others' writes;
+    returns for each barrier in WITHOUT whether its absence shows on this rank."""
     undisturbed = train(ranks, config, STEPS, evaluates=True)
     for slow in range(ranks.world_size):
         with delays(ranks, ranks.rank == slow):

@@ -50,7 +50,7 @@ MODELS = {
         multi_hot_sizes=(3, 1, 2, 12, 1, 4, 1, 2, 1),
         **DENSE,
     ),
-    # None to replicate, one so hot that four ranks split it by columns; all rows are hit again and again.
+    # No table to replicate, one so hot that four ranks split it by columns; all rows are hit again and again.
     "sharded": ModelConfig(
         num_embeddings=tuple(REPLICATED_ROWS + more for more in (50, 1, 100, 200)),
         multi_hot_sizes=(3, 1, 20, 2),
@@ -74,7 +74,8 @@ PARITY = [
 
 
 def small(model: str, steps: int = STEPS, **changes: Any) -> RunConfig:
-    """As many distinct batches as steps, so that random labels cannot be learned by heart: the loss stays up."""
+    """Returns a configuration with as many distinct batches as steps, so that random labels cannot be learned by heart:
+    the loss stays up."""
     changes = {"precision": "fp32", "local_batch_size": 24} | changes
     return run_config(
         "static",
@@ -90,11 +91,11 @@ def small(model: str, steps: int = STEPS, **changes: Any) -> RunConfig:
 
 @dataclass(slots=True)
 class Trained:
-    """What one rank has after training, on the CPU."""
+    """The state of one rank after training, on the CPU."""
 
     losses: list[float]
     logits: list[Tensor] = field(default_factory=list)
-    """Of each evaluation, over its batches."""
+    """Logits of each evaluation, over its batches."""
     tables: list[tuple[int, slice, Tensor, Tensor]] = field(default_factory=list)
     """Table, columns, weights and Adagrad state of each part that the rank holds."""
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -150,7 +151,7 @@ Job = tuple[RunConfig, int, bool]
 
 
 def train_several(ranks: Ranks, jobs: dict[str, Job]) -> dict[str, Trained]:
-    """All jobs in one start of the processes, which costs more than a job does."""
+    """Runs all jobs in one start of the processes, which costs more than a job does."""
     return {name: train(ranks, *job) for name, job in jobs.items()}
 
 
@@ -199,7 +200,7 @@ def trained(run_ranks: Callable[..., list[Any]]) -> Run:
 class Expected:
     losses: list[float]
     logits: list[Tensor]
-    """Of the global evaluation batches, every EVALUATE_EVERY steps."""
+    """Logits of the global evaluation batches, every EVALUATE_EVERY steps."""
     model: PlainDLRM
 
 
@@ -289,7 +290,7 @@ def test_every_batch_is_used_once_and_in_order_to_the_end(trained: Run, world_si
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_evaluation_leaves_training_as_it_was(trained: Run, world_size: int, gpu: bool, way: str) -> None:
-    """To the bit, which also makes two runs of one seed equal."""
+    """Training stays the same to the bit, which also makes two runs of one seed equal."""
     for jobs in trained(world_size, gpu):
         assert jobs[f"evaluates {way}"].logits
         assert_bitwise_equal(jobs[f"evaluates {way}"], jobs[f"does not {way}"])

@@ -64,7 +64,7 @@ def train(ranks: Ranks, config: RunConfig, warms_up: bool) -> Trained:
 
 
 def differences(ranks: Ranks, config: RunConfig, warms_up: bool) -> list[str]:
-    """What differs between trainings, each with the number of elements."""
+    """Returns the tensors that differ between trainings, each with the number of elements."""
     first, *others = (train(ranks, config, warms_up) for _ in range(4))
     found = []
     for again in others:

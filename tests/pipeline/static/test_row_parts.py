@@ -34,7 +34,7 @@ def plan_of(world_size: int) -> Plan:
 
 
 def train(ranks: Ranks, config: RunConfig, slack: float) -> dict[str, Any]:
-    """Losses, logits of one evaluation, the whole state and what the record says."""
+    """Returns losses, logits of one evaluation, the whole state and the record's block."""
     torch.set_float32_matmul_precision("highest")
     static.plan_for = lambda *_, **__: plan_of(ranks.world_size)
     row_parts._SLACK, row_parts._LEAST_SLACK = slack, 1
@@ -91,7 +91,7 @@ def test_losses_equal_plain_dlrm_with_and_without_overflow(
 
 
 SLACK = {0: 1.0, 1: 1.02, 2: 1.02}
-"""Of tight lists, by rank: some batches overflow, and most do not."""
+"""Slack of tight lists, by rank: some batches overflow, and most do not."""
 PLACES = [
     *((3, False, tight) for tight in ((), (0,), (2,), (0, 1, 2))),
     *(pytest.param(2, True, tight, marks=pytest.mark.multi_gpu) for tight in ((0,), (0, 1))),
@@ -100,7 +100,8 @@ PLACES = [
 
 
 def launches(ranks: Ranks, config: RunConfig, tight: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float]]:
-    """Of each step: whether a graph was replayed, whether this rank's own lists took the batch; and the losses."""
+    """Returns for each step whether a graph was replayed, and whether this rank's own lists took the batch; and the
+    losses."""
     torch.set_float32_matmul_precision("highest")
     static.plan_for = lambda *_, **__: plan_of(ranks.world_size)
     row_parts._SLACK, row_parts._LEAST_SLACK = (SLACK[ranks.rank] if ranks.rank in tight else 2.0), 1

@@ -16,7 +16,7 @@ LOCAL, LATER = (Stream(name=name, carries="work") for name in ("local", "later")
 
 
 class FakeCuda:
-    """In place of torch.cuda: streams that write down what waits for what."""
+    """Replaces torch.cuda: streams that record their waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits: list[tuple[str, str]] = []

@@ -30,7 +30,8 @@ def ids_of(pipeline: StaticPipeline) -> list[torch.Tensor]:
 
 
 def describe_between_steps(ranks: Ranks) -> dict[str, tuple[dict[str, Any], bool, bool]]:
-    """Of each case: the description, whether state and ids stayed as they were, and whether training went on alike."""
+    """Returns for each case the description, whether state and ids stayed as they were, and whether training continued
+    alike."""
     results = {}
     for name, changes in CASES.items():
         config = small(**changes)

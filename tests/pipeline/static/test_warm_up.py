@@ -1,4 +1,4 @@
-"""A warm-up leaves weights, optimizer state and what is trained after it as they would be without one, bit for bit."""
+"""A warm-up leaves weights, optimizer state and the later training as they would be without one, bit for bit."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ MODEL = replace(SMALL_MODEL, num_embeddings=(5000, 7, 30, ROWS + 1, 600, 400))
 CONFIGS = {
     **{f"graph, {way}": small(**options, **GRAPH, model=MODEL) for way, options in WAYS.items()},
     "rowwise": small("rowwise_adagrad", model=MODEL),
-    # Whose losses in the warm-up are not finite.
+    # Its losses in the warm-up are not finite.
     "diverges": small(learning_rate=1e30, model=MODEL, **WAYS["peer memory"]),
 }
 GPU_CONFIGS = {
@@ -36,17 +36,17 @@ GPU_CONFIGS = {
     "sgd": small("sgd", model=MODEL),
 }
 RANKS = [pytest.param(2, False), *GPU_PLACES]
-"""On the CPU one rank has nothing that two have not."""
+"""Numbers of ranks: on the CPU one rank has nothing that two have not."""
 
 
 @dataclass(slots=True)
 class Trained:
     states: list[ModelState]
-    """Before the warm-up and after it, where there is one; after the training."""
+    """States before the warm-up and after it, where there is one, and after the training."""
     losses: list[float]
     logits: torch.Tensor
     captures: dict[str, int]
-    """Of each graph, after the training, which alone is too short for any."""
+    """Captures of each graph, after the training, which alone is too short for any."""
 
 
 def train(ranks: Ranks, config: RunConfig, warms_up: bool) -> Trained:

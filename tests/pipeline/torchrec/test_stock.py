@@ -43,8 +43,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {"bf16": {"quantized_comms": "bf16"}, "fp
 def small(**changes: Any) -> RunConfig:
     return changed(
         preset("smoke"),
-        # Of expanded ids the order of the samples alone changes the plain losses by 2e-4: Adagrad's first steps on rows
-        # that always come together amplify rounding.
+        # With expanded ids the order of the samples alone changes the plain losses by 2e-4: Adagrad's first steps on
+        # rows that always come together amplify rounding.
         data=DataConfig(source="random", random_batches=STEPS, random_ids="uniform"),
         target_auc=None,
         iterations=STEPS,

@@ -1,4 +1,5 @@
-"""Builds from ten runs: order, what does not belong together, what is kept, and scripts that a shell understands."""
+"""Builds from ten runs: order, refusals of runs that do not belong together, files that are kept, and scripts that a
+shell understands."""
 
 import json
 import os

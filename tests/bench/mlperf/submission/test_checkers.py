@@ -1,4 +1,4 @@
-"""MLPerf's checkers: what they say of good and of bad packages, and that the package stays as it is."""
+"""MLPerf's checkers: their verdicts on good and bad packages, which they leave unchanged."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The commands' flags and exit statuses; what they print of a real submission is in test_chain.py."""
+"""The commands' flags and exit statuses; their output for a real submission is in test_chain.py."""
 
 import json
 from pathlib import Path

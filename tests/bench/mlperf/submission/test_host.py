@@ -1,4 +1,4 @@
-"""What a node says of itself, on this node and from what other nodes print."""
+"""The description of a node, on this node and from the output of other nodes."""
 
 from dlrm_bench.bench.mlperf.submission import host
 from dlrm_bench.bench.mlperf.submission.host import describe_host

@@ -1,4 +1,4 @@
-"""The tree of a submission: finding it, and what is wrong with one."""
+"""The tree of a submission: finding it, and its defects."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The score, against what was published, and against MLPerf's own summary of the same package."""
+"""The score, compared with published ones and with MLPerf's own summary of the same package."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""System descriptions: what a record and a node tell, what is missing, and that an edited one is kept."""
+"""System descriptions: facts of a record and a node, missing fields, and edited descriptions that are kept."""
 
 import json
 from pathlib import Path

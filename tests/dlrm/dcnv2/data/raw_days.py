@@ -1,4 +1,4 @@
-"""Small raw days like Criteo's, and what the reference makes of them."""
+"""Small raw days like Criteo's, and the reference's results for them."""
 
 import gzip
 from pathlib import Path
@@ -32,7 +32,7 @@ def raw_lines(rng: np.random.Generator, rows: int, hashes: int = 400) -> list[st
 
 
 def write_raw_days(raw: Path, rows: tuple[int, ...], zipped: tuple[int, ...] = (), hashes: int = 400) -> None:
-    """day_0, day_1, ... of so many rows; those in `zipped` as day_i.gz."""
+    """Writes day_0, day_1, ... with these numbers of rows; those in `zipped` as day_i.gz."""
     raw.mkdir(exist_ok=True)
     rng = np.random.default_rng(7)
     for day, count in enumerate(rows):

@@ -11,7 +11,7 @@ def test_every_file_has_a_sum_of_its_own() -> None:
 
 
 def test_some_of_them() -> None:
-    """As md5sum prints them in the reference's lists."""
+    """Some lines, as md5sum prints them in the reference's lists."""
     assert MLPERF_MD5["day_0_dense.npy"] == "427113b0c4d85a8fceaf793457302067"
     assert MLPERF_MD5["day_23_sparse.npy"] == "0c33f1562529cc3bca7f3708e2be63c9"
     assert MLPERF_MD5["day_10_sparse_multi_hot.npz"] == "eb048fc4fbd7ffa7932b81a523fe5a39"

@@ -156,7 +156,7 @@ def test_training_reads_both_formats(tmp_path: Path, raw: Path) -> None:
 
 
 def main_until(place: str, calls: int, arguments: list[str]) -> int:
-    """main() in small pieces, in a forked process that is killed at a call of `place` after so many."""
+    """Runs main() in small pieces, in a forked process that is killed at call number `calls` of `place`."""
     patch = pytest.MonkeyPatch()
     cut_small(patch)
     owner = os if place == "replace" else preprocess_job
@@ -174,7 +174,7 @@ def main_until(place: str, calls: int, arguments: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What nothing interrupts."""
+    """Returns the result of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     write_raw_days(folder / "raw", ROWS)
     assert main([str(folder / "raw"), str(folder / "out"), *FLAGS]) == 0

@@ -63,7 +63,8 @@ def test_distinct_rows_of_a_global_batch_of_mlperf() -> None:
         batch = next(RandomDataset(data, model, seed=0).train_batches(0, 1, 55296))
         first = len(np.unique(feature_blocks(batch.ids, (100,))[0].numpy()[:, 0]))
         distinct[ids] = len(np.unique(batch.ids.numpy()))
-    # Of 5.5 million ids: what birthdays in 40 million rows leave of 99 others for each sample, or each first id.
+    # Expected distinct rows of 5.5 million ids: birthdays in 40 million rows, 99 others for each sample, or each first
+    # id.
     for ids, others in (("expanded", 99 * first), ("uniform", 99 * 55296)):
         expected = 4e7 * -np.expm1(-others / 4e7)
         assert expected < distinct[ids] < expected * 1.01 + first

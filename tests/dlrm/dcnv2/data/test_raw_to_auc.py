@@ -1,4 +1,4 @@
-"""Cross-cutting: from raw days to a trained model: what a generator planted is found again after preprocessing."""
+"""Cross-cutting: from raw days to a trained model: a generator's planted signal is found again after preprocessing."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -83,14 +83,15 @@ def test_all_to_alls_take_what_was_measured():
         assert all_to_alls_us(26 * 128 // 8, Topology.one_node(8), 8 * local_batch_size, 2) == pytest.approx(
             2 * us, rel=0.03
         )
-    # On two ranks half of the bytes stay where they are.
+    # Half of the bytes stay on their rank, with two ranks.
     one, two, eight = (Topology.one_node(gpus) for gpus in (1, 2, 8))
     assert all_to_alls_us(0, two, 10**6, 2) < all_to_alls_us(128, two, 10**6, 2) < all_to_alls_us(128, eight, 10**6, 2)
     assert all_to_alls_us(128, one, 10**6, 2) == 0
 
 
 def test_the_network_is_the_slower_way():
-    """Of two nodes of four GPUs half of the bytes leave the node, at the network's rate, beside the others."""
+    """Half of the bytes of two nodes of four GPUs leave the node, at the network's rate, in parallel with the
+    others."""
     nodes, node = Topology.of(8, 4), Topology.one_node(8)
     travels = 10**6 * 128 * 2 / 2 / nodes.network.bytes_per_us
     assert all_to_alls_us(128, nodes, 10**6, 2) == pytest.approx(2 * (nodes.network.latency_us + travels))

@@ -143,7 +143,7 @@ def test_too_many_ranks_are_refused():
 
 @pytest.mark.parametrize("ranks", [8, 16, 32, 64, 128])
 def test_the_mlperf_model_is_balanced_over_nodes(ranks):
-    """At 512 samples a GPU and at GBS 135168, on nodes of eight GPUs of 141 GB."""
+    """MLPerf's model at 512 samples a GPU and at GBS 135168, on nodes of eight GPUs of 141 GB."""
     topology = Topology.of(ranks, 8)
     for global_batch_size in (512 * ranks, 135168):
         plan = make_plan(MLPERF_MODEL.tables, topology, global_batch_size, memory_bytes=int(134e9), split_rows=True)

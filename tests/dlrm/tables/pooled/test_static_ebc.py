@@ -52,7 +52,8 @@ class Case:
 
 
 def random_plan(seed: int, world_size: int) -> Plan:
-    """Each rank a width, each sharded table split by the width of some rank, its parts anywhere among such ranks."""
+    """Returns a plan of a width for each rank, each sharded table split by the width of some rank, its parts anywhere
+    among such ranks."""
     random = Random(seed)
     while True:
         widths = [random.choice([16, 32, DIM]) for _ in range(world_size)]
@@ -69,7 +70,7 @@ def random_plan(seed: int, world_size: int) -> Plan:
 
 
 def in_row_parts(plan: Plan, seed: int) -> Plan:
-    """The same columns in parts of rows, each on any rank of their width; every rank keeps something."""
+    """Returns the same columns in parts of rows, each on any rank of their width; every rank keeps something."""
     random, shards = Random(seed), []
     widths = [plan.of_rank(rank)[0].columns for rank in range(plan.world_size)]
     whole = {plan.of_rank(rank)[0].table for rank in range(plan.world_size)}
@@ -185,7 +186,7 @@ class World:
         return self.by_part(held)
 
     def pooled_of_shards(self, batch: int) -> Tensor:
-        """What this rank's shards look up, in the layout of `columns_held`: of their rows alone."""
+        """Returns the pooled vectors of this rank's shards, in the layout of `columns_held`: of their rows alone."""
         held = []
         for shard in self.ebc.shards:
             bags = self.pooled_of_rows(batch, shard.table, shard.row_part, shard.row_parts)
@@ -228,14 +229,14 @@ class World:
         return [self.ebc.lookup(ids, part) for part in range(self.case.parts)]
 
     def output(self, pooled: Sequence[Tensor | None]) -> Tensor:
-        """What all parts' pooled vectors become in the interaction's input."""
+        """Returns all parts' pooled vectors in the interaction's input."""
         out = self.interaction_input()
         for part, (of_part, rows) in enumerate(zip(pooled, out.chunk(self.case.parts), strict=True)):
             self.ebc.output_dist(of_part, rows, part)
         return out
 
     def gradient_dist(self, grad: Tensor) -> Tensor:
-        """All parts' gradients, one below the other."""
+        """Returns all parts' gradients, one below the other."""
         for part, rows in enumerate(grad.chunk(self.case.parts)):
             self.ebc.gradient_dist(rows, part)
         return self.ebc.gradients.flatten(0, 1).clone()
@@ -351,7 +352,7 @@ def check_update(ranks: Ranks, world: World) -> None:
 
 
 CHECKS = (check_input_dist, check_forward, check_gradient_dist, check_update)
-"""In this order: the last one changes the tables."""
+"""The checks in this order: the last one changes the tables."""
 
 
 def check_all(ranks: Ranks, cases: list[Case]) -> int:
