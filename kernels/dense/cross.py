@@ -141,6 +141,7 @@ cross_backward = function(CrossBackward, CrossBackward.launch)
 plain_cross_backward = function(CrossBackward, CrossBackward.plain)
 triton_cross_backward = function(CrossBackward, CrossBackward.triton)
 cross_output_backward = function(CrossOutputBackward, CrossOutputBackward.launch)
+plain_cross_output_backward = function(CrossOutputBackward, CrossOutputBackward.plain)
 triton_cross_output_backward = function(CrossOutputBackward, CrossOutputBackward.triton)
 
 

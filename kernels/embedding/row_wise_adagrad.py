@@ -6,98 +6,91 @@ gradient once and each touched row once, and uses no atomics: equal inputs give 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.embedding.distinct_sums import chunks_of, crossing_run, empty_partials, sum_tile
 from dlrm_bench.kernels.non_finite import Watch, is_stopped, watch_of
 
 
-def row_wise_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    gradients: Tensor,
-    rows: Tensor,
-    places: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    scale: float = 1.0,
-    watch: Watch | None = None,
-) -> None:
+class RowWiseAdagrad(NamedTuple):
     """Updates each distinct row in place: g = scale * sum of its places' gradients; state += mean of g * g over the
-    columns; weights -= learning_rate * g / (sqrt(state) + eps). FBGEMM's EXACT_ROWWISE_ADAGRAD without weight decay.
+    columns; weights -= learning_rate * g / (sqrt(state) + eps). FBGEMM's EXACT_ROWWISE_ADAGRAD without weight decay."""
 
-    weights: fp32 [R, C], C a power of two; state: fp32 [R, 1]. gradients: fp32, bf16 or fp16 [P, C]. rows, places:
-    int32 [N], rows ascending, each below R, which is not checked; negative rows are padding and change nothing. All
-    contiguous. learning_rate: fp32, one element, on the weights' device. watch: see non_finite.py; of a row whose new
-    state would not be finite neither weights nor state change.
-    """
-    columns = weights.shape[1]
-    assert weights.dtype == state.dtype == learning_rate.dtype == torch.float32, "weights, state and rate: fp32"
-    assert state.shape == (len(weights), 1), "state: [R, 1]"
-    assert gradients.shape[1] == columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
-    assert rows.dtype == places.dtype == torch.int32 and rows.shape == places.shape, "rows and places: int32 [N]"
-    assert all(t.is_contiguous() for t in (weights, state, gradients, rows, places)), "contiguous tensors only"
-    assert learning_rate.numel() == 1 and learning_rate.device == weights.device, "learning rate: a device scalar"
-    update = triton_row_wise_adagrad if weights.is_cuda else plain_row_wise_adagrad
-    update(weights, state, gradients, rows, places, learning_rate, eps, scale, watch)
+    weights: Tensor
+    """fp32 [R, C], C a power of two; contiguous, as all of these are."""
+    state: Tensor
+    """fp32 [R, 1]."""
+    gradients: Tensor
+    """fp32, bf16 or fp16 [P, C]."""
+    rows: Tensor
+    """int32 [N], ascending, each below R, which is not checked. Negative rows are padding and change nothing."""
+    places: Tensor
+    """int32 [N]: which of the gradients is of each row."""
+    learning_rate: Tensor
+    """fp32, one element, on the weights' device."""
+    eps: float
+    scale: float = 1.0
+    watch: Watch | None = None
+    """See non_finite.py. Of a row whose new state would not be finite neither weights nor state change."""
+
+    def launch(self) -> None:
+        """Checks the arguments and updates."""
+        weights, state, rate, columns = self.weights, self.state, self.learning_rate, self.weights.shape[1]
+        assert weights.dtype == state.dtype == rate.dtype == torch.float32, "weights, state and rate: fp32"
+        assert state.shape == (len(weights), 1), "state: [R, 1]"
+        assert self.gradients.shape[1] == columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
+        assert self.rows.dtype == self.places.dtype == torch.int32 and self.rows.shape == self.places.shape, "int32 [N]"
+        matrices = (weights, state, self.gradients, self.rows, self.places)
+        assert all(tensor.is_contiguous() for tensor in matrices), "contiguous tensors only"
+        assert rate.numel() == 1 and rate.device == weights.device, "learning rate: a device scalar"
+        if weights.is_cuda:
+            self.triton()
+        else:
+            self.plain()
+
+    def plain(self) -> None:
+        """Updates in PyTorch."""
+        weights, state = self.weights, self.state
+        if self.watch is not None and self.watch.stopped.any():
+            return
+        named = self.rows >= 0
+        distinct, run = self.rows[named].unique_consecutive(return_inverse=True)
+        distinct = distinct.long()
+        of_places = self.gradients[self.places[named].long()].to(weights.dtype)
+        g = self.scale * weights.new_zeros(len(distinct), weights.shape[1]).index_add_(0, run, of_places)
+        new_state = state[distinct] + (g * g).mean(1, keepdim=True)
+        new_weights = weights[distinct] - self.learning_rate * g / (new_state.sqrt() + self.eps)
+        if self.watch is not None:
+            whole = new_state.isfinite()
+            self.watch.bad.masked_fill_(~whole.all(), 1)
+            new_state = torch.where(whole, new_state, state[distinct])
+            new_weights = torch.where(whole, new_weights, weights[distinct])
+        state[distinct], weights[distinct] = new_state, new_weights
+
+    def triton(self, chunk: int = 0) -> None:
+        """Updates in two kernels."""
+        count, columns = len(self.rows), self.weights.shape[1]
+        if count == 0:
+            return
+        tile, chunk = chunks_of(count, columns, chunk)
+        chunks = cdiv(count, chunk)
+        partials = empty_partials(chunks, self.gradients)
+        stopped, bad, flags = watch_of(self.watch)
+        tensors = (self.weights, self.state, partials, self.rows, self.learning_rate, stopped, bad)
+        sizes = (self.eps, self.scale, count, flags, columns, chunk, tile)
+        _row_wise_adagrad_kernel[(chunks,)](*tensors, self.gradients, self.places, *sizes, num_warps=4)
+        if chunks > 1:
+            _row_wise_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, num_warps=4)
 
 
-def plain_row_wise_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    gradients: Tensor,
-    rows: Tensor,
-    places: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    scale: float = 1.0,
-    watch: Watch | None = None,
-) -> None:
-    """Computes `row_wise_adagrad` in PyTorch."""
-    if watch is not None and watch.stopped.any():
-        return
-    named = rows >= 0
-    distinct, run = rows[named].unique_consecutive(return_inverse=True)
-    distinct = distinct.long()
-    of_places = gradients[places[named].long()].to(weights.dtype)
-    g = scale * weights.new_zeros(len(distinct), weights.shape[1]).index_add_(0, run, of_places)
-    new_state = state[distinct] + (g * g).mean(1, keepdim=True)
-    new_weights = weights[distinct] - learning_rate * g / (new_state.sqrt() + eps)
-    if watch is not None:
-        whole = new_state.isfinite()
-        watch.bad.masked_fill_(~whole.all(), 1)
-        new_state = torch.where(whole, new_state, state[distinct])
-        new_weights = torch.where(whole, new_weights, weights[distinct])
-    state[distinct], weights[distinct] = new_state, new_weights
-
-
-def triton_row_wise_adagrad(
-    weights: Tensor,
-    state: Tensor,
-    gradients: Tensor,
-    rows: Tensor,
-    places: Tensor,
-    learning_rate: Tensor,
-    eps: float,
-    scale: float = 1.0,
-    watch: Watch | None = None,
-    chunk: int = 0,
-) -> None:
-    """Computes `row_wise_adagrad` in two kernels."""
-    count, columns = len(rows), weights.shape[1]
-    if count == 0:
-        return
-    tile, chunk = chunks_of(count, columns, chunk)
-    chunks = cdiv(count, chunk)
-    partials = empty_partials(chunks, gradients)
-    stopped, bad, flags = watch_of(watch)
-    tensors = (weights, state, partials, rows, learning_rate, stopped, bad)
-    sizes = (eps, scale, count, flags, columns, chunk, tile)
-    _row_wise_adagrad_kernel[(chunks,)](*tensors, gradients, places, *sizes, num_warps=4)
-    if chunks > 1:
-        _row_wise_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, num_warps=4)
+row_wise_adagrad = function(RowWiseAdagrad, RowWiseAdagrad.launch)
+plain_row_wise_adagrad = function(RowWiseAdagrad, RowWiseAdagrad.plain)
+triton_row_wise_adagrad = function(RowWiseAdagrad, RowWiseAdagrad.triton)
 
 
 @jit

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional
-from torchrec.optim import RowWiseAdagrad
+from torchrec.optim import RowWiseAdagrad as TorchRecRowWiseAdagrad
 
 from dlrm_bench.kernels.embedding.row_wise_adagrad import (
+    RowWiseAdagrad,
     plain_row_wise_adagrad,
     row_wise_adagrad,
     triton_row_wise_adagrad,
@@ -25,7 +26,7 @@ def test_plain_twin_equals_torchrecs_optimizer() -> None:
     torch.manual_seed(1)
     weights, state = torch.randn(20, 16), torch.zeros(20, 1)
     parameter = torch.nn.Parameter(weights.clone())
-    optimizer = RowWiseAdagrad([parameter], lr=0.1, eps=EPS)
+    optimizer = TorchRecRowWiseAdagrad([parameter], lr=0.1, eps=EPS)
     for _ in range(4):
         ids, gradients = torch.randint(20, (50,)), torch.randn(50, 16)
         optimizer.zero_grad()
@@ -60,11 +61,11 @@ def test_triton_equals_plain(rows: int, places: int, columns: int, dtype: torch.
     expected, expected_state = weights.double(), state.double()  # long runs show what fp32 sums round off
     first, first_state = weights.clone(), state.clone()
     plain_row_wise_adagrad(expected, expected_state, gradients, *ordered, rate, EPS, 0.5)
-    triton_row_wise_adagrad(weights, state, gradients, *ordered, rate, EPS, 0.5, chunk=32)
+    RowWiseAdagrad(weights, state, gradients, *ordered, rate, EPS, 0.5).triton(chunk=32)
     torch.testing.assert_close(state.double(), expected_state, rtol=2e-5, atol=1e-5)
     torch.testing.assert_close(weights.double(), expected, rtol=2e-5, atol=2e-5)
     if DEVICE.type == "cuda":
-        triton_row_wise_adagrad(first, first_state, gradients, *ordered, rate, EPS, 0.5, chunk=32)
+        RowWiseAdagrad(first, first_state, gradients, *ordered, rate, EPS, 0.5).triton(chunk=32)
         assert torch.equal(weights, first)
         assert torch.equal(state, first_state)
 
