@@ -17,7 +17,7 @@ _LEAST_SLACK = 256
 
 @dataclass(frozen=True, slots=True)
 class IdCapacity:
-    """The places for ids of a rank's batch, which lie table by table; unused ones are -1."""
+    """The places for ids of a rank's batch, which lie table by table; unused ones are -1. The same on all ranks."""
 
     places: tuple[int, ...]
     """Places of each table."""
