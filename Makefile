@@ -56,7 +56,7 @@ SMALLER := --preset smoke-dlrmv4
 yambda:  ## The same for DLRMv4: from made parquet like Yambda's to a checked and scored package. ARGS='--mlperf.org you' go to the runs
 	$(STEP) "[1/6] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/6] parquet: made days of listening in Yambda's format, of known best AUC" \
-		$(VENV)/bin/dlrm-bench data generate $(SMALLER) $(YAMBDA)/made --raw
+		$(VENV)/bin/dlrm-bench data generate $(SMALLER) $(YAMBDA)/made --last-day 0.25 --raw
 	$(STEP) "[3/6] preprocess: to the reference's cache, as for Yambda's own file; then every event is checked" sh -c \
 		'$(VENV)/bin/dlrm-bench data preprocess $(SMALLER) $(YAMBDA)/made $(YAMBDA)/days && \
 		$(VENV)/bin/dlrm-bench data check $(SMALLER) $(YAMBDA)/days'

@@ -157,6 +157,9 @@ def test_the_smoke_preset_trains_to_its_target(folder: Path, tmp_path: Path) -> 
     assert record["training"] is not None
     assert record["training"]["status"] == "success"
     assert 0.75 <= record["training"]["auc"] <= record["training"]["best_auc"]
+    sizes = record.get("sample_sizes")
+    assert sizes is not None
+    assert 9 < sizes["tokens"] < 72
     log = tmp_path / "x" / LOG_NAME
     verdict = check_compliance(log, "6.1.0", ruleset.pinned_to_data)
     assert set(verdict.of_data) == ruleset.pinned_to_data, verdict.output
