@@ -251,7 +251,7 @@ def published(shown: Sequence[Family], logs: Sequence[Side]) -> list[Picture]:
 
 def _published(benchmark: str, shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
     known = [row for row in PUBLISHED if row.benchmark == benchmark]
-    unnamed = [[]] if benchmark == PUBLISHED[0].benchmark else []  # logs from before there was another
+    unnamed: list[list[str]] = [[]] if benchmark == PUBLISHED[0].benchmark else []  # logs from before there was another
     same_work = [log for log in logs if log.settings["benchmark"] in (*unnamed, [benchmark])]
     ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown, benchmark)
     rows: list[tuple[str, float, bool]] = []
