@@ -18,7 +18,7 @@ from tests.bench.made_records import H200, configured, edit, profile, recorded_r
 from tests.bench.report.made_results import make_limits, make_results
 
 RUNS = recorded_runs()
-DRAWN = page_module._png
+DRAWN = page_module.png_of
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -27,7 +27,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, and a single dot stands for each: to draw them takes most of a report's time."""
     buffer = io.BytesIO()
     Image.new("RGB", (1, 1)).save(buffer, format="png")
-    monkeypatch.setattr(page_module, "_png", lambda figure: buffer.getvalue())
+    monkeypatch.setattr(page_module, "png_of", lambda figure: buffer.getvalue())
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def write_report(paths: list[Path], out: Path) -> Path:
 def test_the_page_is_one_small_file_that_loads_nothing(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module, "_png", DRAWN)
+    monkeypatch.setattr(page_module, "png_of", DRAWN)
     page = write_report([results], tmp_path / "out")
     text = page.read_text()
     assert page.stat().st_size < 2e6
