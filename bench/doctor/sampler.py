@@ -2,9 +2,9 @@
 
 A timer's signal (SIGALRM) makes the loop's own thread look at its stack: it needs no other thread to be run and no
 handover of the interpreter lock, which would come late, and at calls that release the lock. Where the loop is no main
-thread, or the script uses that signal or torch.compile, a thread reads `sys._current_frames()` instead. py-spy and austin read another
-process's memory, which containers without CAP_SYS_PTRACE refuse, and know nothing of iterations. What sampling costs is
-the difference between the sampled and the plain window, which the doctor prints.
+thread, or the script uses that signal or torch.compile, a thread reads `sys._current_frames()` instead. py-spy and
+austin read another process's memory, which containers without CAP_SYS_PTRACE refuse, and know nothing of iterations.
+What sampling costs is the difference between the sampled and the plain window, which the doctor prints.
 """
 
 import linecache
