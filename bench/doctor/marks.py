@@ -56,7 +56,7 @@ class Marks:
         """The one that calls belong to now; those of a negative one are not kept."""
         self.own_us = 0.0
         """Time that the marks themselves took, in all iterations that are kept."""
-        self.reduced = _compiles()
+        self.reduced = compiles()
         """Whether only reads of values are marked, because the script compiles functions."""
         self._stacks: dict[tuple[CodeType | int, ...], int] = {}
         self._frames: list[list[tuple[str, int, str]]] = []  # (file, line, function)
@@ -208,7 +208,7 @@ class _Mode(TorchFunctionMode):
         return self._marks.of_torch(func, args, kwargs or {})
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
     """Whether torch.compile has compiled anything in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])

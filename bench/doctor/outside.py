@@ -158,7 +158,7 @@ def _slower_stage(events: Events, late_rank: int, least_ms: float) -> str:
 
 def _by_line(rank: RankFile, samples: Samples) -> dict[Line, list[Sample]]:
     frames = Frames(rank["libraries"])
-    users = [line_of(frames.user(stack)) for stack in samples.stacks]
+    users = {number: line_of(frames.user(samples.stacks[number])) for number in {s.stack for s in samples.samples}}
     by_line: defaultdict[Line, list[Sample]] = defaultdict(list)
     for sample in samples.samples:
         by_line[users[sample.stack]].append(sample)

@@ -74,6 +74,9 @@ class Prediction(TypedDict):
     """Parts of the iteration that it takes away, which hold some of the findings."""
     removes_ms: float
     """Host time in them, an iteration."""
+    removes_low_ms: float
+    """Ends of its interval of 95 %: those of the findings together. Parts are taken as they were measured."""
+    removes_high_ms: float
     at_best_ms: float
     """The iteration without that time; the GPU's own work is a floor of it."""
     caution: str
@@ -234,7 +237,8 @@ def predict(
             continue
         if (remedy.graphs and graphs) or (remedy.trims and not any(map(in_input_dist, findings))):
             continue  # the script has it already
-        removes = without_twice([findings[number - 1] for number in numbers], {part: parts[part] for part in measured})
+        taken, wholes = [findings[number - 1] for number in numbers], {part: parts[part] for part in measured}
+        removes = without_twice(taken, wholes)
         caution = remedy.caution
         if "fixed sizes" in caution and shape_changes:
             caution += "; shapes change in this script, so it may not apply"
@@ -244,11 +248,18 @@ def predict(
                 findings=numbers,
                 parts=[PART_NAMES[part] for part in measured],
                 removes_ms=removes,
+                removes_low_ms=without_twice([_at_end(finding, "low_ms") for finding in taken], wholes),
+                removes_high_ms=without_twice([_at_end(finding, "high_ms") for finding in taken], wholes),
                 at_best_ms=max(iteration_ms - removes, parts["gpu_ms"]),
                 caution=caution,
             )
         )
     return sorted(predictions, key=lambda prediction: -prediction["removes_ms"])
+
+
+def _at_end(finding: Finding, end: Literal["low_ms", "high_ms"]) -> Finding:
+    """The finding at an end of its interval; as it is, where it has none."""
+    return finding if finding[end] is None else {**finding, "ms": finding[end]}
 
 
 def without_twice(findings: Sequence[Finding], parts: Mapping[Part, float]) -> float:

@@ -2,9 +2,9 @@
 
 A timer's signal (SIGALRM) makes the loop's own thread look at its stack: it needs no other thread to be run and no
 handover of the interpreter lock, which would come late, and at calls that release the lock. Where the loop is no main
-thread, or the script uses that signal, a thread reads `sys._current_frames()` instead. py-spy and austin read another
-process's memory, which containers without CAP_SYS_PTRACE refuse, and know nothing of iterations. What sampling costs is
-the difference between the sampled and the plain window, which the doctor prints.
+thread, or the script uses that signal or torch.compile, a thread reads `sys._current_frames()` instead. py-spy and
+austin read another process's memory, which containers without CAP_SYS_PTRACE refuse, and know nothing of iterations.
+What sampling costs is the difference between the sampled and the plain window, which the doctor prints.
 """
 
 import linecache
@@ -15,7 +15,7 @@ import threading
 import time
 from types import CodeType, FrameType
 
-from .marks import walk
+from .marks import compiles, walk
 from .rank_file import Frame, Stacks
 
 _SWITCH_S = 50e-6
@@ -59,7 +59,8 @@ class Sampler:
         self._began, self._cpu_before = time.perf_counter(), time.clock_gettime(self._clock)
         self._before = self._began
         unused = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-        if threading.current_thread() is threading.main_thread() and unused:
+        # Within a compiled function torch.compile would compile the handler too.
+        if threading.current_thread() is threading.main_thread() and unused and not compiles():
             signal.signal(signal.SIGALRM, self._on_signal)
             signal.siginterrupt(signal.SIGALRM, False)  # calls of libraries go on where it comes
             signal.setitimer(signal.ITIMER_REAL, self._period_s, self._period_s)

@@ -161,9 +161,11 @@ def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
         which = [*p["parts"]]
         if p["findings"]:
             which.append(f"finding(s) {', '.join(map(str, p['findings']))}")
+        sure = p["removes_low_ms"] == p["removes_high_ms"]
+        ends = "" if sure else f" ({p['removes_low_ms']:.3f} to {p['removes_high_ms']:.3f})"
         yield (
-            f"{p['remedy']}: {' and '.join(which)}, {p['removes_ms']:.3f} ms; {p['at_best_ms']:.3f} ms an iteration at "
-            f"best, if all of it is on the critical path ({p['caution']})"
+            f"{p['remedy']}: {' and '.join(which)}, {p['removes_ms']:.3f} ms{ends}; {p['at_best_ms']:.3f} ms an "
+            f"iteration at best, if all of it is on the critical path ({p['caution']})"
         )
 
 

@@ -182,6 +182,13 @@ def test_predictions_stop_at_what_the_gpu_has_to_do():
     assert (own["findings"], own["at_best_ms"]) == ([2], 4.0)
 
 
+def test_a_prediction_is_as_sure_as_its_findings():
+    unsure, known = finding(ms=1.0) | {"low_ms": 0.7, "high_ms": 1.4}, finding(judge.PRINT, ms=0.5)
+    (prediction,) = predict([unsure, known], 5.0, NOTHING, graphs=False, pipelined=False)  # type: ignore[list-item]
+    ends = prediction["removes_low_ms"], prediction["removes_ms"], prediction["removes_high_ms"]
+    assert ends == (pytest.approx(1.2), pytest.approx(1.5), pytest.approx(1.9))
+
+
 def test_a_part_is_taken_away_once():
     loop, read = finding(judge.OPTIMIZER_LOOP, ms=0.5), finding(ms=1.0, library="torchrec/distributed/dist_data.py")
     parts = Parts(dense_ms=2.0, input_dist_ms=1.5, record_streams_ms=0.001, gpu_ms=0.0)

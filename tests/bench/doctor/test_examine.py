@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.doctor import leaving, rank
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, diagnose, read_diagnosis
 from dlrm_bench.bench.doctor.examine import ExaminationError, examine
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
@@ -157,11 +159,12 @@ def test_leaving_a_loop_out_takes_its_python_and_its_backward_away(planted):
 def test_a_straggler_and_who_waits_for_it(planted):
     diagnosis = planted("straggler")
     first, (waiting, late) = diagnosis["findings"][0], diagnosis["ranks"]
-    assert 8 < first["ms"] <= diagnosis["iteration_ms"]  # less than 12 where rank 0 is late too
-    assert "rank 1 comes last to 100%" in first["detail"]
+    # Less than 12 ms where a busy machine makes rank 0 late too.
+    assert 5 < first["ms"] <= diagnosis["iteration_ms"]
+    assert "rank 1 comes last to" in first["detail"]
     assert "outside of any stage" in first["detail"]
-    assert waiting["collective_wait_ms"] > 8 > late["collective_wait_ms"]
-    assert late["late_ms"] > 8 > waiting["late_ms"]
+    assert waiting["collective_wait_ms"] > 2 * late["collective_wait_ms"]
+    assert late["late_ms"] > 2 * waiting["late_ms"]
 
 
 def test_torchrecs_metrics_are_named_with_their_waits_and_what_takes_their_place(planted):
@@ -324,25 +327,20 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize(
-    ("leaves", "says"),
-    [
-        ("os._exit(0)", r"rank 1 called os\._exit\(0\) at .*train\.py:12 after 8 iterations"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed or crashed before the doctor was done"),
-    ],
-)
-def test_a_rank_that_is_gone_is_named_at_once(leaves, says, tmp_path, monkeypatch):
+def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
     """Rank 0, which is done, does not wait for it."""
-    monkeypatch.setattr("dlrm_bench.bench.doctor.rank._PATIENCE_S", 1000)
-    with pytest.raises(ExaminationError, match=says):
-        examined(written(tmp_path, ENDS_EARLY % leaves), tmp_path / "out")
+    begin = time.monotonic()
+    with pytest.raises(ExaminationError, match="rank 1 was killed or crashed before the doctor was done"):
+        examined(written(tmp_path, ENDS_EARLY % "os.kill(os.getpid(), signal.SIGKILL)"), tmp_path / "out")
+    assert time.monotonic() - begin < rank._PATIENCE_S
 
 
 def test_ranks_that_wait_for_one_that_is_gone_are_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrm_bench.bench.doctor.leaving.GRACE_S", 0.2)
-    source = ENDS_EARLY % "os._exit(0)" + "    pass\n"
+    monkeypatch.setattr(leaving, "GRACE_S", 0.2)
+    source = ENDS_EARLY % "os._exit(0)"
     waits = source.replace("for step in range(60):", "for step in range(60):\n    rank or step < 8 or time.sleep(1000)")
-    with pytest.raises(ExaminationError, match=r"rank 1 called os\._exit\(0\)"):
+    says = r"rank 1 called os\._exit\(0\) at .*train\.py:13 after 8 iterations"
+    with pytest.raises(ExaminationError, match=says):
         examined(written(tmp_path, waits), tmp_path / "out")
     wait_until(lambda: not list(ranks_naming(str(tmp_path))), "rank 0 has ended")
 
