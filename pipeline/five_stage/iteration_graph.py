@@ -33,7 +33,7 @@ from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .in_flight import InFlight
 from .input_dist import InputDist
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
-from .iteration_slots import BatchForm, Slot, Staging, distinct, fields_of
+from .iteration_slots import BatchForm, Slot, Staging, fields_of
 from .replicated_tables import ReplicatedTables
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
@@ -111,12 +111,12 @@ class IterationGraph:
         """Takes the form of the first batch; says what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
-            self._form = BatchForm(batch, distinct(batch, features), [one.module.declared for one in modules])
+            self._form = BatchForm(batch, [one.module.declared for one in modules])
         return why
 
-    def fits(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> bool:
+    def fits(self, batch: Any) -> bool:
         """Returns whether a batch, on the host or the device, has the form of the first one."""
-        return self._form is not None and self._form.fits(batch, distinct(batch, features))
+        return self._form is not None and self._form.fits(batch)
 
     def stage(self, batch: InFlight[Any]) -> None:
         """Copies the batch after the next one to where the next call's graph will read it, on the current stream,
@@ -125,7 +125,7 @@ class IterationGraph:
             self._stage(1 - self._turn, batch)
 
     def _stage(self, index: int, batch: InFlight[Any]) -> None:
-        self._staging[index].fill(batch.batch, batch.features)
+        self._staging[index].fill(batch.batch)
         self._staging[index].holds = batch
 
     # An iteration
@@ -196,8 +196,7 @@ class IterationGraph:
             staged = (i for i, staging in enumerate(self._staging) if ahead is not None and staging.holds is ahead)
             found = next(staged, 1 - self._turn)
             wait()
-            fields = fields_of(now.batch, distinct(now.batch, now.features))
-            self._slots[found].fill(fields, now.distribution)
+            self._slots[found].fill(fields_of(now.batch), now.distribution)
         if ahead is not None and self._staging[found].holds is not ahead:
             self._stage(found, ahead)
         return found
