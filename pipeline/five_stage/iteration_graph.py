@@ -257,7 +257,9 @@ class IterationGraph:
     # Captures
 
     def _capture(self) -> None:
-        """Captures both graphs, which runs nothing. Collective: all ranks have them, or none has, and says why."""
+        """Captures both graphs, which runs nothing. The first time it is collective: all ranks have them, or none has,
+        and says why. Later ones are not, as a rank without tables may have no reason to: RuntimeError where they fail.
+        """
         self._prepare()
         torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
         error: str | None = None
@@ -276,9 +278,13 @@ class IterationGraph:
         if (replaced := self._dense.put_back()) is not None:
             error = error or f"{replaced}, which no replay does"
         self._dense.gradients.publish()
+        self.captures += 1
+        if self.captures > 1:
+            if error is not None:
+                raise RuntimeError(f"an iteration that was captured before cannot be captured anew: {error}")
+            return
         everyone: list[str | None] = [None] * self._group.size()
         dist.all_gather_object(everyone, error, group=self._group)
-        self.captures += 1
         failed = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why is not None]
         if failed:
             self.failure = "; ".join(failed)

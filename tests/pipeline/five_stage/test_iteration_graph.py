@@ -102,7 +102,7 @@ def assert_equal(ours: Trained, theirs: Trained, rtol: float) -> None:
 
 
 OF_SGD = {"plan": "TW", "tables_by": torch.optim.SGD}
-"""On CPUs: the builds of FBGEMM that this is tested with on GPUs have no such kernel."""
+"""On CPUs: not every build of FBGEMM for GPUs has its kernel."""
 
 
 def equal_to_stock(ranks: Ranks, rtol: float) -> list[dict[str, Any]]:
