@@ -56,6 +56,24 @@ def kjts_of(batch: Any) -> list[KeyedJaggedTensor]:
     return [found for _, found in _walk(batch, (), _DEPTH) if isinstance(found, KeyedJaggedTensor)]
 
 
+def parts_of(batch: Any) -> tuple[list[KeyedJaggedTensor], list[Any]]:
+    """Returns the KJTs of a batch, each once, and all other leaves, in one pass."""
+    kjts: dict[int, KeyedJaggedTensor] = {}
+    rest: list[Any] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, KeyedJaggedTensor):
+            kjts[id(value)] = value
+        elif _is_leaf(value):
+            rest.append(value)
+        else:
+            for _, item in _steps(value):
+                walk(item)
+
+    walk(batch)
+    return list(kjts.values()), rest
+
+
 def follow(batch: Any, path: Path) -> Any:
     """The value at `path`."""
     for kind, name in path:

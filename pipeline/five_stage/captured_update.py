@@ -46,10 +46,13 @@ class CapturedUpdate:
         now. To be called before every step, with its gradients in place."""
         for _, work in self._works:
             work.look()
-        valid = all(work.prepared for _, work in self._works)
         if any(is_watched(inner) for inner, _ in self._works):
             return False, WATCHED
-        return valid, next((why for _, work in self._works if (why := work.why_not_now()) is not None), None)
+        if any(work.is_scaled for _, work in self._works):
+            return False, "a gradient scaler leaves the scaling to the optimizer"
+        if all(work.prepared for _, work in self._works):
+            return True, None
+        return False, next((why for _, work in self._works if (why := work.why_not_now()) is not None), None)
 
     def prepare(self) -> None:
         """Makes what `step` launches, of numbers and memory as they are. Launches a little, before a capture."""

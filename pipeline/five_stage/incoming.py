@@ -68,7 +68,7 @@ class Incoming(Generic[In]):
                 return
             as_on_device = type(batch) is self._form
             features = self.features_of(batch) if as_on_device else []
-            fits = as_on_device and self.graph is not None and self.graph.fits(batch, features)
+            fits = as_on_device and self.graph is not None and self.graph.fits(batch)
             if self._pinned_d2h and not fits:
                 for kjt in features:
                     if kjt.device().type == "cpu":
@@ -76,7 +76,7 @@ class Incoming(Generic[In]):
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
             new = InFlight(on_device, None, self._input_dists.new(), self.features_of(on_device), fits)
             if not as_on_device and self.graph is not None:
-                new.fits = self.graph.fits(on_device, new.features)
+                new.fits = self.graph.fits(on_device)
             self._end.announce(True, new.fits)
             if self.graph is not None:
                 self.graph.stage(new)

@@ -33,7 +33,7 @@ from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .in_flight import InFlight
 from .input_dist import InputDist
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
-from .iteration_slots import BatchForm, Slot, Staging, distinct, fields_of
+from .iteration_slots import BatchForm, Slot, Staging, fields_of
 from .replicated_tables import ReplicatedTables
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
@@ -111,12 +111,12 @@ class IterationGraph:
         """Takes the form of the first batch; says what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
-            self._form = BatchForm(batch, distinct(batch, features), [one.module.declared for one in modules])
+            self._form = BatchForm(batch, [one.module.declared for one in modules])
         return why
 
-    def fits(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> bool:
+    def fits(self, batch: Any) -> bool:
         """Returns whether a batch, on the host or the device, has the form of the first one."""
-        return self._form is not None and self._form.fits(batch, distinct(batch, features))
+        return self._form is not None and self._form.fits(batch)
 
     def stage(self, batch: InFlight[Any]) -> None:
         """Copies the batch after the next one to where the next call's graph will read it, on the current stream,
@@ -125,7 +125,7 @@ class IterationGraph:
             self._stage(1 - self._turn, batch)
 
     def _stage(self, index: int, batch: InFlight[Any]) -> None:
-        self._staging[index].fill(batch.batch, batch.features)
+        self._staging[index].fill(batch.batch)
         self._staging[index].holds = batch
 
     # An iteration
@@ -196,8 +196,7 @@ class IterationGraph:
             staged = (i for i, staging in enumerate(self._staging) if ahead is not None and staging.holds is ahead)
             found = next(staged, 1 - self._turn)
             wait()
-            fields = fields_of(now.batch, distinct(now.batch, now.features))
-            self._slots[found].fill(fields, now.distribution)
+            self._slots[found].fill(fields_of(now.batch), now.distribution)
         if ahead is not None and self._staging[found].holds is not ahead:
             self._stage(found, ahead)
         return found
@@ -258,7 +257,9 @@ class IterationGraph:
     # Captures
 
     def _capture(self) -> None:
-        """Captures both graphs, which runs nothing. Collective: all ranks have them, or none has, and says why."""
+        """Captures both graphs, which runs nothing. The first time it is collective: all ranks have them, or none has,
+        and says why. Later ones are not, as a rank without tables may have no reason to: RuntimeError where they fail.
+        """
         self._prepare()
         torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
         error: str | None = None
@@ -277,9 +278,13 @@ class IterationGraph:
         if (replaced := self._dense.put_back()) is not None:
             error = error or f"{replaced}, which no replay does"
         self._dense.gradients.publish()
+        self.captures += 1
+        if self.captures > 1:
+            if error is not None:
+                raise RuntimeError(f"an iteration that was captured before cannot be captured anew: {error}")
+            return
         everyone: list[str | None] = [None] * self._group.size()
         dist.all_gather_object(everyone, error, group=self._group)
-        self.captures += 1
         failed = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why is not None]
         if failed:
             self.failure = "; ".join(failed)

@@ -37,7 +37,7 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
         if waiting:
             return (
                 f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the sizes of all "
-                "features to the sharder, and plan tables table-wise, column-wise or data-parallel"
+                "features to the sharder, plan tables table-wise, column-wise or data-parallel, or set rows_to_all"
             )
         if len(one.module.declared.per_batch) > 1:
             return f"batches of {one.name} are of several sizes (batch_ids): a graph is of one, so declare the largest"

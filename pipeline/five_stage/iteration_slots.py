@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_types import KJTList
 
-from .batch_fields import kjts_of, leaves, map_fields
+from .batch_fields import leaves, map_fields, parts_of
 from .captured import FeaturesRead
 from .input_dist import Distribution
 from .trimmed.static_dist import Sizes
@@ -23,9 +23,10 @@ Form = tuple[Any, ...]
 class BatchForm:
     """What all batches of a graph have in common: shapes, dtypes and values of fields, keys and numbers of ids."""
 
-    def __init__(self, batch: Any, kjts: Sequence[KeyedJaggedTensor], declared: Sequence[Sizes]) -> None:
-        """kjts: of the batch, each once. declared: of the modules, for all their keys together."""
-        self._form = _form_of(batch, kjts)
+    def __init__(self, batch: Any, declared: Sequence[Sizes]) -> None:
+        """declared: of the modules, for all keys of the batch's KJTs together."""
+        kjts, rest = parts_of(batch)
+        self._form = _form_of(kjts, rest)
         self._ids = [[_ids_of_key(key, declared, kjt.stride()) for key in list(kjt.keys())] for kjt in kjts]
         self._even = [all(_is_even(key, declared) for key in list(kjt.keys())) for kjt in kjts]
         self._expected: list[Tensor] = []
@@ -35,9 +36,10 @@ class BatchForm:
         """For each KJT, whether its lengths are others in every batch."""
         return [not even for even in self._even]
 
-    def fits(self, batch: Any, kjts: Sequence[KeyedJaggedTensor]) -> bool:
+    def fits(self, batch: Any) -> bool:
         """Returns whether a batch has this form. Lengths that are on the device are trusted; others are read."""
-        return _form_of(batch, kjts) == self._form and self._has_declared(kjts)
+        kjts, rest = parts_of(batch)
+        return _form_of(kjts, rest) == self._form and self._has_declared(kjts)
 
     def _has_declared(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
         """Whether all bags have the declared sizes, or all features so many ids, as far as the host knows."""
@@ -66,9 +68,8 @@ def _ids_of_key(key: str, declared: Sequence[Sizes], stride: int) -> int:
     return next(sizes.ids(key, stride) for sizes in declared if key in sizes)
 
 
-def _form_of(batch: Any, kjts: Sequence[KeyedJaggedTensor]) -> Form:
-    fields = leaves(batch, set(map(id, kjts)))
-    of_fields = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in fields]
+def _form_of(kjts: Sequence[KeyedJaggedTensor], rest: Sequence[Any]) -> Form:
+    of_fields = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in rest]
     of_kjts = [(kjt.keys(), kjt.stride(), *_layout(kjt.values()), *_layout(kjt.weights_or_none())) for kjt in kjts]
     return of_fields, of_kjts
 
@@ -77,14 +78,9 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...]:
     return (None,) if tensor is None else (tensor.shape, tensor.dtype)
 
 
-def distinct(batch: Any, features: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
-    """Returns the KJTs that the modules are given and all others of the batch, each once."""
-    return list({id(kjt): kjt for kjt in (*features, *kjts_of(batch))}.values())
-
-
-def fields_of(batch: Any, kjts: Iterable[KeyedJaggedTensor]) -> list[Tensor]:
+def fields_of(batch: Any) -> list[Tensor]:
     """Returns the tensors of a batch beside its KJTs."""
-    return [leaf for leaf in leaves(batch, set(map(id, kjts))) if isinstance(leaf, Tensor)]
+    return _tensors(parts_of(batch)[1])
 
 
 def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -105,20 +101,20 @@ class Staging:
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], vary: Sequence[bool]) -> None:
         """Of the form of a batch on the device. features: what each module that is called is given of it. vary: which
         of its distinct KJTs have other lengths in every batch."""
-        kjts = distinct(batch, features)
+        kjts, rest = parts_of(batch)
         own = {id(kjt): _over(kjt, lengths_too=varies) for kjt, varies in zip(kjts, vary, strict=True)}
         self._vary = list(vary)
         self.features = [own[id(kjt)] for kjt in features]
         """The KJT of each module."""
-        self.fields = [torch.zeros_like(field) for field in fields_of(batch, kjts)]
+        self.fields = [torch.zeros_like(field) for field in _tensors(rest)]
         self._memory = [*self.fields, *self._of_kjts(list(own.values()))]
         self.holds: Any = None
         """Whose batch is in it."""
 
-    def fill(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> None:
+    def fill(self, batch: Any) -> None:
         """Copies a batch on the device, on the current stream."""
-        kjts = distinct(batch, features)
-        copy_by_type(self._memory, [*fields_of(batch, kjts), *self._of_kjts(kjts)])
+        kjts, rest = parts_of(batch)
+        copy_by_type(self._memory, [*_tensors(rest), *self._of_kjts(kjts)])
 
     def _of_kjts(self, kjts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
         return [
@@ -134,12 +130,11 @@ class Slot:
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], distribution: Distribution) -> None:
         """Of the form of a batch on the device. distribution: of this batch, done; the lengths of what is looked up
         are those of all batches."""
-        kjts = distinct(batch, features)
-        stand_ins = {id(kjt): FeaturesRead() for kjt in kjts}
+        stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
         """What the model gives to each module in place of its KJT."""
-        self._fields = [leaf for leaf in leaves(self.batch, set(map(id, stand_ins.values()))) if _is_tensor(leaf)]
+        self._fields = _tensors(leaves(self.batch, set(map(id, stand_ins.values()))))
         self.contexts = [_own_context(context) for context in distribution.contexts]
         """TorchRec's, for each module's compute_and_output_dist."""
         self.features = [KJTList([_over(kjt) for kjt in of]) for of in distribution.features]
@@ -202,5 +197,5 @@ def _empty_like(leaf: Any) -> Any:
     return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+def _tensors(leaves_of: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves_of if isinstance(leaf, Tensor)]

@@ -74,6 +74,11 @@ class StepWork:
             torch._foreach_add_(self._counts, self._one, alpha=1.0)
             self._counted = [count._version for count in self._counts]
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a GradScaler has left the scaling to the optimizer."""
+        return any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+
     def why_not_now(self) -> str | None:
         """Says what keeps this step out of a graph; None if nothing does."""
         return self._obstacle() or (CHANGED if self._unchanged < WARM_UP else None)
@@ -136,8 +141,7 @@ class StepWork:
             return f"{self._kind} has lr_decay or differentiable set"
         if type(self._optimizer) is Adagrad and any(group["fused"] for group in self._optimizer.param_groups):
             return "Adagrad has fused set, which is for the CPU"
-        # GradScaler leaves these to optimizers.
-        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        if self.is_scaled:
             return f"a gradient scaler leaves the scaling to {self._kind}"
         used = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not used:

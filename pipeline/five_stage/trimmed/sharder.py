@@ -9,7 +9,8 @@ stay. What a batch takes, a rank, for each sharding type alone or all together:
 |---|---|---|---|
 | TW, CW, TWCW | all declared | 1: values, of all these types together | 0 |
 | DP | all declared | 0 | 0 |
-| TW, CW, TWCW with an undeclared feature; RW | any | 2: lengths, values, of all these types together | 1 |
+| RW with `rows_to_all` | all declared | 1: the same one | 0 |
+| TW, CW, TWCW with an undeclared feature; other RW | any | 2: lengths, values, of all these types together | 1 |
 | DP with an undeclared feature | any | 0 | 1, the same |
 | TWRW, grid, virtual tables | any | TorchRec's own input dist | TorchRec's |
 
@@ -23,7 +24,7 @@ Where TW is the only type with an exchange, the pooled vectors' way back is trim
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ from ..cuda_graph import GraphedFunction
 from ..groups import own_group
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist
+from .owned_rows import why_not_all
 from .packed_ids import IdFormat
 from .static_dist import FirstWait, Group, InFlight, RankGroup, Sizes, StaticDist
 
@@ -72,9 +74,16 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
     """
 
     def __init__(
-        self, *args: Any, multi_hot_sizes: Mapping[str, int], validate: bool, cuda_graph: bool, **kwargs: Any
+        self,
+        *args: Any,
+        multi_hot_sizes: Mapping[str, int],
+        validate: bool,
+        cuda_graph: bool,
+        rows_to_all: bool,
+        **kwargs: Any,
     ) -> None:
         """args, kwargs: those of ShardedEmbeddingBagCollection. Collective: makes a process group of its own."""
+        self._rows_to_all = rows_to_all
         self._cuda_graph = cuda_graph  # for the output dist, which TorchRec's constructor makes
         super().__init__(*args, **kwargs)
         env, device = self._env, self._device
@@ -212,8 +221,15 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
                 offset_type=get_embedding_table_offset_type(tables[0].fused_params),
             )
             declared = all(name in self._multi_hot_sizes for name in _names([group]))
-            (static if declared and kind != _BY_ROW else dynamic).append(group)
+            fixed = kind != _BY_ROW or (self._rows_to_all and self._rows_can_go_to_all(group, tables))
+            (static if declared and fixed else dynamic).append(group)
         return static, dynamic, others
+
+    def _rows_can_go_to_all(self, group: Group, tables: Sequence[Any]) -> bool:
+        why_not = why_not_all(group.hash_sizes or (), self._rank_group.world_size, (t.fused_params for t in tables))
+        if why_not is not None:
+            logger.warning("rows_to_all is off for row-wise tables: %s", why_not)
+        return why_not is None
 
     def _declared(self, keys: list[str]) -> int | None:
         """Ids of one sample; None where a key is undeclared."""
@@ -291,8 +307,13 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         validate: bool = False,
         cuda_graph: bool = False,
+        rows_to_all: bool = False,
     ) -> None:
         """multi_hot_sizes: ids in every bag of a feature; leave out features whose bags vary.
+
+        rows_to_all: send every rank all ids of row-wise tables, of declared sizes, to look up those that are its own
+        and the others with weight zero. That needs no read of the device, and takes as many times the lookups as there
+        are ranks: for small batches, or few ranks.
 
         validate: look at every length of every batch before anything is exchanged, and at the ranks' batch sizes. Costs
         reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on
@@ -305,10 +326,11 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         wrong = {name: size for name, size in multi_hot_sizes.items() if type(size) is not int or size < 1}
         if wrong:
             raise ValueError(f"multi_hot_sizes must be positive integers, not {wrong}")
-        for name, switch in (("validate", validate), ("cuda_graph", cuda_graph)):
+        for name, switch in (("validate", validate), ("cuda_graph", cuda_graph), ("rows_to_all", rows_to_all)):
             if not isinstance(switch, bool):
                 raise ValueError(f"TrimmedEBCSharder's {name} must be True or False, not {switch!r}")
         self._multi_hot_sizes, self._validate, self._cuda_graph = dict(multi_hot_sizes), validate, cuda_graph
+        self._rows_to_all = rows_to_all
 
     def shard(
         self,
@@ -332,6 +354,7 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
             multi_hot_sizes=self._multi_hot_sizes,
             validate=self._validate,
             cuda_graph=self._cuda_graph,
+            rows_to_all=self._rows_to_all,
         )
 
     @property

@@ -23,6 +23,7 @@ from torchrec.distributed.types import Awaitable
 
 from ..cuda_graph import GraphedFunction
 from .batch_size_cache import BatchSizeCache
+from .owned_rows import OwnedRows, owned_rows
 from .packed_ids import IdFormat
 
 _LOOKED_UP_AT_ONCE = 16
@@ -149,13 +150,18 @@ class KJTLayout:
     stride: int
     length_per_key: list[int]
     offset_per_key: list[int]
+    owned: OwnedRows | None = None
+    """Of row-wise tables."""
 
     def kjt(self, values: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Complete: neither its lookup nor `sync` has to read the device."""
+        ids, weights = values[self.start : self.end], None if weights is None else weights[self.start : self.end]
+        if self.owned is not None:
+            ids, weights = self.owned.local(ids, weights)
         return KeyedJaggedTensor(
             keys=self.keys,
-            values=values[self.start : self.end],
-            weights=None if weights is None else weights[self.start : self.end],
+            values=ids,
+            weights=weights,
             lengths=self.lengths,
             offsets=self.offsets,
             stride=self.stride,
@@ -181,7 +187,8 @@ class _Layout:
 
 
 class StaticDist:
-    """The input dist of groups whose features all have declared multi-hot sizes, none of them row-wise.
+    """The input dist of groups whose features all have declared multi-hot sizes. Of row-wise tables every rank is sent
+    all ids.
 
     A batch takes a gather, an all-to-all of values and another gather; no host read, no lengths, no splits. Where
     nothing is exchanged only the first gather is left, and where an order is right as it is its gather falls away. An
@@ -313,7 +320,12 @@ class StaticDist:
             countable = offset_per_key[-1] * group.width < _INT32_ELEMENTS
             on_device = lengths.to(device, dtype if countable else torch.int64), offsets.to(device, group.offset_type)
             end = start + offset_per_key[-1]
-            layout = KJTLayout(group, start, end, keys, *on_device, batches * bags, length_per_key, offset_per_key)
+            owned = None
+            if group.hash_sizes is not None:
+                rank_group = self._rank_group
+                owned = owned_rows(group.hash_sizes, length_per_key, rank_group.rank, rank_group.world_size, device)
+            known = *on_device, batches * bags, length_per_key, offset_per_key, owned
+            layout = KJTLayout(group, start, end, keys, *known)
             layouts.append(layout)
             start = end
         return layouts

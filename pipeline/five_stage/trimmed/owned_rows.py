@@ -1,0 +1,57 @@
+"""Row-wise tables whose ids all ranks are sent: each looks up its own rows, and the others with weight zero.
+
+So many ids come to each rank in every batch, whatever they are: what a batch without a read of the device needs. An id
+of another rank's row stays, at one of this rank's, spread over them. Its gradient is zero, which leaves rows alone
+under the optimizers that IGNORE_ZEROS names. A row that is not finite spoils all vectors that it has a part in so.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+
+IGNORE_ZEROS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""FBGEMM's fused optimizers that change nothing of a row whose gradient is zero, where there is no weight decay."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRows:
+    """Which ids of a KJT name rows of this rank."""
+
+    first: Tensor
+    """For each id, int64 [ids], this rank's first row of its table."""
+    count: Tensor
+    """And the number of this rank's rows."""
+
+    def local(self, ids: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns rows among this rank's [ids], of the ids' type, and weights [ids], fp32 or of the given type."""
+        rows = ids - self.first
+        owned = (rows >= 0) & (rows < self.count)
+        local = torch.where(owned, rows, ids % self.count).to(ids.dtype)
+        return local, owned.to(torch.float32) if weights is None else weights * owned
+
+
+def owned_rows(
+    hash_sizes: Sequence[int], ids_of_tables: Sequence[int], rank: int, ranks: int, device: torch.device
+) -> OwnedRows:
+    """Returns those of so many ids of each table, one table after another. hash_sizes: the tables' rows, which ranks
+    have in blocks of one size, of TorchRec's even row-wise sharding."""
+    blocks = [-(-rows // ranks) for rows in hash_sizes]
+    firsts = [rank * block for block in blocks]
+    counts = [min(block, rows - first) for block, rows, first in zip(blocks, hash_sizes, firsts, strict=True)]
+    repeats = torch.tensor(ids_of_tables)
+    return OwnedRows(*(torch.tensor(of).repeat_interleave(repeats).to(device) for of in (firsts, counts)))
+
+
+def why_not_all(hash_sizes: Sequence[int], ranks: int, fused_params: Iterable[dict[str, Any] | None]) -> str | None:
+    """Says why row-wise tables cannot be looked up so; None if they can."""
+    if any((ranks - 1) * -(-rows // ranks) >= rows for rows in hash_sizes):
+        return "a rank has no row of one"
+    for params in (of or {} for of in fused_params):
+        optimizer = params.get("optimizer", EmbOptimType.EXACT_SGD)
+        if optimizer not in IGNORE_ZEROS or params.get("weight_decay"):
+            return f"{optimizer}, or its weight decay, changes rows whose gradient is zero"
+    return None
