@@ -20,6 +20,7 @@ from dlrm_bench.kernels.benchmark.input_dist import (
     ONE_HOT_ROWS,
     fetch_cases,
     gather_segments_cases,
+    history_events_cases,
     pick_rows_cases,
     sort_ids_cases,
 )
@@ -32,6 +33,7 @@ from dlrm_bench.kernels.benchmark.single_ids import (
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
 from dlrm_bench.kernels.benchmark.tokens import (
     column_sums_cases,
+    flat_adam_cases,
     gated_norm_cases,
     norm_cases,
     sorted_sums_cases,
@@ -379,6 +381,8 @@ CASES = {
     "mlp": mlp_cases,
     "loss": loss_cases,
     "flat_adagrad": flat_adagrad_cases,
+    "flat_adam": flat_adam_cases,
+    "history_events": history_events_cases,
     "sharded_adagrad": sharded_adagrad_cases,
     "peer_sums": peer_sums_cases,
     "push_columns": push_columns_cases,

@@ -10,6 +10,7 @@ import torch
 from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
 from dlrm_bench.kernels.input_dist.fetch import fetch_next
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
+from dlrm_bench.kernels.input_dist.history_events import POOLS, history_events
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 
@@ -77,3 +78,21 @@ def fetch_cases() -> Iterator[Case]:
         yield Case(
             "fetch_next", f"B {batch}, 912 bytes a sample", out.nbytes, partial(fetch_next, addresses, taken, out)
         )
+
+
+def history_events_cases() -> Iterator[Case]:
+    """Yields histories of 1,024 samples of DLRMv4: neighbours of 85 users, two of three pools full."""
+    users, each, pool = 85, 5000, 1362
+    pools = torch.randint(0, 3, (users * each,), dtype=torch.int32, device="cuda")
+    start = torch.arange(1020, dtype=torch.int32, device="cuda") // 12 * each
+    end = start + each - 11 + torch.arange(1020, dtype=torch.int32, device="cuda") % 12
+    first = torch.stack([end - 3 * pool] * POOLS)
+    held = 3 * pool
+    offsets = torch.arange(1021, device="cuda") * held
+    events = torch.empty(1020 * held, dtype=torch.int32, device="cuda")
+    yield Case(
+        "history_events",
+        f"{len(events)} places, {len(pools)} events",
+        4 * (len(events) + len(pools)),
+        partial(history_events, first, end, offsets, pools, events),
+    )

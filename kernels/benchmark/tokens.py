@@ -13,12 +13,14 @@ from dlrm_bench.kernels.benchmark.timing import Case
 from dlrm_bench.kernels.dense import cross
 from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.column_sums import column_sums
+from dlrm_bench.kernels.dense.flat_adam import AdamOptions, AdamState, flat_adam
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
 from dlrm_bench.kernels.dense.swish_norm import swish_norm_backward, swish_norm_forward
 from dlrm_bench.kernels.dense.token_input import TokenPlaces, token_input_backward, token_input_forward
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
+from dlrm_bench.kernels.non_finite import Watch
 
 WIDTH, CONTEXT = 512, 8  # MLPerf DLRMv4's
 POSITIONS, TIMES, _HIDDEN = 8192, 2049, 256
@@ -145,3 +147,14 @@ def column_sums_cases() -> Iterator[Case]:
         partials = torch.rand(cross.partial_rows(batch), 3456, device="cuda")
         out = torch.empty(3456, dtype=torch.bfloat16, device="cuda")
         yield Case("column_sums", f"{list(partials.shape)}, fp32", partials.nbytes, partial(column_sums, partials, out))
+
+
+def flat_adam_cases() -> Iterator[Case]:
+    """Yields the update of DLRMv4's dense weights; its norm reads the gradient once more."""
+    count = 15_200_000
+    weights, mean, square, gradient = torch.rand(4, count, device="cuda").unbind()
+    state = AdamState(torch.zeros(1, device="cuda"), mean, square)
+    watch = Watch(torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"))
+    rate, options = torch.full((1,), 1e-6, device="cuda"), AdamOptions((0.95, 0.999), 1e-8, 1.0)
+    update = partial(flat_adam, weights, state, gradient, 2, rate, options, watch)
+    yield Case("flat_adam", f"[{count}], fp32", 32 * count, update)
