@@ -12,7 +12,7 @@ BENCHMARKS = tuple(
     KERNELS / "benchmark" / f"{name}.py"
     for name in ("__main__", "attention", "fp8", "input_dist", "single_ids", "tokens")
 )
-NO_KERNELS = {"__init__", "_cuda", "_dropout", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
+NO_KERNELS = {"__init__", "_call", "_cuda", "_dropout", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
 PATHS = {
     path.stem: path
     for folder in (".", "input_dist", "embedding", "dense")
@@ -23,8 +23,14 @@ MODULES = sorted(PATHS)
 
 
 def functions(module: str) -> list[str]:
-    tree = ast.parse(PATHS[module].read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    """Functions of a module: those that it defines, and those that kernels/_call.py makes of a method."""
+    names = []
+    for node in ast.parse(PATHS[module].read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("function("):
+            names.append(ast.unparse(node.targets[0]))
+    return names
 
 
 def twins(module: str) -> list[str]:
