@@ -16,6 +16,7 @@ from dlrm_bench.kernels.dense.sorted_sums import sort_keys, sorted_sums
 from dlrm_bench.kernels.dense.token_input import (
     TokenPlaces,
     TokenRows,
+    no_rows,
     token_input_backward,
     token_input_forward,
 )
@@ -49,7 +50,8 @@ class _Input(torch.autograd.Function):
     ) -> Tensor:
         tokens = len(places.event) + (places.context + 1) * len(context)
         out = events.new_empty(tokens, events.shape[1])
-        rows = token_input_forward(events, context, position, time, places, factor, dropout, out)
+        rows = no_rows(tokens, events, time)
+        token_input_forward(events, context, position, time, places, factor, dropout, out, rows)
         ctx.save_for_backward(*rows)
         ctx.places, ctx.factor, ctx.dropout = places, factor, dropout
         ctx.sizes = len(events), len(position), len(time)

@@ -1,10 +1,10 @@
 """An STU layer by fused kernels: what stu.py computes, with its backward pass written out.
 
-Kept for the backward pass, in bytes a token in bf16: the layer's input (1,024 of width 512) and attention (1,024), and
-the projection (4,096) unless it is computed again; of a last layer of candidates alone the input and keys and values
-(2,048). At 1,024 samples of 2,082 tokens, 2.13 million, three layers keep 32.7 GB, or 10.9 GB with recompute; the
-backward pass of one has 22 GB more at its peak (gradients of joined rows, of the projection, of tokens). Norms, gates
-and dropout's masks are computed again in the kernels that need them.
+Memory kept for the backward pass, bytes a token in bf16, width 512: the layer's input 1,024, attention 1,024, and the
+projection 4,096 unless it is computed again; of a last layer of candidates alone the input and 2,048 of keys and
+values. Three layers of 1,024 samples of 2,082 tokens keep 32.7 GB, or 10.9 GB with recompute; the backward pass of a
+layer needs room for the gradients of the projection, 8.7 GB, of the joined rows, 6.5 GB, and of a few more rows of
+tokens. Norms, gates and dropout's masks are computed again in the kernels that need them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
 from dlrm_bench.kernels.dense.swish_norm import swish_norm_backward, swish_norm_forward
-from dlrm_bench.kernels.dense.token_input import TokenPlaces, token_input_backward, token_input_forward
+from dlrm_bench.kernels.dense.token_input import TokenPlaces, no_rows, token_input_backward, token_input_forward
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 from dlrm_bench.kernels.non_finite import Watch
 
@@ -106,9 +106,11 @@ def token_input_cases() -> Iterator[Case]:
         out = _tokens(len(places.event) + (CONTEXT + 1) * samples)
         shape = f"{len(out)} tokens of {samples} samples, {len(events)} events"
         read = events.nbytes + context.nbytes + 4 * WIDTH * LONGEST + 8 * len(places.event)
-        forward = partial(token_input_forward, events, context, position, time, places, WIDTH**0.5, _dropout(0.2), out)
+        rows, dropout = no_rows(len(out), events, time), _dropout(0.2)
+        given = events, context, position, time, places, WIDTH**0.5, dropout, out, rows
+        forward = partial(token_input_forward, *given)
         yield Case("token_input_forward", shape, out.nbytes + read + 8 * len(out), forward)
-        backward = partial(token_input_backward, out, places, _dropout(0.2), torch.empty_like(out), position)
+        backward = partial(token_input_backward, out, places, dropout, torch.empty_like(out), position)
         yield Case("token_input_backward", shape, 2 * out.nbytes + position.nbytes, backward)
 
 

@@ -6,10 +6,13 @@ kept: the backward pass computes them again, and the joined matrix too where it 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
 from dlrm_bench.kernels.dense.norm import (
@@ -24,46 +27,6 @@ from dlrm_bench.kernels.dense.norm import (
 
 _ROWS = 2  # tokens of a program's tile: they share a mask's counters
 _NUM_WARPS = 2
-
-
-def gated_norm_forward(
-    u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
-) -> None:
-    """Store [s, a, s * norm(a)] of each row, s = silu(u), with `dropout`, in `out`; 0 from row `end` on.
-
-    u, a: bf16 or fp32 [N, W], rows any distance apart, W a power of two; out: [N, 3 * W], contiguous; one dtype.
-    weight, bias: [W], of the norm. end: int32 or int64 [1], on the device.
-    """
-    _check(u, a, out)
-    forward = triton_gated_norm_forward if u.is_cuda else plain_gated_norm_forward
-    forward(u, a, weight, bias, end, dropout, out, eps)
-
-
-def gated_norm_backward(
-    grad: Tensor,
-    u: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    end: Tensor,
-    dropout: Dropout | None,
-    du: Tensor,
-    da: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    eps: float,
-) -> None:
-    """Store the gradients of `gated_norm_forward`'s inputs in du, da, dweight and dbias, and its output in place of
-    grad.
-
-    grad: [N, 3 * W], contiguous. du, da: as u and a, rows any distance apart. dweight, dbias: fp32 [W]. Rows from `end`
-    on have no part in sums, and are 0 in du, da and grad. Equal inputs give equal bits.
-    """
-    _check(u, a, grad)
-    _check(du, da, grad)
-    assert dweight.dtype == dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
-    backward = triton_gated_norm_backward if u.is_cuda else plain_gated_norm_backward
-    backward(grad, u, a, weight, bias, end, dropout, du, da, dweight, dbias, eps)
 
 
 def _check(u: Tensor, a: Tensor, joined: Tensor) -> None:
@@ -86,86 +49,114 @@ def gated_norm_factors(dropout: Dropout | None, u: Tensor) -> Tensor:
     return (bits >= threshold_of(dropout)) * scale_of(dropout)
 
 
-def plain_gated_norm_forward(
-    u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
-) -> None:
-    """What `gated_norm_forward` does, in PyTorch."""
-    inside = within(u, end)
-    x_hat, _ = normalized(torch.where(inside, a, 0), eps)
-    s = functional.silu(u.to(x_hat.dtype))
-    joined = torch.cat([s, a.to(s.dtype), s * (x_hat * weight + bias)], dim=1)
-    out.copy_(torch.where(inside, joined * gated_norm_factors(dropout, u), 0))
+class GatedNormForward(NamedTuple):
+    """Stores [s, a, s * norm(a)] of each row, s = silu(u), with `dropout`, in `out`; 0 from row `end` on."""
+
+    u: Tensor
+    """bf16 or fp32 [N, W], rows any distance apart, W a power of two; so is a, and all are of one format."""
+    a: Tensor
+    weight: Tensor
+    """[W], as is the bias, of the norm."""
+    bias: Tensor
+    end: Tensor
+    """int32 or int64 [1], on the device."""
+    dropout: Dropout | None
+    out: Tensor
+    """[N, 3 * W], contiguous."""
+    eps: float
+
+    def launch(self) -> None:
+        """Checks the arguments and computes `out`."""
+        _check(self.u, self.a, self.out)
+        (self.triton if self.u.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes `out` in PyTorch."""
+        inside = within(self.u, self.end)
+        x_hat, _ = normalized(torch.where(inside, self.a, 0), self.eps)
+        s = functional.silu(self.u.to(x_hat.dtype))
+        joined = torch.cat([s, self.a.to(s.dtype), s * (x_hat * self.weight + self.bias)], dim=1)
+        self.out.copy_(torch.where(inside, joined * gated_norm_factors(self.dropout, self.u), 0))
+
+    def triton(self) -> None:
+        """Computes `out` in one kernel."""
+        u, a, weight, bias, end, dropout, out, eps = self
+        rows, width = u.shape
+        _gated_norm_forward_kernel[(programs(rows, _ROWS),)](
+            u, a, weight, bias, end, out, u.stride(0), a.stride(0), rows, eps,
+            *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
+        )  # fmt: skip
 
 
-def plain_gated_norm_backward(
-    grad: Tensor,
-    u: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    end: Tensor,
-    dropout: Dropout | None,
-    du: Tensor,
-    da: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    eps: float,
-) -> None:
-    """What `gated_norm_backward` does, in PyTorch."""
-    inside = within(u, end)
-    x_hat, factor = normalized(torch.where(inside, a, 0), eps)
-    wide = torch.where(inside, u, 0).to(x_hat.dtype)
-    sigmoid = wide.sigmoid()
-    s, normed = wide * sigmoid, x_hat * weight + bias
-    factors = gated_norm_factors(dropout, u)
-    of_s, of_a, of_gated = (torch.where(inside, grad, 0) * factors).chunk(3, dim=1)
-    joined = torch.cat([s, torch.where(inside, a, 0).to(s.dtype), s * normed], dim=1)
-    of_normed = of_gated * s
-    dweight.copy_((of_normed * x_hat).sum(0))
-    dbias.copy_(of_normed.sum(0))
-    du.copy_((of_s + of_gated * normed) * (sigmoid + s * (1 - sigmoid)))
-    da.copy_(torch.where(inside, of_a + of_normalized(of_normed * weight, x_hat, factor), 0))
-    grad.copy_(torch.where(inside, joined * factors, 0))
+class GatedNormBackward(NamedTuple):
+    """Stores the gradients of `GatedNormForward`'s inputs in du, da, dweight and dbias, its output in place of grad.
 
+    Rows from `end` on have no part in sums, and are 0 in du, da and grad. Equal inputs give equal bits.
+    """
 
-def triton_gated_norm_forward(
-    u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, end: Tensor, dropout: Dropout | None, out: Tensor, eps: float
-) -> None:
-    """What `gated_norm_forward` does, in one kernel."""
-    rows, width = u.shape
-    _gated_norm_forward_kernel[(programs(rows, _ROWS),)](
-        u, a, weight, bias, end, out, u.stride(0), a.stride(0), rows, eps,
-        *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    grad: Tensor
+    """[N, 3 * W], contiguous."""
+    u: Tensor
+    a: Tensor
+    weight: Tensor
+    bias: Tensor
+    end: Tensor
+    dropout: Dropout | None
+    du: Tensor
+    """As u, rows any distance apart, as are those of da."""
+    da: Tensor
+    dweight: Tensor
+    """fp32 [W], as is dbias."""
+    dbias: Tensor
+    eps: float
 
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        _check(self.u, self.a, self.grad)
+        _check(self.du, self.da, self.grad)
+        assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+        (self.triton if self.u.is_cuda else self.plain)()
 
-def triton_gated_norm_backward(
-    grad: Tensor,
-    u: Tensor,
-    a: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    end: Tensor,
-    dropout: Dropout | None,
-    du: Tensor,
-    da: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    eps: float,
-) -> None:
-    """What `gated_norm_backward` does, in one kernel and the sum of its partial sums."""
-    rows, width = u.shape
-    partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=u.device)
-    _gated_norm_backward_kernel[(partials.shape[1],)](
-        grad, u, a, weight, bias, end, du, da, *partials, *(of.stride(0) for of in (u, a, du, da)), rows, eps,
-        *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
-    )  # fmt: skip
-    add_up(partials, dweight, dbias)
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        inside = within(self.u, self.end)
+        x_hat, factor = normalized(torch.where(inside, self.a, 0), self.eps)
+        wide = torch.where(inside, self.u, 0).to(x_hat.dtype)
+        sigmoid = wide.sigmoid()
+        s, normed = wide * sigmoid, x_hat * self.weight + self.bias
+        factors = gated_norm_factors(self.dropout, self.u)
+        of_s, of_a, of_gated = (torch.where(inside, self.grad, 0) * factors).chunk(3, dim=1)
+        joined = torch.cat([s, torch.where(inside, self.a, 0).to(s.dtype), s * normed], dim=1)
+        of_normed = of_gated * s
+        self.dweight.copy_((of_normed * x_hat).sum(0))
+        self.dbias.copy_(of_normed.sum(0))
+        self.du.copy_((of_s + of_gated * normed) * (sigmoid + s * (1 - sigmoid)))
+        self.da.copy_(torch.where(inside, of_a + of_normalized(of_normed * self.weight, x_hat, factor), 0))
+        self.grad.copy_(torch.where(inside, joined * factors, 0))
+
+    def triton(self) -> None:
+        """Computes the gradients in one kernel, and the sums of its partial sums."""
+        grad, u, a, weight, bias, end, dropout, du, da, dweight, dbias, eps = self
+        rows, width = u.shape
+        partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=u.device)
+        _gated_norm_backward_kernel[(partials.shape[1],)](
+            grad, u, a, weight, bias, end, du, da, *partials, *(of.stride(0) for of in (u, a, du, da)), rows, eps,
+            *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+        add_up(partials, dweight, dbias)
 
 
 def _dropout(dropout: Dropout | None, end: Tensor) -> tuple[object, ...]:
     seed, stream = (end, 0) if dropout is None else (dropout.seed, dropout.stream)
     return seed, stream, threshold_of(dropout), scale_of(dropout)
+
+
+gated_norm_forward = function(GatedNormForward, GatedNormForward.launch)
+plain_gated_norm_forward = function(GatedNormForward, GatedNormForward.plain)
+triton_gated_norm_forward = function(GatedNormForward, GatedNormForward.triton)
+gated_norm_backward = function(GatedNormBackward, GatedNormBackward.launch)
+plain_gated_norm_backward = function(GatedNormBackward, GatedNormBackward.plain)
+triton_gated_norm_backward = function(GatedNormBackward, GatedNormBackward.triton)
 
 
 @jit

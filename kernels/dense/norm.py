@@ -5,9 +5,12 @@ Gradients of weight and bias are sums of partial sums in a fixed order, so that 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 PROGRAMS = 3168
@@ -26,42 +29,6 @@ def add_up(partials: Tensor, dweight: Tensor, dbias: Tensor) -> None:
     sums = partials.sum(1)
     dweight.copy_(sums[0])
     dbias.copy_(sums[1])
-
-
-def norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor | None, out: Tensor, eps: float) -> None:
-    """Store (x - mean) / sqrt(variance + eps) * weight + bias of each row of x in `out`; 0 from row `end` on.
-
-    x, out: bf16 or fp32 [N, W], contiguous, W a power of two. weight, bias: [W]. end: int32 or int64 [1], on the
-    device; None for all rows.
-    """
-    _check(x, out)
-    forward = triton_norm_forward if x.is_cuda else plain_norm_forward
-    forward(x, weight, bias, end, out, eps)
-
-
-def norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    end: Tensor | None,
-    residual: Tensor | None,
-    dx: Tensor,
-    normed: Tensor | None,
-    dweight: Tensor,
-    dbias: Tensor,
-    eps: float,
-) -> None:
-    """Store the gradients of `norm_forward`'s inputs in dx, dweight and dbias; residual, if any, is added to dx.
-
-    grad, residual, dx, normed: as x. dweight, dbias: fp32 [W]. normed: takes norm_forward's output once more. dx and
-    normed may be grad or residual. Rows from `end` on have no part in sums, and are 0 in dx and normed.
-    """
-    given = [of for of in (grad, residual, dx, normed) if of is not None]
-    _check(x, *given)
-    assert dweight.dtype == dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
-    backward = triton_norm_backward if x.is_cuda else plain_norm_backward
-    backward(grad, x, weight, bias, end, residual, dx, normed, dweight, dbias, eps)
 
 
 def _check(x: Tensor, *others: Tensor) -> None:
@@ -92,68 +59,89 @@ def of_normalized(grad: Tensor, x_hat: Tensor, factor: Tensor) -> Tensor:
     return factor * (grad - grad.mean(1, keepdim=True) - x_hat * (grad * x_hat).mean(1, keepdim=True))
 
 
-def plain_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor | None, out: Tensor, eps: float) -> None:
-    """What `norm_forward` does, in PyTorch."""
-    x_hat, _ = normalized(x, eps)
-    out.copy_(torch.where(within(x, end), x_hat * weight + bias, 0))
+class NormForward(NamedTuple):
+    """Stores (x - mean) / sqrt(variance + eps) * weight + bias of each row of x in `out`; 0 from row `end` on."""
+
+    x: Tensor
+    """bf16 or fp32 [N, W], contiguous, W a power of two; so are all other matrices."""
+    weight: Tensor
+    """[W], as is the bias, of any format."""
+    bias: Tensor
+    end: Tensor | None
+    """int32 or int64 [1], on the device; None for all rows."""
+    out: Tensor
+    eps: float
+
+    def launch(self) -> None:
+        """Checks the arguments and computes `out`."""
+        _check(self.x, self.out)
+        (self.triton if self.x.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes `out` in PyTorch."""
+        x_hat, _ = normalized(self.x, self.eps)
+        self.out.copy_(torch.where(within(self.x, self.end), x_hat * self.weight + self.bias, 0))
+
+    def triton(self) -> None:
+        """Computes `out` in one kernel."""
+        x, weight, bias, end, out, eps = self
+        rows, width = x.shape
+        _norm_forward_kernel[(programs(rows, _ROWS),)](
+            x, weight, bias, *_end(end, x), out, rows, eps, width, _ROWS, num_warps=1
+        )
 
 
-def plain_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    end: Tensor | None,
-    residual: Tensor | None,
-    dx: Tensor,
-    normed: Tensor | None,
-    dweight: Tensor,
-    dbias: Tensor,
-    eps: float,
-) -> None:
-    """What `norm_backward` does, in PyTorch."""
-    inside = within(x, end)
-    x_hat, factor = normalized(torch.where(inside, x, 0), eps)
-    wide = torch.where(inside, grad, 0).to(x_hat.dtype)
-    dweight.copy_((wide * x_hat).sum(0))
-    dbias.copy_(wide.sum(0))
-    of_x = of_normalized(wide * weight, x_hat, factor)
-    if residual is not None:
-        of_x += residual
-    dx.copy_(torch.where(inside, of_x, 0))
-    if normed is not None:
-        normed.copy_(torch.where(inside, x_hat * weight + bias, 0))
+class NormBackward(NamedTuple):
+    """Stores the gradients of `NormForward`'s inputs in dx, dweight and dbias; rows from `end` on have no part in sums,
+    and are 0 in dx and normed. Equal inputs give equal bits."""
 
+    grad: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    end: Tensor | None
+    residual: Tensor | None
+    """Added to dx, if any."""
+    dx: Tensor
+    """May be grad or residual."""
+    normed: Tensor | None
+    """Takes NormForward's output once more, if any; may be grad or residual."""
+    dweight: Tensor
+    """fp32 [W], as is dbias."""
+    dbias: Tensor
+    eps: float
 
-def triton_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, end: Tensor | None, out: Tensor, eps: float) -> None:
-    """What `norm_forward` does, in one kernel."""
-    rows, width = x.shape
-    _norm_forward_kernel[(programs(rows, _ROWS),)](
-        x, weight, bias, *_end(end, x), out, rows, eps, width, _ROWS, num_warps=1
-    )
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        _check(self.x, *(of for of in (self.grad, self.residual, self.dx, self.normed) if of is not None))
+        assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+        (self.triton if self.x.is_cuda else self.plain)()
 
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        inside = within(self.x, self.end)
+        x_hat, factor = normalized(torch.where(inside, self.x, 0), self.eps)
+        wide = torch.where(inside, self.grad, 0).to(x_hat.dtype)
+        self.dweight.copy_((wide * x_hat).sum(0))
+        self.dbias.copy_(wide.sum(0))
+        of_x = of_normalized(wide * self.weight, x_hat, factor)
+        if self.residual is not None:
+            of_x += self.residual
+        self.dx.copy_(torch.where(inside, of_x, 0))
+        if self.normed is not None:
+            self.normed.copy_(torch.where(inside, x_hat * self.weight + self.bias, 0))
 
-def triton_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    end: Tensor | None,
-    residual: Tensor | None,
-    dx: Tensor,
-    normed: Tensor | None,
-    dweight: Tensor,
-    dbias: Tensor,
-    eps: float,
-) -> None:
-    """What `norm_backward` does, in one kernel and the sum of its partial sums."""
-    rows, width = x.shape
-    partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
-    _norm_backward_kernel[(partials.shape[1],)](
-        grad, x, weight, bias, *_end(end, x), x if residual is None else residual, dx, x if normed is None else normed,
-        *partials, rows, eps, residual is not None, normed is not None, width, _ROWS, num_warps=1,
-    )  # fmt: skip
-    add_up(partials, dweight, dbias)
+    def triton(self) -> None:
+        """Computes the gradients in one kernel, and the sums of its partial sums."""
+        grad, x, weight, bias, end, residual, dx, normed, dweight, dbias, eps = self
+        rows, width = x.shape
+        partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
+        _norm_backward_kernel[(partials.shape[1],)](
+            grad, x, weight, bias, *_end(end, x), x if residual is None else residual, dx,
+            x if normed is None else normed, *partials, rows, eps, residual is not None, normed is not None,
+            width, _ROWS, num_warps=1,
+        )  # fmt: skip
+        add_up(partials, dweight, dbias)
 
 
 def _end(end: Tensor | None, x: Tensor) -> tuple[Tensor, bool]:
@@ -163,6 +151,14 @@ def _end(end: Tensor | None, x: Tensor) -> tuple[Tensor, bool]:
 @jit
 def _total(end, rows, whole: tl.constexpr):
     return rows if whole else tl.minimum(tl.load(end), rows)
+
+
+norm_forward = function(NormForward, NormForward.launch)
+plain_norm_forward = function(NormForward, NormForward.plain)
+triton_norm_forward = function(NormForward, NormForward.triton)
+norm_backward = function(NormBackward, NormBackward.launch)
+plain_norm_backward = function(NormBackward, NormBackward.plain)
+triton_norm_backward = function(NormBackward, NormBackward.triton)
 
 
 @jit

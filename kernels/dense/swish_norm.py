@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense.norm import add_up, normalize, normalized, of_normalized, programs, through_normalize
 
 _ROWS = 2  # of a program's tile
-
-
-def swish_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, eps: float) -> None:
-    """Store x * sigmoid((x - mean) / sqrt(variance + eps) * weight + bias) of each row of x in `out`.
-
-    x, out: bf16 or fp32 [N, W], contiguous, W a power of two. weight, bias: [W]. Computed in fp32.
-    """
-    _check(x, out)
-    (triton_swish_norm_forward if x.is_cuda else plain_swish_norm_forward)(x, weight, bias, out, eps)
-
-
-def swish_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, eps: float
-) -> None:
-    """Store the gradients of `swish_norm_forward`'s inputs in dx, dweight and dbias.
-
-    grad, dx: as x. dweight, dbias: fp32 [W]. Equal inputs give equal bits.
-    """
-    _check(x, grad, dx)
-    assert dweight.dtype == dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
-    backward = triton_swish_norm_backward if x.is_cuda else plain_swish_norm_backward
-    backward(grad, x, weight, bias, dx, dweight, dbias, eps)
 
 
 def _check(x: Tensor, *others: Tensor) -> None:
@@ -40,41 +21,80 @@ def _check(x: Tensor, *others: Tensor) -> None:
     assert x.shape[1] == next_power_of_2(x.shape[1]), f"width: a power of two, not {x.shape[1]}"
 
 
-def plain_swish_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, eps: float) -> None:
-    """What `swish_norm_forward` does, in PyTorch."""
-    x_hat, _ = normalized(x, eps)
-    out.copy_(x * (x_hat * weight + bias).sigmoid())
+class SwishNormForward(NamedTuple):
+    """Stores x * sigmoid((x - mean) / sqrt(variance + eps) * weight + bias) of each row of x in `out`."""
+
+    x: Tensor
+    """bf16 or fp32 [N, W], contiguous, W a power of two; so are all other matrices."""
+    weight: Tensor
+    """[W], as is the bias, of any format."""
+    bias: Tensor
+    out: Tensor
+    eps: float
+
+    def launch(self) -> None:
+        """Checks the arguments and computes `out`."""
+        _check(self.x, self.out)
+        (self.triton if self.x.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes `out` in PyTorch."""
+        x_hat, _ = normalized(self.x, self.eps)
+        self.out.copy_(self.x * (x_hat * self.weight + self.bias).sigmoid())
+
+    def triton(self) -> None:
+        """Computes `out` in one kernel."""
+        x, weight, bias, out, eps = self
+        rows, width = x.shape
+        _swish_norm_forward_kernel[(programs(rows, _ROWS),)](x, weight, bias, out, rows, eps, width, _ROWS, num_warps=1)
 
 
-def plain_swish_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, eps: float
-) -> None:
-    """What `swish_norm_backward` does, in PyTorch."""
-    x_hat, factor = normalized(x, eps)
-    sigmoid = (x_hat * weight + bias).sigmoid()
-    wide = grad.to(x_hat.dtype)
-    of_normed = wide * x * sigmoid * (1 - sigmoid)
-    dweight.copy_((of_normed * x_hat).sum(0))
-    dbias.copy_(of_normed.sum(0))
-    dx.copy_(wide * sigmoid + of_normalized(of_normed * weight, x_hat, factor))
+class SwishNormBackward(NamedTuple):
+    """Stores the gradients of `SwishNormForward`'s inputs in dx, dweight and dbias. Equal inputs give equal bits."""
+
+    grad: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    dx: Tensor
+    dweight: Tensor
+    """fp32 [W], as is dbias."""
+    dbias: Tensor
+    eps: float
+
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        _check(self.x, self.grad, self.dx)
+        assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+        (self.triton if self.x.is_cuda else self.plain)()
+
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        x_hat, factor = normalized(self.x, self.eps)
+        sigmoid = (x_hat * self.weight + self.bias).sigmoid()
+        wide = self.grad.to(x_hat.dtype)
+        of_normed = wide * self.x * sigmoid * (1 - sigmoid)
+        self.dweight.copy_((of_normed * x_hat).sum(0))
+        self.dbias.copy_(of_normed.sum(0))
+        self.dx.copy_(wide * sigmoid + of_normalized(of_normed * self.weight, x_hat, factor))
+
+    def triton(self) -> None:
+        """Computes the gradients in one kernel, and the sums of its partial sums."""
+        grad, x, weight, bias, dx, dweight, dbias, eps = self
+        rows, width = x.shape
+        partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
+        _swish_norm_backward_kernel[(partials.shape[1],)](
+            grad, x, weight, bias, dx, *partials, rows, eps, width, _ROWS, num_warps=1
+        )
+        add_up(partials, dweight, dbias)
 
 
-def triton_swish_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, eps: float) -> None:
-    """What `swish_norm_forward` does, in one kernel."""
-    rows, width = x.shape
-    _swish_norm_forward_kernel[(programs(rows, _ROWS),)](x, weight, bias, out, rows, eps, width, _ROWS, num_warps=1)
-
-
-def triton_swish_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, eps: float
-) -> None:
-    """What `swish_norm_backward` does, in one kernel and the sum of its partial sums."""
-    rows, width = x.shape
-    partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
-    _swish_norm_backward_kernel[(partials.shape[1],)](
-        grad, x, weight, bias, dx, *partials, rows, eps, width, _ROWS, num_warps=1
-    )
-    add_up(partials, dweight, dbias)
+swish_norm_forward = function(SwishNormForward, SwishNormForward.launch)
+plain_swish_norm_forward = function(SwishNormForward, SwishNormForward.plain)
+triton_swish_norm_forward = function(SwishNormForward, SwishNormForward.triton)
+swish_norm_backward = function(SwishNormBackward, SwishNormBackward.launch)
+plain_swish_norm_backward = function(SwishNormBackward, SwishNormBackward.plain)
+triton_swish_norm_backward = function(SwishNormBackward, SwishNormBackward.triton)
 
 
 @jit

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
@@ -39,64 +40,18 @@ class TokenPlaces(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """What `token_input_forward` says of each token, int32 [N]. event: its row of the joined events, and how many there
-    are for context and what is no token. time: its row of the time weight, and how many there are for no token."""
+    """What `token_input_forward` says of each token, int32 [N]."""
 
     event: Tensor
+    """Its row of the joined events; their number for context and where there is no token."""
     time: Tensor
+    """Its row of the weight of time; their number where there is no token."""
 
 
-def token_input_forward(
-    events: Tensor,
-    context: Tensor,
-    position: Tensor,
-    time: Tensor,
-    places: TokenPlaces,
-    factor: float,
-    dropout: Dropout | None,
-    out: Tensor,
-) -> TokenRows:
-    """Store factor * row + position + time of each token, with `dropout`, in `out`, [N, W]; 0 where there is no token.
-
-    events: [E + B, W], distinct events and then the samples' candidates. context: [B, C, W]. These and out: one dtype,
-    contiguous, W a power of two. position: fp32 [P, W], P >= max_length; time: fp32 [M, W]: row by the root of the
-    minutes from a token to the query, rounded down; context has time 0 and the candidate the query's. N may be more
-    than offsets[-1]. Computed in fp32.
-    """
-    _check(events, context, position, time, places, out)
-    rows = TokenRows(
-        *(torch.full((len(out),), none, dtype=torch.int32, device=out.device) for none in (len(events), len(time)))
-    )
-    forward = triton_token_input_forward if out.is_cuda else plain_token_input_forward
-    forward(events, context, position, time, places, factor, dropout, out, rows)
-    return rows
-
-
-def token_input_backward(
-    grad: Tensor, places: TokenPlaces, dropout: Dropout | None, through: Tensor, dposition: Tensor
-) -> None:
-    """Store grad after `dropout` in `through`, and the sums of these over the tokens of each place in dposition.
-
-    grad, through: [N, W], contiguous, the gradient of `token_input_forward`'s output; they may be one. Rows where there
-    is no token are left alone. dposition: fp32 [P, W]. Equal inputs give equal bits.
-    """
-    assert grad.is_contiguous() and through.is_contiguous() and through.shape == grad.shape, "[N, W], contiguous"
-    assert dposition.dtype == torch.float32 and len(dposition) >= places.max_length, "dposition: fp32, all places"
-    backward = triton_token_input_backward if grad.is_cuda else plain_token_input_backward
-    backward(grad, places, dropout, through, dposition)
-
-
-def _check(events: Tensor, context: Tensor, position: Tensor, time: Tensor, places: TokenPlaces, out: Tensor) -> None:
-    width, samples = out.shape[1], len(places.offsets) - 1
-    assert events.dtype == context.dtype == out.dtype, "one dtype"
-    assert position.dtype == time.dtype == torch.float32, "weights of place and time: fp32"
-    assert context.shape == (samples, places.context, width), "context: [B, C, W]"
-    assert len(events) >= samples and len(position) >= places.max_length, "rows for all candidates and places"
-    assert all(of.shape[1] == width and of.is_contiguous() for of in (events, position, time, out)), (
-        "[*, W], contiguous"
-    )
-    assert context.is_contiguous() and width == next_power_of_2(width), f"width: a power of two, not {width}"
-    assert len(places.event) == len(places.timestamp) and places.timestamp.dtype == places.query.dtype == torch.int32
+def no_rows(tokens: int, events: Tensor, time: Tensor) -> TokenRows:
+    """Returns the rows of that many places, none of which has a token. events, time: matrices of the rows."""
+    event, bucket = (torch.full((tokens,), len(of), dtype=torch.int32, device=events.device) for of in (events, time))
+    return TokenRows(event, bucket)
 
 
 class _Tokens(NamedTuple):
@@ -132,95 +87,130 @@ def token_input_factors(dropout: Dropout | None, count: int, width: int, places:
     return (bits >= threshold_of(dropout)) * scale_of(dropout)
 
 
-def plain_token_input_forward(
-    events: Tensor,
-    context: Tensor,
-    position: Tensor,
-    time: Tensor,
-    places: TokenPlaces,
-    factor: float,
-    dropout: Dropout | None,
-    out: Tensor,
-    rows: TokenRows,
-) -> None:
-    """What `token_input_forward` does, in PyTorch."""
-    count, width = out.shape
-    if not len(context):
-        out.zero_()
-        return
-    tokens = _Tokens.of(count, places)
-    place, sample, own = torch.arange(count, device=out.device), tokens.sample, places.context + 1
-    of_context = tokens.row < places.context
-    candidate = tokens.row == places.context
-    of_event = tokens.inside & ~of_context & ~candidate
-    event = torch.where(of_event, place - own * sample - places.context, 0)
-    row = torch.where(candidate, len(events) - context.shape[0] + sample, 0)
-    seconds = torch.where(candidate, places.query[sample], 0)
-    if len(places.event):
-        row = torch.where(of_event, places.event.long()[event], row)
-        seconds = torch.where(of_event, places.timestamp[event], seconds)
-    before = (places.query[sample] - seconds).float().clamp(min=1e-6)
-    minutes = before / torch.full((), 60.0, device=out.device)
-    bucket = minutes.sqrt().long().clamp(max=len(time) - 1)
-    rows.event.copy_(torch.where(tokens.inside & ~of_context, row, len(events)))
-    rows.time.copy_(torch.where(tokens.inside, bucket, len(time)))
-    of_row = torch.where(
-        of_context[:, None],
-        context.flatten(0, 1)[sample * places.context + tokens.row.clamp(max=places.context - 1)],
-        events[row],
-    )
-    total = of_row.float() * factor + position[tokens.row] + time[bucket]
-    out.copy_(torch.where(tokens.inside[:, None], total * token_input_factors(dropout, count, width, places), 0))
+class TokenInputForward(NamedTuple):
+    """Stores factor * row + position + time of each token, with `dropout`, in `out`; 0 where there is no token.
+
+    N may be more than offsets[-1]. Computed in fp32.
+    """
+
+    events: Tensor
+    """[E + B, W], distinct events and then the samples' candidates, contiguous, W a power of two."""
+    context: Tensor
+    """[B, C, W], contiguous, of the events' format."""
+    position: Tensor
+    """fp32 [P, W], P >= max_length."""
+    time: Tensor
+    """fp32 [M, W], row by the root of the minutes from a token to the query, rounded down; context has time 0 and the
+    candidate the query's."""
+    places: TokenPlaces
+    factor: float
+    dropout: Dropout | None
+    out: Tensor
+    """[N, W], contiguous, of the events' format."""
+    rows: TokenRows
+    """`no_rows` before."""
+
+    def launch(self) -> None:
+        """Checks the arguments and computes `out` and `rows`."""
+        self._check()
+        (self.triton if self.out.is_cuda else self.plain)()
+
+    def _check(self) -> None:
+        events, context, position, time, places, *_, out, _ = self
+        width, samples = out.shape[1], len(places.offsets) - 1
+        assert events.dtype == context.dtype == out.dtype, "one dtype"
+        assert position.dtype == time.dtype == torch.float32, "weights of place and time: fp32"
+        assert context.shape == (samples, places.context, width), "context: [B, C, W]"
+        assert len(events) >= samples and len(position) >= places.max_length, "rows for all candidates and places"
+        matrices = events, position, time, out
+        assert all(of.shape[1] == width and of.is_contiguous() for of in matrices), "[*, W], contiguous"
+        assert context.is_contiguous() and width == next_power_of_2(width), f"width: a power of two, not {width}"
+        assert len(places.event) == len(places.timestamp), "an event and a time of each"
+        assert places.timestamp.dtype == places.query.dtype == torch.int32, "times: int32"
+
+    def plain(self) -> None:
+        """Computes `out` and `rows` in PyTorch."""
+        places, (count, width) = self.places, self.out.shape
+        if not len(self.context):
+            self.out.zero_()
+            return
+        tokens = _Tokens.of(count, places)
+        sample, is_candidate = tokens.sample, tokens.row == places.context
+        is_event = tokens.inside & (tokens.row > places.context)
+        row = torch.where(is_candidate, len(self.events) - len(self.context) + sample, 0)
+        seconds = torch.where(is_candidate, places.query[sample], 0)
+        if len(places.event):
+            own = (places.context + 1) * sample + places.context
+            event = torch.where(is_event, torch.arange(count, device=row.device) - own, 0)
+            row = torch.where(is_event, places.event.long()[event], row)
+            seconds = torch.where(is_event, places.timestamp[event], seconds)
+        before = (places.query[sample] - seconds).float().clamp(min=1e-6)
+        minutes = before / torch.full((), 60.0, device=row.device)
+        bucket = minutes.sqrt().long().clamp(max=len(self.time) - 1)
+        self.rows.event.copy_(torch.where(is_event | is_candidate & tokens.inside, row, len(self.events)))
+        self.rows.time.copy_(torch.where(tokens.inside, bucket, len(self.time)))
+        of_context = self.context[sample, tokens.row.clamp(max=places.context - 1)]
+        of_row = torch.where((tokens.row < places.context)[:, None], of_context, self.events[row])
+        total = of_row.float() * self.factor + self.position[tokens.row] + self.time[bucket]
+        dropped = total * token_input_factors(self.dropout, count, width, places)
+        self.out.copy_(torch.where(tokens.inside[:, None], dropped, 0))
+
+    def triton(self) -> None:
+        """Computes `out` and `rows` in two kernels: of the tokens, and of what is none."""
+        events, context, position, time, places, factor, dropout, out, rows = self
+        zero_tail(out, places.offsets[-1:])
+        samples, width = len(context), out.shape[1]
+        _token_input_forward_kernel[_grid(places, samples, width)](
+            events, context, position, time, *places[:4], out, *rows, len(events) - samples, len(time), len(position),
+            factor, samples, *_dropout(dropout, places), places.context, width, *_tile(samples, width), num_warps=1,
+        )  # fmt: skip
 
 
-def plain_token_input_backward(
-    grad: Tensor, places: TokenPlaces, dropout: Dropout | None, through: Tensor, dposition: Tensor
-) -> None:
-    """What `token_input_backward` does, in PyTorch."""
-    dposition.zero_()
-    if len(places.offsets) > 1:
-        tokens = _Tokens.of(len(grad), places)
-        inside = tokens.inside[:, None]
-        dropped = torch.where(inside, grad.float() * token_input_factors(dropout, len(grad), grad.shape[1], places), 0)
-        dposition.index_add_(0, tokens.row, dropped)
-        through.copy_(torch.where(inside, dropped.to(grad.dtype), through))
+class TokenInputBackward(NamedTuple):
+    """Stores grad after `dropout` in `through`, and the sums of these over the tokens of each place in dposition. Equal
+    inputs give equal bits."""
 
+    grad: Tensor
+    """[N, W], contiguous, the gradient of `out` of `TokenInputForward`."""
+    places: TokenPlaces
+    dropout: Dropout | None
+    through: Tensor
+    """As grad, and may be grad. Rows where there is no token are left alone."""
+    dposition: Tensor
+    """fp32 [P, W]."""
 
-def triton_token_input_forward(
-    events: Tensor,
-    context: Tensor,
-    position: Tensor,
-    time: Tensor,
-    places: TokenPlaces,
-    factor: float,
-    dropout: Dropout | None,
-    out: Tensor,
-    rows: TokenRows,
-) -> None:
-    """What `token_input_forward` does, in two kernels: of the tokens, and of what is none."""
-    zero_tail(out, places.offsets[-1:])
-    samples = len(context)
-    _token_input_forward_kernel[_grid(places, samples, out.shape[1])](
-        events, context, position, time, *places[:4], out, *rows, len(events) - samples, len(time), len(position),
-        factor, samples, *_dropout(dropout, places), places.context, out.shape[1], *_tile(samples, out.shape[1]),
-        num_warps=1,
-    )  # fmt: skip
+    def launch(self) -> None:
+        """Checks the arguments and computes the gradients."""
+        grad, places, _, through, dposition = self
+        assert grad.is_contiguous() and through.is_contiguous() and through.shape == grad.shape, "[N, W], contiguous"
+        assert dposition.dtype == torch.float32 and len(dposition) >= places.max_length, "dposition: fp32, all places"
+        (self.triton if grad.is_cuda else self.plain)()
 
+    def plain(self) -> None:
+        """Computes the gradients in PyTorch."""
+        grad, places, dropout, through, dposition = self
+        dposition.zero_()
+        if len(places.offsets) > 1:
+            tokens = _Tokens.of(len(grad), places)
+            inside = tokens.inside[:, None]
+            factors = token_input_factors(dropout, len(grad), grad.shape[1], places)
+            dropped = torch.where(inside, grad.float() * factors, 0)
+            dposition.index_add_(0, tokens.row, dropped)
+            through.copy_(torch.where(inside, dropped.to(grad.dtype), through))
 
-def triton_token_input_backward(
-    grad: Tensor, places: TokenPlaces, dropout: Dropout | None, through: Tensor, dposition: Tensor
-) -> None:
-    """What `token_input_backward` does, in one kernel and the sum over groups of samples."""
-    samples, width = len(places.offsets) - 1, grad.shape[1]
-    grid = _grid(places, samples, width)
-    partials = torch.empty(grid[2], grid[0] * _ROWS, width, dtype=torch.float32, device=grad.device)
-    _token_input_backward_kernel[grid](
-        grad, through, places.offsets, partials, samples, *_dropout(dropout, places), places.context, width,
-        *_tile(samples, width), num_warps=1,
-    )  # fmt: skip
-    rows = min(len(dposition), partials.shape[1])
-    torch.sum(partials[:, :rows], 0, out=dposition[:rows])
-    dposition[rows:].zero_()
+    def triton(self) -> None:
+        """Computes the gradients in one kernel, and the sum over groups of samples."""
+        grad, places, dropout, through, dposition = self
+        samples, width = len(places.offsets) - 1, grad.shape[1]
+        grid = _grid(places, samples, width)
+        partials = torch.empty(grid[2], grid[0] * _ROWS, width, dtype=torch.float32, device=grad.device)
+        _token_input_backward_kernel[grid](
+            grad, through, places.offsets, partials, samples, *_dropout(dropout, places), places.context, width,
+            *_tile(samples, width), num_warps=1,
+        )  # fmt: skip
+        rows = min(len(dposition), partials.shape[1])
+        torch.sum(partials[:, :rows], 0, out=dposition[:rows])
+        dposition[rows:].zero_()
 
 
 def _grid(places: TokenPlaces, samples: int, width: int) -> tuple[int, int, int]:
@@ -238,6 +228,14 @@ def _tile(samples: int, width: int) -> tuple[int, int, int]:
 def _dropout(dropout: Dropout | None, places: TokenPlaces) -> tuple[object, ...]:
     seed, stream = (places.offsets, 0) if dropout is None else (dropout.seed, dropout.stream)
     return seed, stream, threshold_of(dropout), scale_of(dropout)
+
+
+token_input_forward = function(TokenInputForward, TokenInputForward.launch)
+plain_token_input_forward = function(TokenInputForward, TokenInputForward.plain)
+triton_token_input_forward = function(TokenInputForward, TokenInputForward.triton)
+token_input_backward = function(TokenInputBackward, TokenInputBackward.launch)
+plain_token_input_backward = function(TokenInputBackward, TokenInputBackward.plain)
+triton_token_input_backward = function(TokenInputBackward, TokenInputBackward.triton)
 
 
 @jit

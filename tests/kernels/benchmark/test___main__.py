@@ -23,11 +23,14 @@ MODULES = sorted(PATHS)
 
 
 def functions(module: str) -> list[str]:
-    """Functions of a module, by `def` or by `function` of their arguments."""
-    body = ast.parse(PATHS[module].read_text()).body
-    made = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("function(")]
-    defined = [node.name for node in body if isinstance(node, ast.FunctionDef)]
-    return defined + [ast.unparse(node.targets[0]) for node in made]
+    """Functions of a module: those that it defines, and those that kernels/_call.py makes of a method."""
+    names = []
+    for node in ast.parse(PATHS[module].read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("function("):
+            names.append(ast.unparse(node.targets[0]))
+    return names
 
 
 def twins(module: str) -> list[str]:

@@ -8,7 +8,7 @@ from dlrm_bench.kernels.dense import token_input
 from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.token_input import (
     TokenPlaces,
-    TokenRows,
+    no_rows,
     plain_token_input_backward,
     plain_token_input_forward,
     token_input_backward,
@@ -90,10 +90,11 @@ def by_token(given, places: TokenPlaces, factor: float) -> tuple[Tensor, list[in
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
+        (token_input_forward, token_input_backward),
         (plain_token_input_forward, plain_token_input_backward),
         pytest.param(triton_token_input_forward, triton_token_input_backward, marks=needs_triton),
     ],
-    ids=["plain", "triton"],
+    ids=["chosen", "plain", "triton"],
 )
 def test_equals_the_definition_and_its_derivative(
     forward, backward, case: str, padding: int, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -106,12 +107,7 @@ def test_equals_the_definition_and_its_derivative(
     expected, of_event, of_time = by_token(exact, places, factor)
     factors = token_input_factors(dropout, count, 16, places)[:total]
     out = torch.full((count, 16), torch.nan, device=DEVICE)
-    rows = TokenRows(
-        *(
-            torch.full((count,), none, dtype=torch.int32, device=DEVICE)
-            for none in (EVENTS + len(places.query), BUCKETS)
-        )
-    )
+    rows = no_rows(count, given[0], given[3])
     forward(*given, places, factor, dropout, out, rows)
     torch.testing.assert_close(out[:total].double(), expected * factors, rtol=1e-5, atol=1e-5)
     assert not out[total:].any()
@@ -129,23 +125,6 @@ def test_equals_the_definition_and_its_derivative(
     else:
         of_position = torch.zeros_like(exact[2])
     torch.testing.assert_close(dposition.double(), of_position, rtol=1e-5, atol=1e-5)
-
-
-def test_chosen_ones_are_the_plain_ones_on_a_cpu() -> None:
-    given, places, total = draw("some", 2)
-    outs = torch.full((2, total + 2, 16), torch.nan, device=DEVICE).unbind()
-    rows = token_input_forward(*given, places, 4.0, DROPOUTS["dropout"], outs[0])
-    plain_token_input_forward(
-        *given, places, 4.0, DROPOUTS["dropout"], outs[1], TokenRows(*(of.clone() for of in rows))
-    )
-    torch.testing.assert_close(*outs)
-    grad = torch.where(outs[0] != 0, 1.0, 0.0)
-    results = []
-    for backward in (token_input_backward, plain_token_input_backward):
-        results.append((grad.clone(), torch.empty_like(given[2])))
-        backward(results[-1][0], places, DROPOUTS["dropout"], *results[-1])
-    for ours, plain in zip(*results, strict=True):
-        torch.testing.assert_close(ours, plain)
 
 
 def test_factors_keep_the_share_and_differ_by_sample_and_place() -> None:
@@ -166,18 +145,19 @@ def test_factors_keep_the_share_and_differ_by_sample_and_place() -> None:
 def test_bf16_on_a_gpu(kind: str) -> None:
     given, places, total = draw("some", 3, torch.bfloat16, 512)
     outs = torch.empty(2, total + 3, 512, device=DEVICE).bfloat16().unbind()
-    rows = token_input_forward(*given, places, 22.6, DROPOUTS[kind], outs[0])
-    again = TokenRows(*(of.clone() for of in rows))
-    plain_token_input_forward(*given, places, 22.6, DROPOUTS[kind], outs[1], again)
+    rows = [no_rows(total + 3, given[0], given[3]) for _ in outs]
+    for forward, out, of in zip((triton_token_input_forward, plain_token_input_forward), outs, rows, strict=True):
+        forward(*given, places, 22.6, DROPOUTS[kind], out, of)
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
-    assert torch.equal(rows.event, again.event)
-    assert torch.equal(rows.time, again.time)
+    assert torch.equal(rows[0].event, rows[1].event)
+    assert torch.equal(rows[0].time, rows[1].time)
 
 
 def test_shapes_are_checked() -> None:
     given, places, total = draw("some", 0)
+    rows = no_rows(total, given[0], given[3])
     with pytest.raises(AssertionError, match="one dtype"):
-        token_input_forward(*given, places, 4.0, None, torch.empty(total, 16, device=DEVICE).double())
+        token_input_forward(*given, places, 4.0, None, torch.empty(total, 16, device=DEVICE).double(), rows)
     given = given[0], given[1], given[2][:8].contiguous(), given[3]
     with pytest.raises(AssertionError, match="all candidates and places"):
-        token_input_forward(*given, places, 4.0, None, torch.empty(total, 16, device=DEVICE))
+        token_input_forward(*given, places, 4.0, None, torch.empty(total, 16, device=DEVICE), rows)
