@@ -19,7 +19,9 @@ from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, IdRoom, 
 EAGER = 3
 """Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
 _SETTLED = 8
-"""Batches without a larger space after which rooms are captured before a batch needs them."""
+"""Batches without a larger space after which rooms are captured before a batch needs them: from a tenth more tokens
+than any batch had down to half of these."""
+_MARGIN = 1.1
 
 
 class Lane:
@@ -27,9 +29,9 @@ class Lane:
     that. All ranks have as many batches, and all run them in the same room.
 
     A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
-    is there, which is captured anew. A room for tokens is captured when a batch first needs it, with others down to
-    half of the largest. Graphs share memory, and what a large one has freed holds a smaller one, not the other way
-    round: a room larger than all before makes the graphs begin anew. A batch with more
+    is there, which is captured anew. A room for tokens is captured when a batch first needs it, later with others
+    around it. Graphs share memory, and what a large one has freed holds a smaller one, not the other way round: a room
+    larger than all before makes the graphs begin anew. A batch with more
     rows of one rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
     """
 
@@ -54,7 +56,11 @@ class Lane:
         self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
-        self._executed = self._largest = self._settled = 0
+        self._executed = self._settled = 0
+        self._largest = self._most = 0
+        """The largest room of the graphs, and of all batches."""
+        self._captured_down = False
+        """Whether the graphs have rooms that no batch has needed yet."""
         self.reset()
 
     def reset(self) -> None:
@@ -161,7 +167,8 @@ class Lane:
 
     def _grow(self, room: IdRoom) -> None:
         self._forget()
-        self._settled = 0
+        self._settled = self._largest = 0
+        self._captured_down = False
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.room = room
@@ -183,14 +190,25 @@ class Lane:
             self.graphs.run(self._number(self.graphs, slot, room))
 
     def _number(self, graphs: Graphs, slot: int, room: int) -> int:
-        """Returns the number of the graph of a slot and a room."""
-        if room > self._largest:
-            self._forget()
-            self._largest = room
+        """Returns the number of the graph of a slot and a room, which is captured with others where it is missing."""
         if (slot, room) not in self._numbers:
-            least = min(room, self._largest // 2)
-            for of in rooms_down(self._largest, least) if self._settled > _SETTLED else [room]:
+            self._most = max(self._most, room)
+            for of in self._to_capture(room):
                 for each in (slot, 1 - slot):
                     if (each, of) not in self._numbers:
                         self._numbers[each, of] = graphs.add(partial(self._work, self.space, each, of))
         return self._numbers[slot, room]
+
+    def _to_capture(self, room: int) -> list[int]:
+        """Returns the rooms to capture where a batch needs `room`, the largest first; forgets all graphs before a room
+        larger than theirs."""
+        settled = self._settled > _SETTLED
+        if room <= self._largest and (self._captured_down or not settled):
+            return [room]
+        self._forget()
+        if not settled:
+            self._largest = room
+            return [room]
+        self._captured_down, self._largest = True, room_for_tokens(int(_MARGIN * self._most))
+        rooms = rooms_down(self._largest, self._most // 2)
+        return rooms if room in rooms else [*rooms, room]
