@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -24,6 +24,7 @@ from dlrm_bench.bench.records.limits import (
     Limits,
 )
 from dlrm_bench.bench.records.schema import Kernel, RunRecord
+from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 WORK_SHOWN = 10
 
@@ -138,13 +139,27 @@ def check_same_work(limits: Limits, run: RunRecord) -> None:
     """
     config = json.loads(json.dumps(limits["config"]))
     for name in ("world_size", "local_batch_size", "model"):
-        if config[name] != run["config"].get(name):
+        same = config[name] == run["config"].get(name) or (name == "model" and _need_the_same(config, run["config"]))
+        if not same:
             raise ValueError(f"{run['id']} has another {name} than {limits['id']}: measure limits with its flags")
     ran, measured = (x["machine"]["gpu"] or "CPUs" for x in (run, limits))
     if (ran == "CPUs") != (measured == "CPUs"):
         raise ValueError(
             f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}: measure limits on the record's machine"
         )
+
+
+def _need_the_same(measured: Mapping[str, Any], ran: Mapping[str, Any]) -> bool:
+    """Whether two configurations, as records hold them, need the same products and tables whatever else their models
+    differ in, such as what computes them."""
+    benchmark = benchmark_of(ran)
+    if benchmark is None or benchmark.work is None or benchmark_of(measured) is not benchmark:
+        return False
+    if not ("model" in measured and "model" in ran):
+        return False
+    one, other = benchmark.restored(measured), benchmark.restored(ran)
+    shapes = [benchmark.work.products(each, 1024) for each in (one, other)]
+    return one.model.tables == other.model.tables and shapes[0] == shapes[1]
 
 
 def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:

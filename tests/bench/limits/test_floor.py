@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from dlrm_bench.bench.config import as_json
 from dlrm_bench.bench.limits.floor import caveats_of_floor, check_same_work, limits_table, work_of_kernels, work_table
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import ADAGRAD, ALL_GATHER, REDUCE_SCATTER
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Kernel, RunRecord
@@ -147,3 +149,16 @@ def test_what_limits_or_record_do_not_say_is_no_doubt(tmp_path: Path) -> None:
     assert caveats_of_floor(named, record) == []
     renamed = read_record(write(tmp_path / "y", recorded_runs()[0], machine={**H200, "hosts": ["b"]})).run
     assert caveats_of_floor(some_limits(machine=nameless), renamed) == []
+
+
+def test_what_computes_the_same_products_is_the_same_work(tmp_path: Path) -> None:
+    """DLRMv4's limits stand beside each of its rungs, whose models differ in what computes them; not beside others."""
+    model = as_json(preset("smoke-dlrmv4"))["model"]
+    record, limits = read_record(write(tmp_path / "x", recorded_runs()[0])).run, some_limits()
+    for config in (limits["config"], record["config"]):
+        config.update(benchmark="dlrmv4", precision="bf16", model=dict(model))
+    record["config"]["model"].update(last_layer="all", kernels="fused")
+    check_same_work(limits, record)
+    record["config"]["model"].update(width=64)
+    with pytest.raises(ValueError, match="has another model than"):
+        check_same_work(limits, record)
