@@ -39,7 +39,7 @@ def _benchmark(name: str, title: str, model: BagsModel, text: str) -> Benchmark:
         name=name.replace("-", "_"),
         title=title,
         presets={name: _preset(model, text, RandomData())},
-        ladders=ladders(whole=True),
+        ladders=ladders(whole="iteration"),
         pipelines=PIPELINES,
         ruleset=None,
         work=None,
@@ -60,7 +60,7 @@ SEQUENCE = Benchmark(
             SequenceModel(), "The same with histories of the longest length alone.", SequenceData(full=True)
         ),
     },
-    ladders=ladders(),
+    ladders=ladders(whole="iteration-or-dense"),  # dense where histories vary in length
     pipelines=PIPELINES,
     ruleset=None,
     work=None,

@@ -47,12 +47,12 @@ _WHOLE = Rung(
 _MAIN = ("stock", "pinned-d2h", "dense-graph", "trim-input-dist", "graph-dists")
 
 
-def ladders(for_graphs: tuple[str, ...] = (), whole: bool = False) -> Mapping[str, tuple[Rung, ...]]:
+def ladders(for_graphs: tuple[str, ...] = (), whole: str | None = None) -> Mapping[str, tuple[Rung, ...]]:
     """Returns the ladders by name, first rung first.
 
-    for_graphs: flags that a model's data need from the first rung with graphs on. whole: whether a graph can hold the
-    model's iteration, with which `main` and `ends` then end. full: every switch that the others add to; main: those
-    with the largest effect; ends: stock and the best of `main`; same: one rung twice (A/A).
+    for_graphs: flags that a model's data need from the first rung with graphs on. whole: the choice of --cuda-graph
+    with which `main` and `ends` end, where a graph can hold the model's iteration, or may. full: every switch that the
+    others add to; main: those with the largest effect; ends: stock and the best of `main`; same: one rung twice (A/A).
     """
     rungs, flags = [_STOCK], tuple[str, ...]()
     for name, more, note in _STEPS:
@@ -61,8 +61,8 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: bool = False) -> Mapping[st
     full = tuple(rungs)
     main = tuple(rung for rung in full if rung.name in _MAIN)
     ends: tuple[Rung, ...] = (main[0], main[-1])
-    if whole:
-        rung = replace(_WHOLE, flags=(*main[-1].flags, "--cuda-graph", "iteration"))
+    if whole is not None:
+        rung = replace(_WHOLE, flags=(*main[-1].flags, "--cuda-graph", whole))
         main, ends = (*main, rung), (*ends, rung)
     same = (Rung("same-a", main[-1].flags), Rung("same-b", main[-1].flags, "Nothing: the same thing again."))
     return {"full": full, "main": main, "ends": ends, "same": same, "stock": (_STOCK,)}
