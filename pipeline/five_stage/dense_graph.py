@@ -259,7 +259,7 @@ class DenseGraph:
             logger.warning("the dense part has no CUDA graph for this batch, and runs it eagerly: %s", why)
         self._why[why] = self._why.get(why, 0) + 1
 
-    # Without a graph
+    # Eager batches
 
     def _eager(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
