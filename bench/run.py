@@ -16,7 +16,6 @@ import torch.distributed as dist
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.ending import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.instruments.abort import AbortWatch
 from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.bench.instruments.clock import IterationClock, frozen_gc
@@ -32,6 +31,7 @@ from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.run_files import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch

@@ -8,11 +8,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.limits.efficiency import efficiency_in_words
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
 from dlrm_bench.bench.run import Outcome
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 

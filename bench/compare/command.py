@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from dlrm_bench.bench.compare.arguments import Compare
+from dlrm_bench.bench.compare.checks import Check, check_equivalence, check_regression, percentage, worst
 from dlrm_bench.bench.compare.comparison import Result, Terms, compare_paths
-from dlrm_bench.bench.compare.gate import Check, check_equivalence, check_regression, percentage, worst
 from dlrm_bench.bench.compare.tables import result_as_json, result_table, rungs_table, verdict_in_words
 from dlrm_bench.bench.mlperf.published_logs import logs_table
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED

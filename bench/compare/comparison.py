@@ -188,7 +188,8 @@ def _difference(a: Side, b: Side, references: tuple[Side, Side] | None) -> Compa
 
 
 def _by_clock(a: Side, b: Side, references: tuple[Side, Side] | None, comparison: Comparison) -> Estimate:
-    """The same of the time by the clock. One run has one such time: the error is then that of its mean latency."""
+    """Returns the same for the time by the clock. One run has one such time: the error is then that of its mean
+    latency."""
     a, b = _clocked(a), _clocked(b)
     references = None if references is None else (_clocked(references[0]), _clocked(references[1]))
     found, of_mean = _difference(a, b, references).estimates["mean"], comparison.estimates["mean"]

@@ -56,7 +56,7 @@ class Side:
     keys: Sequence[tuple[str, str, str]] = ()
     """Identity of each run, equal for its copies; empty for MLPerf logs."""
     unknown: Sequence[str] = ()
-    """What records do not say, and --strict asks for."""
+    """Fields that --strict requires and records lack."""
     power_w: float | None = None
     """Watts of a GPU over the timed iterations, median of the runs; None where no record says."""
     sm_clock_mhz: float | None = None

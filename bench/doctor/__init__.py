@@ -2,9 +2,9 @@
 
 host-doctor -- torchrun --nproc_per_node 8 train.py ...
 
-The script stays as it is. Its processes load hook.py at their start (site_folder.py says how), a rank finds its
-iterations and measures them (rank.py, sampler.py, marks.py), and the command makes findings of what the ranks leave:
-of calls (findings.py), of samples (host.py, periodic.py) and of ranks side by side (stragglers.py).
+The script stays unchanged. Its processes load hook.py at their start (see site_folder.py), a rank finds its iterations
+and measures them (rank.py, sampler.py, marks.py), and the command makes findings of the ranks' files: of calls
+(findings.py), of samples (host.py, periodic.py) and of ranks side by side (stragglers.py).
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ __version__ = "0.2.0"
 
 @contextmanager
 def iteration() -> Iterator[None]:
-    """Marks an iteration for the doctor, where it cannot find them itself; does nothing without the doctor.
+    """Marks an iteration for the doctor, where it cannot find iterations itself; does nothing without the doctor.
 
-    An iteration lasts until the next one begins, so that what runs between them counts too.
+    An iteration lasts until the next one begins, so that time between them counts too.
     """
     hook.boundary(hook.MARK)
     yield

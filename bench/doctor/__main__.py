@@ -1,4 +1,4 @@
-"""The doctor as a program of its own: python -m PACKAGE [flags] -- torchrun --nproc_per_node 8 train.py ..."""
+"""The doctor as a separate program: python -m PACKAGE [flags] -- torchrun --nproc_per_node 8 train.py ..."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Time of backward that belongs to marked calls of the forward: a line that is left out takes it away too.
+"""Time of backward that belongs to marked calls of the forward: leaving a line out removes it too.
 
 The profiler gives an operation of the forward and the node of autograd's graph that it makes one sequence number
 (torch.autograd.profiler, "Sequence number").
@@ -35,7 +35,7 @@ def backward_us(events: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 def _marks_by_sequence(events: list[dict[str, Any]]) -> dict[int | None, int]:
-    """The innermost mark around the last operation with a sequence number: that one made the node."""
+    """Returns the innermost mark around the last operation with each sequence number: the one that made the node."""
     marks: dict[int | None, int] = {}
     open_ranges: list[tuple[float, int | None, bool]] = []  # (end, mark, whether within backward)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):

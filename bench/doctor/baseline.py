@@ -1,4 +1,4 @@
-"""What changed since an earlier diagnosis: findings that are new, gone or moved, and how good its predictions were."""
+"""Changes since an earlier diagnosis: findings that are new, gone or moved, and the quality of its predictions."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _MORE = 0.5
 
 
 class Identity(NamedTuple):
-    """What makes a finding the same one in two versions of a script: its lines may have moved."""
+    """The identity of a finding in two versions of a script: its lines may have moved."""
 
     kind: str
     file: str | None
@@ -31,7 +31,7 @@ class Change:
     """A difference of two diagnoses."""
 
     finding: Finding
-    """The later one; the earlier one of what is gone."""
+    """The later finding; the earlier one if it is gone."""
     count: float
     """Calls an iteration more than before, or fewer."""
     ms: float
@@ -39,29 +39,30 @@ class Change:
 
 
 class Comparison(NamedTuple):
-    """What a diagnosis shows beside an earlier one."""
+    """A diagnosis beside an earlier one."""
 
     new: list[Change]
     gone: list[Change]
     moved_ms: float
-    """Milliseconds an iteration by which waits at unchanged places have grown: one left out may be met there."""
+    """Milliseconds an iteration by which waits at unchanged places have grown: the time of a removed wait may have
+    moved there."""
     before_ms: float
     after_ms: float
     gone_ms: float
-    """Time that what is gone took in the earlier iteration."""
+    """Time of the gone findings in the earlier iteration."""
     gone_parts: list[str]
     """Parts that count as gone: the dense network's if CUDA graphs are replayed that were not before, the input dist's
-    if none of its reads and lists is left."""
+    if none of its reads and lists remains."""
     predicted_ms: float
     """The earlier iteration without it; the GPU's work is a floor of it."""
 
     def new_syncs(self) -> list[Change]:
-        """What is new and stops the host."""
+        """New findings that stop the host."""
         return [change for change in self.new if change.finding["kind"] in judge.WAITING]
 
 
 def identity(finding: Finding) -> Identity:
-    """What tells a finding from others in both diagnoses: all but its line numbers."""
+    """Returns the identity of a finding in both diagnoses: all but its line numbers."""
     library, caller = finding["library"], finding["called_from"]
     return Identity(
         finding["kind"],
@@ -74,7 +75,7 @@ def identity(finding: Finding) -> Identity:
 
 
 def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
-    """What is new, gone and moved, costliest first. ValueError if one has a GPU and the other has not."""
+    """Returns new, gone and moved findings, costliest first. ValueError if only one of the two has a GPU."""
     if before["device"] != after["device"]:
         raise ValueError(
             f"--baseline was made on {before['device']} and this on {after['device']}: findings mean other things there"

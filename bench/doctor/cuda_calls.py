@@ -1,7 +1,7 @@
-"""The CUDA calls of a trace that an iteration pays for, and the marked call of torch that each was made in.
+"""The CUDA calls of a trace in an iteration, and the marked call of torch around each.
 
-Costs come from the iterations that had nothing but the profiler on: marks slow the host down, so that it waits less
-for the GPU. The j-th call of a kind is the same one in every iteration of a steady state.
+Costs come from the iterations under the profiler alone: marks slow the host down, so that it waits less for the GPU.
+The j-th call of a kind is the same one in every iteration of a steady state.
 """
 
 import re
@@ -37,14 +37,14 @@ class CudaCall:
     name: str
     ts: float
     us: float
-    """On average in the traced iterations, where it is found again there; otherwise as it was."""
+    """Microseconds on average in the traced iterations, where the call is found again there; otherwise its own."""
     iteration: int
     mark: int | None
     """Number of the innermost marked call around it."""
     within: str
     """Name of the innermost range of torch around it; empty if there is none."""
     direction: str | None = None
-    """What a copy does: 'HtoD pageable', 'HtoD pinned', 'DtoH pageable', 'DtoH pinned', 'DtoD'."""
+    """Direction of a copy: 'HtoD pageable', 'HtoD pinned', 'DtoH pageable', 'DtoH pinned', 'DtoD'."""
     bytes: int = 0
 
 
@@ -82,7 +82,7 @@ def counts(calls: Iterable[CudaCall], iterations: int) -> dict[str, float]:
 
 
 def take_costs(marked: Sequence[CudaCall], traced: Sequence[CudaCall]) -> None:
-    """Gives each marked call what its counterpart took, kind by kind, where all iterations made the same calls."""
+    """Gives each marked call the time of its counterpart, kind by kind, where all iterations made the same calls."""
     for kind in (SYNC, COPY, ALLOCATOR):
         theirs, ours = (_by_iteration(calls, kind) for calls in (traced, marked))
         names = {tuple(call.name for call in calls) for calls in (*theirs, *ours)}
@@ -125,7 +125,7 @@ def _copies(events: Iterable[dict[str, Any]]) -> dict[int, tuple[str, int]]:
 def _thread(
     events: list[dict[str, Any]], starts: Sequence[float], copies: dict[int, tuple[str, int]], iteration: str
 ) -> list[CudaCall]:
-    """Calls of one thread, whose ranges nest."""
+    """Returns the calls of one thread, whose ranges nest."""
     calls = []
     stack: list[tuple[float, str, int | None]] = []  # (end, name, mark) of the open ranges
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):

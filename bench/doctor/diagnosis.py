@@ -1,4 +1,4 @@
-"""Everything that the doctor says about a script, from the files that its ranks left."""
+"""The whole diagnosis of a script, from the files of its ranks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,12 +42,12 @@ class RankSummary(TypedDict):
     """CUDA calls: sync, copy, allocator, launch, graph_launch, and copies by direction. Empty without a GPU."""
     gil_wait_ms: float | None
     """Time in which the loop's thread, or autograd's for it, waited for Python's interpreter lock; None if the kernel
-    does not say."""
+    does not report it."""
     gpu_computing_ms: float | None
-    """What the GPU had to do, collectives left out."""
+    """Time of the GPU's work, collectives left out."""
     gpu_idle_fraction: float | None
     collective_wait_ms: float | None
-    """Time in collectives in which it waited for other ranks; None of ranks without common collectives."""
+    """Time in collectives in which it waited for other ranks; None for ranks without common collectives."""
     collective_transfer_ms: float | None
     """The rest of the time in collectives."""
     late_ms: float | None
@@ -55,7 +55,7 @@ class RankSummary(TypedDict):
 
 
 class Overhead(TypedDict):
-    """What the doctor itself costs: an iteration in each of its windows, slowest rank."""
+    """The doctor's own cost: an iteration in each of its windows, slowest rank."""
 
     plain_ms: float
     """An iteration without instruments."""
@@ -76,7 +76,7 @@ class Overhead(TypedDict):
 
 
 class Diagnosis(TypedDict):
-    """What --json writes."""
+    """The content of --json."""
 
     schema: int
     created: str
@@ -86,7 +86,7 @@ class Diagnosis(TypedDict):
     versions: dict[str, str]
     world_size: int
     found_by: str
-    """What iterations were found by: mark, progress (of a pipeline) or optimizer (its step)."""
+    """How iterations were found: mark, progress (of a pipeline) or optimizer (its step)."""
     iterations: int
     """Those that were timed."""
     iteration_ms: float
@@ -100,9 +100,9 @@ class Diagnosis(TypedDict):
     lines: list[LineTime]
     """The script's lines that take longest on the rank that the others wait for, else on the slowest."""
     periodic: list[Periodic]
-    """What comes every n-th iteration, costliest first."""
+    """Periodic work, costliest first."""
     status: int
-    """The command's exit status: the doctor ends the ranks with 0 itself, but for --keep-running."""
+    """The command's exit status: the doctor ends the ranks with 0 itself, except with --keep-running."""
     predictions: list[Prediction]
     notes: list[str]
 
@@ -124,7 +124,7 @@ class Timeline(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """What the page draws."""
+    """The data of the page's pictures."""
 
     timeline: Timeline
     flame: Box
@@ -134,10 +134,10 @@ class Pictures(NamedTuple):
 def diagnose(
     folder: Path, command: Sequence[str], needed: int, lock: Mapping[str, Samples]
 ) -> tuple[Diagnosis, Pictures]:
-    """The diagnosis, and the pictures of the slowest rank and of the ranks side by side.
+    """Returns the diagnosis, and the pictures of the slowest rank and of the ranks side by side.
 
-    folder: of the ranks' files. needed: iterations that the script had to make. lock: LockWatch's samples. ValueError
-    if the script made too few iterations, or none was found.
+    folder: of the ranks' files. needed: number of iterations that the script had to make. lock: LockWatch's samples.
+    ValueError if the script made too few iterations, or none was found.
     """
     ranks = _complete_ranks(folder, needed)
     events = {rank["rank"]: read_trace(trace_path(folder, rank["rank"])) for rank in ranks}
@@ -201,7 +201,7 @@ def diagnose(
 
 
 def read_diagnosis(path: Path) -> Diagnosis:
-    """What --json wrote. ValueError if it is something else."""
+    """Returns the content of a --json file. ValueError if it is something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

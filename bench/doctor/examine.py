@@ -1,4 +1,4 @@
-"""Runs a command with the hook in its processes, and says what its ranks found."""
+"""Runs a command with the hook in its processes, and returns its ranks' diagnosis."""
 
 import os
 import shlex
@@ -24,9 +24,9 @@ from .site_folder import Settings, environment_with_hook
 
 EXIT_FAILED = 1
 _LOOK_S = 0.05
-"""How often the doctor looks whether a rank is gone."""
+"""Seconds between two looks for ranks that are gone."""
 _LINES = 5
-"""Lines of the script in the text; JSON and page hold more."""
+"""Number of lines of the script in the text; JSON and page hold more."""
 
 
 class ExaminationError(Exception):
@@ -34,7 +34,7 @@ class ExaminationError(Exception):
 
 
 def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> int:
-    """Examines the command and prints what is found; returns the exit status.
+    """Examines the command and prints the findings; returns the exit status.
 
     ValueError for bad input, ExaminationError if the command fails.
     """
@@ -75,7 +75,7 @@ def examine(
     keep_running: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[Diagnosis, Pictures]:
-    """Runs the command; what its ranks found. Its ranks leave their files in `folder`, which must be there.
+    """Runs the command; returns its ranks' diagnosis. Its ranks write their files into `folder`, which must exist.
 
     ExaminationError if the command fails, ValueError if it has too few iterations.
     """
@@ -132,7 +132,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis, comparison: Comparis
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], ranks: RankWatch) -> int:
-    """The command's exit status. What it prints goes where ours goes; a signal ends it, and then this process.
+    """Returns the command's exit status. Its output goes where ours goes; a signal ends it, and then this process.
 
     A rank that is gone without a file ends the command too: the others would wait for it in a collective.
     """

@@ -1,4 +1,4 @@
-"""What costs an iteration its time, line by line: findings of the ranks' files and traces."""
+"""Costs of an iteration, line by line: findings from the ranks' files and traces."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,49 +21,49 @@ class Read(Frame):
     """A line that waits within a finding."""
 
     count: float
-    """How often, an iteration."""
+    """Number of occurrences in an iteration."""
 
 
 class Finding(TypedDict):
     """Something that costs time at one line: an iteration, and mean of the ranks."""
 
     kind: str
-    """One of judge.py's."""
+    """A kind of judge.py."""
     file: str | None
     """The user's line; None where no line of Python is known."""
     line: int
     function: str
-    """The line's; where none is known, the range of the trace that the call was in."""
+    """The line's function; where none is known, the range of the trace around the call."""
     text: str
     """The line itself."""
     library: Frame | None
     """The library's line below it, where the call was made; None where the user's line made it."""
     called_from: Frame | None
-    """The library's line that called that one's function."""
+    """The library's line that called the function of `library`."""
     count: float
-    """Calls of torch that did it; of the CUDA API where no line is known; 1 of what no call shows."""
+    """Number of calls of torch; of the CUDA API where no line is known; 1 for costs without a call."""
     ms: float | None
-    """What leaving it out would take away from an iteration; None where that cannot be told from the rest.
+    """Time that leaving the line out would remove from an iteration; None where it cannot be told from the rest.
 
     Time of the stack's samples at its line, for a loop at all of its lines, with their backward; `calls_ms` where that
-    lies in the interval. Samples belong to one finding each.
+    is within the interval. Samples belong to one finding each.
     """
     low_ms: float | None
-    """Ends of the interval of 95 %; None where only calls tell."""
+    """Ends of the interval of 95 %; None where the estimate is that of calls alone."""
     high_ms: float | None
     calls_ms: float | None
-    """Time in the calls alone, None of what no call of torch shows.
+    """Time in the calls alone, None for costs without a call of torch.
 
-    Waits, copies and allocations of a GPU as they took without marks; else the time of the marked calls themselves,
-    divided by how much slower a marked iteration is, so that all of them fit into one without instruments. A call
-    within another one counts once, at its own line.
+    Waits, copies and allocations of a GPU with their times without marks; else the time of the marked calls themselves,
+    divided by the slowdown of a marked iteration, so that all of them fit into one without instruments. A call within
+    another one counts once, at its own line.
     """
     detail: str
-    """What else is known; empty for most."""
+    """Further facts; empty for most."""
     reads: list["Read"]
-    """Of a metric: the lines of its library at which the host waits."""
+    """For a metric: the lines of its library at which the host waits."""
     worst_ms: float | None
-    """That of the rank with the most."""
+    """The rank with the most: its time."""
     waits: float
     """Calls of the CUDA API that waited."""
     copies: dict[str, float]
@@ -73,7 +73,7 @@ class Finding(TypedDict):
 
 @dataclass(slots=True)
 class Seen:
-    """What one rank saw at a place, in all marked iterations."""
+    """One rank's observations at a place, in all marked iterations."""
 
     count: int = 0
     us: float | None = 0.0
@@ -81,13 +81,13 @@ class Seen:
     copies: Counter[str] = field(default_factory=Counter)
     calls: list[Call] = field(default_factory=list)
     reads: Counter[Line] = field(default_factory=Counter)
-    """Of a metric: lines of its library that wait."""
+    """For a metric: lines of its library that wait."""
     left_out: Estimate | None = None
-    """What leaving it out takes away, by samples; None where these cannot tell."""
+    """Time that leaving it out removes, by samples; None where these cannot tell."""
     detail: str = ""
 
     def ms(self, iterations: int) -> float | None:
-        """Milliseconds of an iteration that it costs; None if not known. iterations: the marked ones."""
+        """Returns its milliseconds of an iteration; None if unknown. iterations: the marked ones."""
         in_calls = None if self.us is None else self.us / iterations / 1000
         if self.left_out is None:
             return in_calls
@@ -111,11 +111,12 @@ class _Counted(NamedTuple):
     whole: bool
     """Whether `us` is all of its time; otherwise that of its CUDA calls."""
     first: bool
-    """Whether it counts as a call; what connects a group belongs to the one that made it."""
+    """Whether it counts as a call; the calls that connect a group belong to the one that made it."""
 
 
 def seen_by(rank: RankFile, calls: Sequence[CudaCall]) -> dict[Place, Seen]:
-    """What a rank saw. calls: the CUDA calls of the marked iterations, with their costs; empty without a GPU.
+    """Returns a rank's observations by place. calls: the CUDA calls of the marked iterations, with their costs; empty
+    without a GPU.
 
     Each microsecond counts once, at the innermost call that a finding holds: no finding of a thread takes longer than
     its iterations.
@@ -188,7 +189,7 @@ def _nested_us(rank: RankFile, counted: Mapping[int, _Counted]) -> dict[int, flo
 def findings_of(
     ranks: Sequence[tuple[RankFile, dict[Place, Seen]]], suggest: Callable[[Place], str]
 ) -> list[tuple[Place, Finding]]:
-    """Means over the ranks, costliest first, those of unknown cost last. suggest(place): what to do about it."""
+    """Returns means over the ranks, costliest first, those of unknown cost last. suggest(place): the remedy."""
     findings = []
     libraries = {folder for rank, _ in ranks for folder in rank["libraries"]}
     for place in {place: None for _, seen in ranks for place in seen}:
@@ -236,13 +237,13 @@ def _fit(findings: Sequence[tuple[Place, Finding]], iteration_ms: float) -> None
 
 
 def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:
-    """What costs of CUDA calls are multiplied by: 1, or less where the profiler made them longer than iterations."""
+    """Returns the factor on costs of CUDA calls: 1, or less where the profiler made them longer than iterations."""
     total = sum(call.us for call in calls if call.kind in _COSTS)
     return min(1.0, rank["plain"]["ms"] * 1000 * rank["marked"]["iterations"] / total) if total else 1.0
 
 
 def slower(rank: RankFile) -> float:
-    """How many times longer a marked iteration takes than one without instruments, the marks' own time left out."""
+    """Returns the slowdown of a marked iteration over one without instruments, the marks' own time left out."""
     marked = rank["marked"]
     return max(1.0, (marked["ms"] - marked["marks_ms"]) / rank["plain"]["ms"])
 

@@ -1,4 +1,4 @@
-"""The flame graph of the loop's samples as an SVG, outermost frames on top; it needs nothing beside it."""
+"""The flame graph of the loop's samples as a self-contained SVG, outermost frames on top."""
 
 from dataclasses import dataclass, field
 from html import escape
@@ -45,7 +45,7 @@ def tree_of(rank: RankFile) -> Box:
 
 
 def svg(root: Box) -> str:
-    """The picture; a box says its whole name and its time where the pointer rests on it. Empty without samples."""
+    """Returns the picture; a box shows its whole name and its time under the pointer. Empty without samples."""
     if not root.ms:
         return ""
     boxes: list[str] = []

@@ -26,13 +26,13 @@ class Frames:
         return frame["file"].startswith("<") or _real(frame["file"]).startswith(self._folders)
 
     def user(self, stack: Sequence[Frame]) -> Frame:
-        """The user's frame nearest to the call; the outermost frame of all where the user has none."""
+        """Returns the user's frame nearest to the call; the outermost frame of all where the user has none."""
         return next((frame for frame in stack if not self.is_library(frame)), stack[-1])
 
     def library(self, stack: Sequence[Frame]) -> list[Frame]:
-        """The library's frame nearest to the call, below the user's, and the one that called it.
+        """Returns the library's frame nearest to the call, below the user's, and the one that called it.
 
-        Those of torch itself only where there are no others; none where the user's line makes the call.
+        Frames of torch itself only where there are no others; none where the user's line makes the call.
         """
         below = []
         for frame in stack:
@@ -60,7 +60,7 @@ def is_standard_library(frame: Frame) -> bool:
 
 
 def short_path(file: str, libraries: Collection[str] = ()) -> str:
-    """A path as text shows it: from the package on for installed ones, from the working directory on below it."""
+    """Returns a path for text: from the package on for installed ones, from the working directory on below it."""
     real = _real(file)
     for folder in (*sorted(libraries, key=len, reverse=True), os.getcwd(), str(TOP.resolve().parent)):
         if real.startswith(folder + os.sep):

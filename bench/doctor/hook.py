@@ -1,4 +1,4 @@
-"""What the doctor changes in a process: it waits for modules to be imported, and wraps a few of their functions.
+"""The doctor's changes in a process: it waits for modules to be imported, and wraps a few of their functions.
 
 Imports nothing of torch: this module is loaded at the start of every Python process of the examined command, most of
 which are no ranks. A wrapped function costs one more call until the rank reaches its marked iterations.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .rank import Examination
 
 OPTIMIZER, PROGRESS, MARK = "optimizer", "progress", "mark"
-"""What an iteration was found by, the least reliable first."""
+"""Ways in which an iteration is found, the least reliable first."""
 
 Marker = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -72,7 +72,7 @@ def install() -> None:
 
 
 def boundary(found_by: str) -> None:
-    """Tells the examination of this rank that an iteration begins; makes it with the first one."""
+    """Tells this rank's examination that an iteration begins; makes the examination with the first one."""
     if state.settings is None:
         return
     if state.examination is None:
@@ -100,7 +100,7 @@ class _Watcher(MetaPathFinder):
 
 
 def _run_after(loader: Loader, change: Callable[[ModuleType], None]) -> None:
-    """Changes a module once this loader has run it; the loader stays what it is for all who ask it for sources."""
+    """Changes a module once this loader has run it; the loader stays the same for all who ask it for sources."""
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -129,7 +129,7 @@ def _wrap_functions(module: ModuleType, names: Sequence[str]) -> None:
 
 
 def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of whose calls the marker is told while there is one."""
+    """Returns the function, whose calls are reported to the marker while there is one."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,8 @@ def _wrap_pipelines(module: ModuleType) -> None:
 
 
 def _progress(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pipeline's progress(), the outermost call of which begins an iteration: one pipeline may call another's."""
+    """Returns a pipeline's progress(), the outermost call of which begins an iteration: one pipeline may call
+    another's."""
 
     @functools.wraps(function)
     def progress(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The loop's time that passes through no call of torch: waits for a loader, sleeps, reads, and Python that computes.
+"""The loop's time without a call of torch: waits for a loader, sleeps, reads, and Python that computes.
 
-And what leaving a finding's line out would take away, by the same samples of the stack: a loop of small operations
-costs more than its calls, and a line that logs more than its read of a value.
+Also the time that leaving a finding's line out would remove, by the same samples of the stack: a loop of small
+operations costs more than its calls, and a line that logs more than its read of a value.
 """
 
 import re
@@ -74,7 +74,7 @@ class HostCosts:
         ]
 
     def estimates(self) -> dict[Place, Estimate]:
-        """What leaving each place out takes away, of findings of calls and of those outside of torch."""
+        """Returns the time that leaving each place out removes, of findings of calls and of those without one."""
         owned: defaultdict[Place, list[Sample]] = defaultdict(list)
         rest: defaultdict[int, list[Sample]] = defaultdict(list)
         recurring = [(one.iterations, _at_line(one.place.user)) for one in self._recurring]
@@ -112,7 +112,7 @@ class HostCosts:
         return estimate._replace(ms=estimate.ms + ms)
 
     def _numbers(self, place: Place) -> Iterable[int]:
-        """Numbers of the calls that a line that is left out takes along: for a loop, those of all its lines."""
+        """Yields numbers of the calls that go with a line that is left out: for a loop, those of all its lines."""
         if place in self._extents:
             match = _in_lines(place.user, self._extents[place])
             within = [match(stack) is not None for stack in self._rank["stacks"]]
@@ -227,7 +227,7 @@ def _below(user: Line, library: Line) -> _Match:
 
 
 def _own(user: Line, whole: bool) -> _Match:
-    """whole: what the line calls belongs to it too; otherwise only samples whose innermost frame is the line."""
+    """whole: calls of the line belong to it too; otherwise only samples whose innermost frame is the line."""
 
     def match(stack: Sequence[Frame]) -> int | None:
         for depth, frame in enumerate(stack if whole else stack[:1]):

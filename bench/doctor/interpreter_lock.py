@@ -1,8 +1,8 @@
-"""How long the training loop waits for Python's interpreter lock (GIL), seen from another process.
+"""Time of the training loop in waits for Python's interpreter lock (GIL), seen from another process.
 
 A thread that waits for the lock sleeps in the kernel's futex call, at an address within CPython's state of the process,
-_PyRuntime, where the lock lies. The kernel tells in /proc/PID/task/TID/syscall which call a thread sleeps in, and does
-not stop a thread that runs to say so. A sampler within the rank would itself need the lock.
+_PyRuntime, which contains the lock. /proc/PID/task/TID/syscall names the call in which a thread sleeps, without
+stopping a running one. A sampler within the rank would itself need the lock.
 """
 
 import ctypes
@@ -18,21 +18,21 @@ from .site_folder import SETTINGS
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 """Number of the system call (Linux, asm/unistd.h)."""
 _RUNTIME_BYTES = 1 << 20
-"""More than _PyRuntime takes in any CPython to 3.14; nothing else that threads wait for lies right after it."""
+"""An upper bound of _PyRuntime in any CPython to 3.14; nothing else that threads wait for comes right after it."""
 _AUTOGRAD = "pt_autograd"
 """Name of the threads of autograd's engine, for which the loop's thread waits in backward()."""
 _INTERVAL_S = 0.0005
 _FEWEST = 20
-"""Samples below which nothing is said."""
+"""Smallest number of samples for a result."""
 
 
 def loop_path(folder: Path, rank: int) -> Path:
-    """Where a rank says which thread is to be watched, for as long as it is."""
+    """Returns the file in which a rank names the thread to watch, for as long as it is to be watched."""
     return folder / f"rank{rank}.loop"
 
 
 def runtime_address() -> int | None:
-    """Address of _PyRuntime in this process; None in a Python that is not CPython."""
+    """Returns the address of _PyRuntime in this process; None in a Python that is not CPython."""
     try:
         return ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     except (AttributeError, ValueError):
@@ -41,14 +41,14 @@ def runtime_address() -> int | None:
 
 @dataclass(slots=True)
 class Samples:
-    """How often one rank's loop was looked at, and how often it waited for the lock."""
+    """Number of looks at one rank's loop, and number of those that found it waiting for the lock."""
 
     taken: int = 0
     waiting: int = 0
 
     @property
     def share(self) -> float | None:
-        """Share of time that the loop waited; None of too few samples."""
+        """Share of time that the loop waited; None for too few samples."""
         return self.waiting / self.taken if self.taken >= _FEWEST else None
 
 

@@ -1,7 +1,7 @@
-"""Which calls of an iteration are worth a finding, of which kind, and at whose line.
+"""The calls of an iteration that are worth a finding, their kind and their line.
 
-On a GPU, what a line did is what CUDA recorded: it waited, copied, allocated. Without one, calls are judged by what
-they would do to tensors on a GPU.
+On a GPU, CUDA's record decides: a line waited, copied, allocated. Without one, calls are judged by their effect on
+tensors on a GPU.
 """
 
 import re
@@ -51,12 +51,12 @@ KINDS = (
     STRAGGLER,
 )
 OUTSIDE = (LOADER, HOST_WAIT, HOST_COMPUTE, PERIODIC, STRAGGLER)
-"""Kinds that no call of torch shows: from samples of the stack, and from ranks side by side."""
+"""Kinds without a call of torch: from samples of the stack, and from ranks side by side."""
 WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, H2D)
 """Kinds that stop the host until the GPU has done something, or would."""
 
 REPEATS = 8
-"""Calls from one stack in an iteration that make a loop of it."""
+"""Number of calls from one stack in an iteration that make a loop of it."""
 LAUNCHES = 16
 """Launches of such loops at a line, in an iteration, that make a burst: fewer cost less than 0.1 ms."""
 
@@ -85,17 +85,17 @@ class Line(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What makes calls one finding."""
+    """The identity of a finding, by which calls are joined."""
 
     kind: str
     user: Line
     """Without a file where no line of Python is known."""
     library: tuple[Line, ...]
-    """The line that makes the call, and the one that calls its function; none where it is the user's."""
+    """The line that makes the call, and the one that calls its function; empty where it is the user's."""
 
 
 class Judge:
-    """Tells kinds of calls of one rank."""
+    """Determines the kinds of calls of one rank."""
 
     def __init__(self, rank: RankFile) -> None:
         self._rank = rank
@@ -105,7 +105,7 @@ class Judge:
         self._optim = [any(_OPTIMIZERS.search(frame["file"]) for frame in stack) for stack in rank["stacks"]]
 
     def kind(self, call: Call, below: Sequence[CudaCall]) -> str | None:
-        """The kind of finding that a call is; None for most."""
+        """Returns the kind of finding of a call; None for most."""
         name = call["name"]
         if name.endswith((".new_group", ".init_process_group", ".destroy_process_group")):
             return PROCESS_GROUP
@@ -156,13 +156,13 @@ class Judge:
         return self._gpu and slow and _COLLECTIVES.search(call["name"]) is not None
 
     def place(self, kind: str, call: Call) -> Place:
-        """The lines of a call; of what a library does in many lines, its function alone."""
+        """Returns the lines of a call; for a library's work in many lines, its function alone."""
         stack = self._rank["stacks"][call["stack"]]
         user, library = self._frames.user(stack), self._frames.library(stack)
         if kind == PRINT:
             library = []
         elif kind in (METRIC, OPTIMIZER_LOOP):
-            # Which metric it is, the function says that is entered first; of an optimizer's, the last one.
+            # The function entered first names the metric; for an optimizer's, the last one.
             own = _METRICS if kind == METRIC else _OPTIMIZERS
             named = [frame for frame in stack if own.search(frame["file"])]
             library = [_whole(named[-1] if kind == METRIC else named[0])]
@@ -174,7 +174,7 @@ class Judge:
         return line_of(next(frame for frame in stack if _METRICS.search(frame["file"])))
 
     def bursts(self, below: dict[int, list[CudaCall]]) -> Iterator[tuple[str, int, list[CudaCall]]]:
-        """Numbers of calls of loops in Python, each with what it launched: many small launches from one place."""
+        """Yields numbers of calls of loops in Python, each with its launches: many small launches from one place."""
         repeats: Counter[tuple[int, int]] = Counter()
         launching = []
         for number, call in enumerate(self._rank["calls"]):

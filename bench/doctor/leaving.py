@@ -1,7 +1,7 @@
-"""How ranks end: a rank that is gone without its file is named at once, and nobody waits for it.
+"""The ends of ranks: a rank that is gone without its file is named at once, and nobody waits for it.
 
-Each rank says with its first iteration which process it is. os._exit() skips Python's exit handlers, and a signal skips
-Python: of the first the line is kept, of the second only that the process is gone.
+Each rank names its process with its first iteration. os._exit() skips Python's exit handlers, and a signal skips
+Python: for the first the line is kept, for the second only that the process is gone.
 """
 
 import functools
@@ -19,16 +19,16 @@ from .rank_file import rank_path
 from .site_folder import SETTINGS
 
 GRACE_S = 3.0
-"""How long a launcher has to end the other ranks by itself once a rank is gone."""
+"""Seconds in which a launcher can end the other ranks by itself once a rank is gone."""
 
 
 def began_path(folder: Path, rank: int) -> Path:
-    """Where a rank says which process it is."""
+    """Returns the file in which a rank names its process."""
     return folder / f"rank{rank}.began"
 
 
 def ended_path(folder: Path, rank: int) -> Path:
-    """Where a rank says where it called os._exit() before its examination was over."""
+    """Returns the file in which a rank records where it called os._exit() before its examination was over."""
     return folder / f"rank{rank}.ended"
 
 
@@ -76,7 +76,7 @@ def ended_early(folder: Path) -> bool:
 
 
 def why(folder: Path, rank: int) -> str:
-    """How a rank that left no file ended, in words that follow its number."""
+    """Returns how a rank that left no file ended, in words that follow its number."""
     try:
         told = json.loads(ended_path(folder, rank).read_text(encoding="utf-8"))
         return (

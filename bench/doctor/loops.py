@@ -1,4 +1,4 @@
-"""Which loop of the source a line belongs to: leaving a loop out takes all of its lines away."""
+"""The loop of the source around a line: leaving a loop out removes all of its lines."""
 
 import ast
 from collections.abc import Collection
@@ -9,7 +9,8 @@ _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 
 
 def lines_of_loop(file: str, line: int, without: Collection[tuple[str, int]]) -> range:
-    """Lines of the innermost loop around a line; the line alone where there is none, or no source to be read.
+    """Returns the lines of the innermost loop around a line; the line alone where there is none, or no source to be
+    read.
 
     without: lines (file, number) that the loop must not hold. The training loop holds the line at which iterations
     begin.

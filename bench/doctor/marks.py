@@ -1,9 +1,9 @@
-"""Which Python line makes which call of torch: every call of a few iterations, with the stack that it comes from.
+"""The Python line of each call of torch: every call of a few iterations, with its stack.
 
-Torch's override protocol (torch.overrides) passes each call of its Python API on, operators, item() and custom ops
-included, and this without a change of what runs. Each call is within a range of the profiler, MARK and its number in
-the list of calls: the CUDA calls below it in the trace are those of its line. What the protocol leaves out is wrapped
-by hook.py.
+Torch's override protocol (torch.overrides) reports each call of its Python API, operators, item() and custom ops
+included, without a change of what runs. Each call is within a range of the profiler, MARK and its number in the list of
+calls: the CUDA calls below it in the trace are those of its line. Calls that the protocol leaves out are wrapped by
+hook.py.
 """
 
 import linecache
@@ -31,7 +31,7 @@ _OVERRIDES = torch.overrides.__file__
 _SILENT = ("profiler.", "torch.autograd.profiler", "_set_grad_enabled", "torch.Tensor.register_hook")
 _MOVES = frozenset(f"torch.Tensor.{name}" for name in ("to", "cuda", "cpu", "copy_", "pin_memory"))
 _FROM_DATA = frozenset(("torch.tensor", "torch.as_tensor", "torch.Tensor.new_tensor", "torch.asarray"))
-# What a script under torch.compile is marked by: a mode would have every compiled function compiled anew.
+# Marks of a script under torch.compile: a mode would have every compiled function compiled again.
 _READS = (
     "item",
     "tolist",
@@ -53,7 +53,7 @@ class Marks:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.iteration = -1
-        """The one that calls belong to now; those of a negative one are not kept."""
+        """The present iteration of calls; those of a negative one are not kept."""
         self.own_us = 0.0
         """Time that the marks themselves took, in all iterations that are kept."""
         self.reduced = compiles()
@@ -98,7 +98,7 @@ class Marks:
         hook.state.around_backward = self._around_backward
 
     def switch_off(self) -> None:
-        """Leaves everything as it was."""
+        """Removes all marks and changes."""
         hook.state.marker = hook.state.around_backward = None
         if self.reduced:
             for name in _READS:
@@ -156,7 +156,8 @@ class Marks:
         return result
 
     def _name(self, function: Callable[..., Any]) -> str | None:
-        """Name of a function that is worth a mark, else None: getters of attributes, such as grad, launch nothing."""
+        """Returns the name of a function that is worth a mark, else None: getters of attributes, such as grad, launch
+        nothing."""
         if function not in self._names:
             name = resolve_name(function) or getattr(function, "__name__", repr(function))
             self._names[function] = (

@@ -8,7 +8,7 @@ NEW_SYNCS = "new-syncs"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DoctorOptions:
-    """What is examined for how long, and where the findings go."""
+    """The length of the examination, and the files of its findings."""
 
     warmup: int = 20
     """Iterations before anything is measured."""
@@ -24,7 +24,8 @@ class DoctorOptions:
     traces: Path | None = None
     """Folder for the ranks' Chrome traces."""
     baseline: Path | None = None
-    """An earlier --json file: says what is new, gone and moved since, and how that had been predicted."""
+    """An earlier --json file: prints new, gone and moved findings since, and the earlier predictions of these
+    changes."""
     fail_on: str | None = None
     """new-syncs: exit with status 1 if a line makes the host wait that did not in --baseline."""
 

@@ -1,4 +1,5 @@
-"""Parts of an iteration that no single line makes, as measured on one rank: what a change of pipeline takes away."""
+"""Parts of an iteration that no single line makes, as measured on one rank: the time that a change of pipeline
+removes."""
 
 from collections.abc import Sequence
 from typing import Any, TypedDict
@@ -20,11 +21,12 @@ class Parts(TypedDict):
     record_streams_ms: float
     """Calls of Tensor.record_stream."""
     gpu_ms: float
-    """What the GPU has to do, collectives left out: no change of the host makes an iteration shorter."""
+    """Time of the GPU's work, collectives left out: no change of the host makes an iteration shorter."""
 
 
 def parts_of(rank: RankFile, events: Sequence[dict[str, Any]], gpu_ms: float | None) -> Parts:
-    """The parts of a rank's iteration. events: its trace. gpu_ms: work of the GPU with the most; None without one."""
+    """Returns the parts of a rank's iteration. events: its trace. gpu_ms: work of the GPU with the most; None without
+    one."""
     plain = rank["plain"]["ms"]
     loop, autograd = host_stages_of_loop(events)
     faster = min(1.0, plain / rank["traced"]["ms"])

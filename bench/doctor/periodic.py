@@ -1,6 +1,6 @@
-"""Work that comes every n-th iteration, such as evaluation, logging and sorting: its period, its cost and its line.
+"""Work of every n-th iteration, such as evaluation, logging and sorting: its period, its cost and its line.
 
-A mean of iterations hides it, a median leaves it out, and the few iterations whose calls are marked rarely hold it.
+A mean of iterations hides it, a median leaves it out, and the few marked iterations rarely contain it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .samples import Samples, estimate_of
 _FEWEST = 3
 """Times that something must have come."""
 _CHANCE = 1e-3
-"""Probability of a comb of slow iterations among as many slow ones at random places, above which it is none."""
+"""Largest probability of a comb of slow iterations among equally many slow ones at random places."""
 _OUTSTANDING = 0.05, 6.0
 """A slow iteration takes longer than the median by this share of it, and by this many median deviations."""
 _LEAST = 0.01
@@ -45,28 +45,29 @@ class Periodic(TypedDict):
     without_ms: float
     """Median of all others."""
     ms: float
-    """What it adds to the mean iteration."""
+    """Milliseconds that it adds to the mean iteration."""
     half_ms: float
     """Half of the interval of 95 % around it."""
     times: int
-    """How often it came."""
+    """Number of its occurrences."""
     line: Frame | None
-    """The line of the loop that it comes from; None if no sample fell into it."""
+    """The line of the loop that causes it; None if no sample fell into it."""
 
 
 class Work(NamedTuple):
-    """What comes every n-th iteration of one rank."""
+    """Periodic work of one rank."""
 
     periodic: Periodic
     recurring: Recurring | None
-    """Where its samples lie; None if there are none."""
+    """The places of its samples; None if there are none."""
     works_itself: float
     """Share of its samples' time in which the rank computes or runs code outside of torch; else it may wait for another
     rank that does."""
 
 
 def find(times: Sequence[float | None]) -> list[Comb]:
-    """Combs of slow iterations, the shortest period first. times: of iterations in order; None where not measured."""
+    """Returns combs of slow iterations, the shortest period first. times: of iterations in order; None where not
+    measured."""
     left = list(times)
     combs: list[Comb] = []
     typical = median([time for time in times if time is not None])
@@ -82,7 +83,7 @@ def find(times: Sequence[float | None]) -> list[Comb]:
 
 
 def recurring_work(rank: RankFile) -> list[Work]:
-    """What comes every n-th iteration of a rank, costliest first."""
+    """Returns the periodic work of a rank, costliest first."""
     plain, sampled = rank["plain"]["times_ms"], Samples(rank)
     scale = median(plain) / median(sampled.times_ms)
     times = [*plain, *[None] * SETTLING, *(time * scale for time in sampled.times_ms)]

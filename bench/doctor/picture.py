@@ -44,8 +44,8 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def ranks_figure(together: Together) -> Figure | None:
-    """Two traced iterations of each rank on the ranks' common clock, in milliseconds: waiting and transfer of their
-    collectives. None of ranks without common collectives."""
+    """Draws two traced iterations of each rank on the ranks' common clock, in milliseconds: waiting and transfer of
+    their collectives. None for ranks without common collectives."""
     if not together.late:
         return None
     ranks = sorted(together.spans, key=lambda rank: -together.late[rank].ms)[:_RANKS]

@@ -1,7 +1,7 @@
-"""The examination of one rank, from inside: which of its iterations are measured how, and what is kept of them.
+"""The examination of one rank, from inside: the iterations of each kind of measurement, and the kept data.
 
 After the warm-up come iterations without instruments, which give the time; iterations in which the loop's stack is
-sampled; iterations under torch.profiler alone, which give what calls of CUDA cost; and iterations whose calls are
+sampled; iterations under torch.profiler alone, which give the costs of CUDA calls; and iterations whose calls are
 marked by line, which run slower and give the lines. All ranks count the same iterations, so that instruments slow them
 down together.
 """
@@ -47,9 +47,9 @@ from .site_folder import Settings
 from .thread_times import spent_ms, thread_times_ms
 
 ITERATION = "iteration"
-"""The range around a traced iteration, the one that trace.py looks for."""
+"""The range around a traced iteration, for trace.py."""
 _PATIENCE_S = 60
-"""How long a rank that is done waits for the others of its node, which may still be in a collective with it."""
+"""Seconds that a finished rank waits for the others of its node, which may still be in a collective with it."""
 _RELIABILITY = (hook.OPTIMIZER, hook.PROGRESS, hook.MARK)
 
 
@@ -77,7 +77,7 @@ class Examination:
         atexit.register(self._leave_what_there_is)
 
     def boundary(self, found_by: str) -> None:
-        """An iteration begins, and the one before it ends."""
+        """Begins an iteration, and ends the previous one."""
         if self._over or threading.get_ident() != self._thread or not self._counts(found_by):
             return
         begin = time.perf_counter()
@@ -145,7 +145,7 @@ class Examination:
         self._starts.append(self._opened * 1e6)
 
     def _tell_watch(self) -> None:
-        """Names this thread to the doctor's own process, which watches it as long as the file is there."""
+        """Names this thread to the doctor's process, which watches it as long as the file is there."""
         path = loop_path(self._folder, _rank())
         unfinished = path.with_suffix(".unfinished")
         told = {"pid": os.getpid(), "thread": threading.get_native_id(), "runtime": runtime_address()}
@@ -194,7 +194,7 @@ class Examination:
         self._start_profile()
 
     def _start_profile(self) -> None:
-        """One profile for both kinds: a range that is open when a profile ends must not end in another one."""
+        """Starts one profile for both kinds: a range that is open when a profile ends must not end in another one."""
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _cuda() else [])],
             # Threads that began before the profiler would have no ranges.
@@ -287,7 +287,7 @@ class Examination:
         unfinished.rename(path)
 
     def _leave(self) -> None:
-        """Ends this process: the script has shown what it had to, and might train for days."""
+        """Ends this process: the examination is complete, and the script might train for days."""
         deadline = time.monotonic() + _PATIENCE_S
         peers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         while len(list(self._folder.glob("rank*.json"))) < peers and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
-"""What a rank leaves for the doctor: how its iterations went, and the calls of a few of them.
+"""A rank's file for the doctor: the times of its iterations, and the calls of a few of them.
 
-rank<R>.json, and beside it a Chrome trace, rank<R>_trace.json.gz: iterations with nothing but the profiler on, and then
+rank<R>.json, and beside it a Chrome trace, rank<R>_trace.json.gz: iterations under the profiler alone, and then
 iterations whose calls are marked by line. Times of all ranks of a node are on one clock: those in rank<R>.json are
 Python's perf_counter (Linux, CLOCK_MONOTONIC), those of the trace Kineto's, since 1970 or a common later base.
 """
@@ -38,7 +38,7 @@ class Frame(TypedDict):
 
 
 class About(TypedDict, total=False):
-    """What a call is about, where it matters to a finding."""
+    """Properties of a call that matter to a finding."""
 
     device: str
     """Kind of device of the first tensor, or of the source of a copy: cpu, cuda."""
@@ -121,7 +121,7 @@ class Stacks(TypedDict):
     samples: list[tuple[float, int, float, float]]
     """(time, number in `stacks`, time that the sample stands for, time of it that the loop's thread ran), microseconds.
 
-    Time that it waited for a core counts as running where the sampler can tell it from blocking.
+    Waits for a core count as running where the sampler can tell them from blocking.
     """
 
 
@@ -173,7 +173,7 @@ def trace_path(folder: Path, rank: int) -> Path:
 
 
 def read_rank_files(folder: Path) -> list[RankFile]:
-    """All that ranks left in the folder, by rank. ValueError for one that is damaged or of another version."""
+    """Returns all files of ranks in the folder, by rank. ValueError for one that is damaged or of another version."""
     files: list[RankFile] = []
     for path in folder.glob("rank*.json"):
         try:

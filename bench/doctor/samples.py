@@ -1,4 +1,4 @@
-"""What the samples of a rank's stack say: milliseconds of an iteration below a line, and how sure that is."""
+"""The samples of a rank's stack: milliseconds of an iteration below a line, with their error."""
 
 import math
 from bisect import bisect_right
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .rank_file import Frame, RankFile
 
 _Z = 1.959964
-"""Of the normal distribution, for 95 %."""
+"""Quantile of the normal distribution for 95 %."""
 
 
 class Estimate(NamedTuple):
@@ -55,7 +55,7 @@ class Samples:
         starts = sampled["starts_us"]
         self.times_ms = [(end - begin) / 1000 for begin, end in pairwise(starts)]
         self.scale = rank["plain"]["ms"] / sampled["ms"]
-        """What times of the window are multiplied by: the sampler makes iterations longer."""
+        """Factor on times of the window: the sampler makes iterations longer."""
         taken = [
             (bisect_right(starts, at) - 1, stack, us, running, at)
             for at, stack, us, running in sampled["samples"]
@@ -74,7 +74,7 @@ class Samples:
         each = [0.0] * self.iterations
         for sample in chosen:
             each[sample.iteration] += time(sample)
-        # Where no sample fell, as where one did: what is shorter than a period may be missed in all iterations.
+        # The same without samples as with one: work shorter than a period may be missed in all iterations.
         estimate = estimate_of(each)
         return estimate._replace(half_ms=max(estimate.half_ms, self._period_ms / len(each)))
 

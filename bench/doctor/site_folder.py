@@ -22,10 +22,10 @@ SETTINGS = "HOST_DOCTOR"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a rank is to do."""
+    """The task of a rank."""
 
     folder: str
-    """Where it leaves its files."""
+    """Folder of its files."""
     warmup: int
     """Iterations that nothing is measured in."""
     iterations: int

@@ -1,8 +1,8 @@
-"""Ranks side by side on one clock: who comes last to collectives, and how much of a collective is waiting.
+"""Ranks side by side on one clock: the last rank of each collective, and the share of waiting in it.
 
 The j-th collective that a rank launches in the traced iterations is the j-th of every other rank. From a rank's
-beginning to the last rank's it waits, from then on it transfers. Traces of one machine share a clock: Kineto gives
-times of the system's.
+beginning to the last rank's it waits, from then on it transfers. Traces of one machine share a clock: Kineto's times
+are the system's.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from .trace import ON_GPU, host_work, is_collective, launched_by_call, ordered
 _LEAST = 0.03
 """Share of an iteration below which coming last is no finding."""
 _MORE = 2.0
-"""How many times as late as any other rank a straggler comes."""
+"""Factor by which a straggler is later than any other rank."""
 _HOST = ("gloo:", "mpi:", "ucc:", "xccl:")
 """Beginnings of the ranges that torch.distributed opens around a collective of the host."""
 Events = Sequence[dict[str, Any]]
@@ -62,7 +62,7 @@ class Together:
 
 
 def together(events: Mapping[int, Events]) -> Together:
-    """What ranks do together. events: of each rank's trace. Nothing where their collectives differ."""
+    """Returns the collectives of all ranks. events: of each rank's trace. Empty where their collectives differ."""
     result = Together()
     for rank, own in events.items():
         in_order, iterations = ordered(own)

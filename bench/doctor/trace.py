@@ -1,4 +1,4 @@
-"""Reads the profiler trace of a few iterations: host calls, what the host spends in each stage, and how busy a GPU is.
+"""Reads the profiler trace of a few iterations: host calls, the host's time in each stage, and the GPU's busy time.
 
 Reads the Chrome trace that torch.profiler exports (Kineto; CUPTI's records on a GPU). An iteration is a range named
 ITERATION on the launching thread. A stage is a range named as one of STAGES, or one that stock TorchRec opens itself.
@@ -17,12 +17,12 @@ ITERATION = "iteration"
 STAGES = ("input_dist", "embedding_forward", "dense_forward_backward", "embedding_backward", "dense_update")
 """The five stages of an iteration, in order, by the names of their ranges."""
 OTHER = "other"
-"""Work outside of any stage, such as the loop itself, and what cannot be told."""
+"""Work outside of any stage, such as the loop itself, and work of an unknown stage."""
 BARRIER = re.compile(r"symmetric_memory::.*barrier_kernel")
 """Kernels that are barriers of peer memory."""
 
 # Ranges that TorchRec 1.6 to 1.8 and torch's autograd open; the innermost one that matches decides. A range of ours,
-# named as a stage, decides for all within it: what it calls opens ranges of theirs, which mean other stages elsewhere.
+# named as a stage, decides for all within it: code in it opens ranges of theirs, which mean other stages elsewhere.
 _RANGES = [
     (
         re.compile(
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class HostWork:
-    """What threads of the host did in a window of the trace."""
+    """The work of the host's threads in a window of the trace."""
 
     stages_us: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*STAGES, OTHER), 0.0))
     """Time within each stage, without that of stages within it."""
@@ -103,7 +103,7 @@ def ordered(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], lis
 
 
 def host_work(events: Iterable[dict[str, Any]], iterations: Sequence[dict[str, Any]]) -> HostWork:
-    """Returns what the threads that launch did from the first iteration to the last one's end.
+    """Returns the work of the launching threads from the first iteration to the last one's end.
 
     These are the loop's, autograd's, and others that open stages or call CUDA. Both arguments come from `ordered`.
     """
@@ -115,9 +115,9 @@ def host_work(events: Iterable[dict[str, Any]], iterations: Sequence[dict[str, A
 
 
 def host_stages_of_loop(events: Iterable[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of an iteration in each stage: on the loop's thread, and on autograd's threads beside it.
+    """Returns milliseconds of an iteration in each stage: on the loop's thread, and on autograd's threads beside it.
 
-    The loop's thread waits within backward() for what autograd's threads spend. ValueError if there is no iteration.
+    The loop's thread waits within backward() for autograd's threads. ValueError if there is no iteration.
     """
     events, iterations = ordered(events)
     loop, autograd = HostWork(), HostWork()
@@ -132,12 +132,12 @@ def host_stages_of_loop(events: Iterable[dict[str, Any]]) -> tuple[dict[str, flo
 
 
 class GPUTimes(NamedTuple):
-    """How long one rank's GPU worked, in milliseconds an iteration."""
+    """Busy times of one rank's GPU, in milliseconds an iteration."""
 
     busy_ms: float
     """Time in which at least one kernel or copy ran. A collective that waits for other ranks counts as running."""
     computing_ms: float
-    """The same without collectives: what the GPU has to do, however long ranks wait for one another."""
+    """The same without collectives: the GPU's own work, however long ranks wait for one another."""
     idle_fraction: float | None
     """Time without any kernel or copy, of that from the first to the end of the last; None where nothing ran. The
     profiler slows the host, and so makes more of it where the GPU waits for the host."""
@@ -146,7 +146,7 @@ class GPUTimes(NamedTuple):
 def gpu_times(
     events: Sequence[dict[str, Any]], iterations: Sequence[dict[str, Any]], host: HostWork
 ) -> GPUTimes | None:
-    """Returns how long the GPU worked on what the iterations launched; None of a trace without a GPU.
+    """Returns the GPU's busy times in work of the iterations; None for a trace without a GPU.
 
     events, iterations: see `ordered`. host: see `host_work`.
     """

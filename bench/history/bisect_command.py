@@ -33,7 +33,7 @@ _SCHEMA = 1
 
 
 class Plan(TypedDict):
-    """What bisection.json holds, which is written first."""
+    """The content of bisection.json, which is written first."""
 
     schema: int
     good: str

@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a candidate's pairs prove."""
+    """The result of a candidate's pairs."""
 
     commit: str
     place: Place
@@ -55,7 +55,7 @@ class Finding:
     between: Sequence[str]
     """Candidates of which it is not known on which side they are."""
     confidence: float
-    """That the change lies between these two."""
+    """Probability that the change is between these two."""
 
 
 Pairs = Callable[[str], Iterator[Pair]]
@@ -79,7 +79,7 @@ def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int
     half = whole.estimate.log / 2
     last_before, first, refused, undecided = -1, len(candidates) - 1, set[int](), 0
     while open_ones := [i for i in range(last_before + 1, first) if i not in refused]:
-        # Of those that can be run, the middle one.
+        # The middle one of those that can be run.
         place = open_ones[len(open_ones) // 2]
         step = decide(candidates[place], pairs(candidates[place]), half, error, most)
         steps.append(step)

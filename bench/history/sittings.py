@@ -54,11 +54,11 @@ class History:
     reference: str | None
     """The program that all are compared with; None where none ran beside others."""
     points: Sequence[Point]
-    """In the order of time, without those of the reference."""
+    """Points in the order of time, without those of the reference."""
     references: Sequence[Side]
     """The runs of the reference in each sitting that has some."""
     changes: Sequence[Change]
-    """Of the judged points."""
+    """Changes of the judged points."""
 
     @property
     def judged(self) -> list[Point]:
@@ -173,7 +173,7 @@ def _reference(sittings: Sequence[Sequence[Record]], named: str | None) -> str |
 
 
 def _source(record: Record) -> str:
-    """What tells programs of one configuration apart."""
+    """Returns the identity of a record's program among those of one configuration."""
     git = record.run["git"]
     return git.get("source") or f"{git['commit']} {git['dirty']}"
 

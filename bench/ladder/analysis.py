@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from dlrm_bench.bench.compare.comparison import Result
-from dlrm_bench.bench.ladder.judge import agreement_by_luck, as_judged, judge_rungs
+from dlrm_bench.bench.ladder.comparisons import agreement_by_luck, as_judged, judge_rungs
 from dlrm_bench.bench.records.ladder import HostCost, Ladder, RungResult, RungSpread, read_ladder
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.stats.repetitions import finds_from

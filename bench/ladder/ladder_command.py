@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dlrm_bench.bench.compare.gate import percentage
+from dlrm_bench.bench.compare.checks import percentage
 from dlrm_bench.bench.flags import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.analysis import (

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.ladder.analysis import host_cost, rung_results
-from dlrm_bench.bench.ladder.judge import precision_of
+from dlrm_bench.bench.ladder.comparisons import precision_of
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.machine.description import readable
 from dlrm_bench.bench.machine.source import git_state

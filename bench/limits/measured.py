@@ -28,7 +28,7 @@ from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _ITERATIONS = 100
-"""Of a training, whose samples' sizes decide the work that is measured."""
+"""Iterations of a training, whose samples' sizes decide the measured work."""
 
 
 def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:

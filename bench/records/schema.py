@@ -70,7 +70,7 @@ class Provenance(TypedDict):
 
 
 class StartedBy(TypedDict):
-    """How the ranks were started."""
+    """The way in which the ranks were started."""
 
     launcher: str
     """torchrun, srun, fork server (of dlrm-bench's ladders), or python."""

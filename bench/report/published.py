@@ -14,11 +14,11 @@ class Published(NamedTuple):
     source: str
     global_batch_size: int
     ms_per_iteration: float
-    """Without evaluation."""
+    """Milliseconds an iteration, without evaluation."""
     minutes: float
-    """From run_start to the target."""
+    """Minutes from run_start to the target."""
     eval_seconds: float | None = None
-    """Of one evaluation."""
+    """Seconds of one evaluation."""
 
 
 PUBLISHED = (

@@ -38,9 +38,9 @@ class _Compared(NamedTuple):
     a: Side
     b: Side
     cell: str
-    """How many times faster b is."""
+    """The ratio of a's time to b's."""
     runs: str
-    """How many there were, with a link to their record."""
+    """Number of runs, with a link to their record."""
 
 
 def _compared(folder: Path, lines: Sequence[str]) -> list[_Compared]:

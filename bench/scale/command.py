@@ -43,7 +43,7 @@ KNOWN_ERRORS = (
     "12 % below. From 64 to 128 H100 at a global batch of 135168 it sees no gain (1.31 and 1.32 ms, fitted to record "
     "27), where HugeCTR's published logs have 2.35 and 1.77 ms, 1.33 times."
 )
-"""What records and published logs show of the model; tests/bench/scale/test_scaling.py computes it anew."""
+"""Errors of the model against records and published logs; tests/bench/scale/test_scaling.py computes them anew."""
 
 
 def scale(console: Console, asked: Scale) -> int:

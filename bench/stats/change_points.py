@@ -39,7 +39,8 @@ class Change:
     high: int
     """Ends of a 95 % interval of `at`."""
     p_value: float
-    """Of no such change, when it was found: changes are found one after another, each at the same level."""
+    """Probability without such a change, when it was found: changes are found one after another, each at the same
+    level."""
     estimate: Estimate
     """Mean of the points up to the next change, less the mean of those from the change before on (Welch)."""
 

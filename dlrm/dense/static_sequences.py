@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.runtime.streams import Branch
 
 
 class Needs(NamedTuple):
-    """What a batch needs room for, on one rank or the most on any."""
+    """The room that a batch needs, on one rank or the largest on any."""
 
     events: int
     """Distinct events, whose rows are looked up."""
@@ -46,10 +46,10 @@ class Prepared:
 
 @dataclass(slots=True)
 class SequenceBackward:
-    """What stage 3 leaves."""
+    """The results of stage 3."""
 
     gradients: list[Tensor]
-    """Of the dense weights, of this rank."""
+    """Gradients of the dense weights, of this rank."""
     guarded: Branch
     """The guard's look at the loss."""
     loss: Tensor

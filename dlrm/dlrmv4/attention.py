@@ -10,8 +10,8 @@ from dlrm_bench.kernels.dense.last_query_attention import LastQueryAttention
 
 
 class _Attention(torch.autograd.Function):
-    """Of a projection [N, 4 * heads * width] that holds u, v, q and k of all heads. u has no part in it: its columns of
-    the gradient are zero."""
+    """Attention of a projection [N, 4 * heads * width] that holds u, v, q and k of all heads. It does not use u, whose
+    columns of the gradient are zero."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, offsets: Tensor, heads: int, length: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""A batch of DLRMv4 as TorchRec's train pipelines take it: all ids in one KeyedJaggedTensor, and what else is read."""
+"""A batch of DLRMv4 for TorchRec's train pipelines: all ids in one KeyedJaggedTensor, and the dense network's other
+inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -17,7 +18,7 @@ from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 @dataclass(kw_only=True)
 class DenseBatch:
-    """What the dense network reads of B samples beside embeddings; their histories have T events."""
+    """The dense network's inputs of B samples, apart from embeddings; their histories have T events."""
 
     lengths: Tensor
     """Events of each history, int32 [B]."""
@@ -55,7 +56,7 @@ class Batch(DenseBatch, Pipelineable):
         return self._each(lambda of: of.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the batch's memory until `stream` has done what is launched on it now."""
+        """Keeps the batch's memory until `stream` has finished its present work."""
         for of in self._on_device().values():
             of.record_stream(stream)
 
@@ -158,7 +159,7 @@ def _distinct(samples: Samples) -> tuple[Tensor, Tensor]:
 
 
 def longest_of(samples: Samples) -> int:
-    """Returns the tokens of the longest sequence; waits for the device if the samples lie there."""
+    """Returns the number of tokens of the longest sequence; waits for the device if the samples are there."""
     return OWN_TOKENS + (int(samples.lengths.max()) if len(samples.lengths) else 0)
 
 
@@ -187,10 +188,10 @@ def _kjt(samples: Samples, config: ModelConfig, named: tuple[Tensor, ...], of_na
 
 
 def check_samples(samples: Samples, config: ModelConfig) -> None:
-    """ValueError unless shapes and dtypes are those of Samples and each id is a row of its table.
+    """Raises ValueError unless shapes and dtypes are those of Samples and each id is a row of its table.
 
-    Reads every id: for files that are read the first time and for tests, not for every batch. FBGEMM's kernels read
-    whatever lies behind a table for an id that is too large.
+    Reads every id: for files that are read the first time and for tests, not for every batch. For an id that is too
+    large, FBGEMM's kernels read the memory behind a table.
     """
     size, events = len(samples.lengths), int(samples.lengths.sum())
     shapes: dict[str, tuple[int, ...]] = {"context": (len(config.context_rows), size)}

@@ -1,4 +1,4 @@
-"""What DLRMv4 is and how it is optimized: frozen dataclasses, one field for each command-line flag.
+"""The configuration of DLRMv4 and of its optimizers: frozen dataclasses, one field for each command-line flag.
 
 A field's docstring is its help text. Errors name the flag to change. Defaults are the benchmark's: mlcommons/training,
 recommendation/, generative_recommenders/dlrm_v4/configs.py (tables, widths) and train/gin/yambda_5b.gin (optimizers).
@@ -26,12 +26,12 @@ CONTEXT_TABLES = (
     "user_x_is_organic",
     "user_x_artist_x_hour",
 )
-"""Tables that a sample names one row of. Each gives a token; they stand before the history in this order."""
+"""Tables of which a sample names one row. Each gives a token; these come before the history in this order."""
 CONTEXT_TOKENS = len(CONTEXT_TABLES)
 ACTION_BITS = (1, 2, 4)
 """Bits of an event's action: listen+, like, skip."""
 OWN_TOKENS = CONTEXT_TOKENS + 1
-"""Tokens of a sample beside those of its history: context and candidate."""
+"""Number of tokens of a sample beside those of its history: context and candidate."""
 
 AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
@@ -84,7 +84,7 @@ class ModelConfig:
     preprocessor_hidden: int = 256
     """Hidden width of the three MLPs that make a token: of item, of artist and album, of action."""
     action_dim: int = 8
-    """Columns of the embedding of one action bit."""
+    """Number of columns of the embedding of one action bit."""
     head_hidden: int = 512
     """Hidden width of the candidate's MLP and of the head."""
     max_history: int = 4086
@@ -92,7 +92,7 @@ class ModelConfig:
     position_buckets: int = 8192
     """Rows of the position embedding; positions count from the end of the history."""
     time_buckets: int = 2048
-    """Buckets of the time embedding, which has one row more: bucket = sqrt(minutes before the query)."""
+    """Number of buckets of the time embedding, which has one row more: bucket = sqrt(minutes before the query)."""
     input_dropout: float = 0.2
     """Dropout of tokens before the first layer."""
     layer_dropout: float = 0.1
@@ -100,16 +100,16 @@ class ModelConfig:
     loss_weight: float = 0.2
     """Factor of the mean binary cross-entropy."""
     attention_scale: AttentionScale = "longest"
-    """What attention weights are divided by. longest: the tokens of the longest sequence of this rank's batch, as the
-    reference does, so that moving a sample to another rank changes results slightly. maximum: the tokens that the
-    longest history allows, the same for every batch and every number of ranks."""
+    """Divisor of attention weights. longest: the tokens of the longest sequence of this rank's batch, as in the
+    reference, so that moving a sample to another rank changes results slightly. maximum: the tokens that the longest
+    history allows, the same for every batch and every number of ranks."""
     last_layer: LastLayer = "all"
-    """Tokens whose output the last layer computes. all: every token's, as the reference does unless its
-    HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: theirs alone, for no other is read; keys and values are computed of
-    every token. The same results, but for dropout's masks."""
+    """Tokens whose output the last layer computes. all: every token's, as in the reference unless its
+    HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: the candidates' alone, as no other output is read; keys and values
+    are computed for every token. The results are the same, except for dropout's masks."""
     dropout_seed: DropoutSeed = "rank"
-    """rank: each rank drops what its own seed says. same: one seed on all ranks, so that samples at equal places of
-    equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
+    """Seeds of dropout. rank: a different one on each rank. same: one seed on all ranks, so that samples at equal
+    places of equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
     recompute_layers: bool = False
     """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint); of
     fused kernels the input and attention, and compute the projection again."""
@@ -296,7 +296,7 @@ class OptimizerConfig:
         return RowWiseAdagrad(self.adagrad_eps)
 
     def rate(self, iteration: int) -> float | None:
-        """Returns the rate of an iteration, counted from 1: 0 of the first, as the reference counts from 0; None where
+        """Returns the rate of an iteration, counted from 1: 0 in the first, as the reference counts from 0; None where
         it is constant."""
         return self.rate_after(iteration - 1) if self.ramp_steps else None
 
@@ -320,7 +320,7 @@ class DataConfig:
     """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/: MLCommons' download, what `dlrm-bench data
     preprocess` makes of Yambda, or what `data generate` makes. The last window evaluates."""
     train_windows: int | None = None
-    """Number of windows that train, from the first one on; by default all but the last."""
+    """Number of training windows, from the first one on; by default all but the last."""
     drop_last_evaluation: bool = True
     """Leave out of an evaluation what does not fill a global batch, as the reference does: at 4,096 samples, 2,012 of
     the 2,058,204 that it logs. Otherwise every sample counts."""
@@ -344,7 +344,7 @@ class DataConfig:
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
-        """Names of the fields that say which samples are trained on, in which order."""
+        """Names of the fields that determine the samples and their order."""
         return ("train_windows",)
 
     @property
@@ -354,11 +354,11 @@ class DataConfig:
 
     @property
     def id_statistics(self) -> IdStatistics:
-        """Ids as if drawn anew from all rows. Neighbouring samples of a user share nearly all of theirs, so that
-        distinct rows are far fewer than this says."""
+        """Ids as if drawn anew from all rows. Neighbouring samples of a user share nearly all of theirs, so the true
+        number of distinct rows is far smaller."""
         return UNIFORM
 
 
 Dlrmv4Training = TrainingConfig[ModelConfig, DataConfig, OptimizerConfig]
-"""What DLRMv4 trains. Precision: the number format of tokens and of the products that make and transform them, bf16 in
-MLPerf's; weights, tables, the candidate's MLP and the head are fp32 in any."""
+"""The training configuration of DLRMv4. Precision: the number format of tokens and of the products that make and
+transform them, bf16 in MLPerf's; weights, tables, the candidate's MLP and the head are always fp32."""

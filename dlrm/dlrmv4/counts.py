@@ -1,9 +1,9 @@
-"""What an iteration of DLRMv4 has to compute and move, from the model's sizes and the lengths of its histories alone.
+"""Operations and bytes of an iteration of DLRMv4, from the model's sizes and the lengths of its histories alone.
 
 Floating-point operations count an addition and a multiplication as two. A product's backward pass has two products
 more, that of attention five to the forward pass's two. Causal attention counts the pairs of tokens that see each other,
 half of all. Norms, gates and dropout are not counted: memory bounds them, not arithmetic. These conventions are the
-reference's (modules/dlrm_hstu.py, _hstu_layer_flops), so that figures can be compared; it leaves out all but layers.
+reference's (modules/dlrm_hstu.py, _hstu_layer_flops), so that figures can be compared; it counts layers only.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from dlrm_bench.dlrm.dlrmv4.config import (
 )
 
 _TRAINED = 3
-"""Products of a linear layer in training for one in its forward pass: also gradients of its input and its weights."""
+"""Number of products of a linear layer in training for one in its forward pass: also gradients of its input and its
+weights."""
 _ATTENTION_FORWARD = 2
 """Products of attention's forward pass: of queries and keys, of weights and values."""
 _ATTENTION_TRAINED = 7
@@ -36,7 +37,7 @@ class Lengths:
 
     @staticmethod
     def of(histories: list[int]) -> "Lengths":
-        """Returns those of sequences with histories of so many events."""
+        """Returns the lengths of sequences with these numbers of events in their histories."""
         tokens = [events + OWN_TOKENS for events in histories]
         return Lengths(mean=sum(tokens) / len(tokens), mean_square=sum(n * n for n in tokens) / len(tokens))
 
@@ -46,7 +47,7 @@ EARLY = Lengths(mean=2082, mean_square=2302**2)
 LATER = Lengths(mean=2663, mean_square=2944**2)
 """Those in which runs come to the target."""
 LONGEST = Lengths(mean=4096, mean_square=4096**2)
-"""What the reference's README reckons with."""
+"""Lengths that the reference's README assumes."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -77,9 +78,9 @@ def flop_per_sample(
     """Returns the operations of one sample.
 
     trained: forward and backward pass; else forward alone. last_layer_candidates: the last layer computes keys and
-    values of all tokens, and all else for the candidates alone, whose tokens are all that is read. content_rows: rows a
-    sample of the preprocessor's MLPs, where each distinct one is computed once; the events of a history and its
-    candidate unless told.
+    values of all tokens, and all else for the candidates alone, whose outputs alone are read. content_rows: rows a
+    sample of the preprocessor's MLPs, where each distinct one is computed once; by default the events of a history and
+    its candidate.
     """
     width, inner, columns = model.width, model.inner, model.embedding_dim
     hidden = model.preprocessor_hidden
@@ -123,7 +124,7 @@ def dense_weights(model: ModelConfig) -> int:
 
 
 def lookups_per_sample(model: ModelConfig, lengths: Lengths) -> float:
-    """Returns the rows of tables that a sample names, repeated ones counted."""
+    """Returns the number of rows of tables that a sample names, with repetitions."""
     return len(EVENT_TABLES) * (lengths.mean - CONTEXT_TOKENS) + CONTEXT_TOKENS
 
 
@@ -136,7 +137,7 @@ class TableBytes:
     update: float
     """Device memory: gradients read; rows and their states read and written."""
     exchange: float
-    """Links: rows to where they are used and gradients back, if none of them is used where it lies."""
+    """Links: rows to their users and gradients back, if no row is used on its own rank."""
 
 
 def table_bytes(model: ModelConfig, rows: float) -> TableBytes:

@@ -27,7 +27,7 @@ from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 
 EPS = 1e-6
-"""Of a layer's norms (modules/stu.py of the reference)."""
+"""Epsilon of a layer's norms (modules/stu.py of the reference)."""
 
 
 class LayerWeights(NamedTuple):
@@ -163,7 +163,7 @@ def _sequences(offsets: Tensor, options: LayerOptions) -> Sequences:
 
 
 def _count(ends: Tensor) -> Tensor:
-    """Returns how many there are, int64 [1], on their device."""
+    """Returns their number, int64 [1], on their device."""
     return torch.full((1,), len(ends), device=ends.device)
 
 

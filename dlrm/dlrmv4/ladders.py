@@ -1,4 +1,5 @@
-"""The built-in ladders of DLRMv4: each rung's flags of launch/dlrm.py, and what it takes away from the one before."""
+"""The built-in ladders of DLRMv4: each rung's flags of launch/dlrm.py, and the cost that it removes from the rung
+before."""
 
 from dlrm_bench.dlrm.benchmark import Rung
 

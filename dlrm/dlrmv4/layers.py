@@ -1,7 +1,7 @@
-"""The small parts that DLRMv4's network is made of, in fp32 or bf16 by the tensors they are given.
+"""The small parts of DLRMv4's network, in fp32 or bf16 by their inputs.
 
-Weights are fp32. Products cast them to the format of their input, as autocast does; norms compute in fp32 whatever they
-are given. Casts are explicit, so that a part computes the same wherever it is called from.
+Weights are fp32. Products cast them to the format of their input, as autocast does; norms always compute in fp32. Casts
+are explicit, so that a part computes the same for all callers.
 """
 
 import torch

@@ -36,7 +36,7 @@ class Dlrmv4(nn.Module):
 
 
 class ModelParts(NamedTuple):
-    """What of a TorchRecModel differs between networks: our own and the reference's."""
+    """The differences in a TorchRecModel between networks: our own and the reference's."""
 
     module: nn.Module
     batch: Callable[[WindowBatch], Pipelineable]
@@ -84,8 +84,8 @@ def embedding_configs(config: ModelConfig) -> list[EmbeddingConfig]:
 def build_model(config: Dlrmv4Training, device: torch.device, tables_device: torch.device | None = None) -> Dlrmv4Train:
     """Returns the model with the initial dense weights of config.seed on `device`.
 
-    tables_device: where tables lie, "meta" unless told; fill them with `fill_tables`, after sharding where they are
-    sharded. Equal seeds give equal weights on every kind of device: they are drawn on the host.
+    tables_device: the device of the tables, by default "meta"; fill them with `fill_tables`, after sharding where they
+    are sharded. Equal seeds give equal weights on every kind of device: they are drawn on the host.
     """
     dense = DenseNetwork(config.model, config.precision)
     dense.init_weights(config.seed)
@@ -119,8 +119,8 @@ def fill_tables(model: nn.Module, config: ModelConfig, seed: int) -> None:
 def seed_dropout(config: Dlrmv4Training, rank: int, iteration: int = 0) -> None:
     """Seeds torch's generators, of the host and of this rank's device, which dropout draws from.
 
-    Masks are a function of seed, rank and iteration, counted from 1, so that a run that goes on from a checkpoint has
-    those of the run that saved it. Waits for nothing; microseconds.
+    Masks are a function of seed, rank and iteration, counted from 1, so that a run that resumes a checkpoint has those
+    of the run that saved it. Waits for nothing; microseconds.
     """
     words = f"{config.seed} {rank if config.model.dropout_seed == 'rank' else 0} {iteration}"
     seed = int.from_bytes(blake2b(words.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,6 +1,6 @@
 """DLRMv4's dense network: tokens of embeddings, positions and times, STU layers, the candidate's logit.
 
-Its parts are methods and modules of their own, each a function of tensors, for faster ones to stand in their place.
+Its parts are separate methods and modules, each a function of tensors, which faster ones may replace.
 """
 
 import math
@@ -177,6 +177,7 @@ def _dropout(rate: float, seed: Tensor | None, stream: int) -> Dropout | None:
 
 
 def loss_of(logits: Tensor, labels: Tensor, config: ModelConfig) -> Tensor:
-    """Returns the weighted mean binary cross-entropy of a rank's samples; 0 of none (the reference's _compute_loss)."""
+    """Returns the weighted mean binary cross-entropy of a rank's samples; 0 without samples (the reference's
+    _compute_loss)."""
     total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
     return config.loss_weight * total / max(1, len(labels))

@@ -1,4 +1,4 @@
-"""What trains DLRMv4; see benchmark.Parts."""
+"""Data and models of DLRMv4; see benchmark.Parts."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +23,7 @@ def open_data(config: TrainingConfig) -> EventDataset:
 
 
 def data_content(config: TrainingConfig) -> dict[str, FileContent]:
-    """Returns what tells the files that a run reads from others: a few blocks of each are read."""
+    """Returns the fingerprints of the files that a run reads: of a few blocks of each."""
     root = _data(config).path
     cache = find_cache(root)
     paths = [cache / f"{name}.npy" for name in COLUMNS] + [map_path(root, name) for name in ("artist", "album")]
@@ -59,7 +59,8 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
 
 
 _EVENTS_A_SAMPLE = 700
-"""Distinct ones: 6.9 MB of 1,024 samples, the most that eight ranks saw on made data (data/packed.py)."""
+"""Number of distinct events a sample: 6.9 MB for 1,024 samples, the largest that eight ranks saw on made data
+(data/packed.py)."""
 
 
 def _data(config: TrainingConfig) -> DataConfig:

@@ -1,7 +1,7 @@
-"""What makes tokens: an event's of its content and action, and eight of a sample's context.
+"""Makes tokens: an event's from its content and action, and eight of a sample's context.
 
-A token's content is a function of its item alone, for artist and album are looked up by item, and there are few
-actions: `content` and `action` take any rows, so that a caller may compute each distinct one once.
+A token's content is a function of its item alone, as artist and album are looked up by item, and there are few actions:
+`content` and `action` take any rows, so that a caller may compute each distinct one once.
 """
 
 import math
@@ -48,8 +48,8 @@ class Preprocessor(nn.Module):
         return self.item_mlp(item) + self.artist_album_mlp(torch.cat([artist, album], dim=1))
 
     def action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
-        """Returns what actions add to tokens, [T + candidates, width]: of T events by their bits, uint8 [T], then of
-        the candidates, which share a vector of their own, for their action is what is asked."""
+        """Returns the actions' part of tokens, [T + candidates, width]: of T events by their bits, uint8 [T], then of
+        the candidates, which share one vector, as their action is the label."""
         chosen = torch.stack(
             [(bits & bit) > 0 for bit in ACTION_BITS], dim=1
         )  # a tensor of masks would be copied there
@@ -58,14 +58,14 @@ class Preprocessor(nn.Module):
         return self.action_mlp(joined.to(dtype))
 
     def distinct_action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
-        """Returns what `action` does, of which each of the actions that there are is computed once."""
+        """Returns the result of `action`, of which each existing action is computed once."""
         actions = 1 << len(ACTION_BITS)
         every = self.action(torch.arange(actions, dtype=bits.dtype, device=bits.device), 1, dtype)
         own = bits.new_full((candidates,), actions)
         return pick_few(every, torch.cat([bits & (actions - 1), own]).long())
 
     def context(self, embeddings: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the tokens of context, [B, CONTEXT_TOKENS, width], each with weights of its own, of the embeddings of
+        """Returns the tokens of context, [B, CONTEXT_TOKENS, width], each with its own weights, from the embeddings of
         each table, [B, columns]."""
         rows = torch.stack(embeddings).to(dtype)
         product = torch.baddbmm(self.context_bias[:, None].to(dtype), rows, self.context_weight.to(dtype))

@@ -19,7 +19,8 @@ MLPERF_TARGET_AUC = 0.75
 """Area under the ROC curve over the evaluation's window (training_policies, pull request 594)."""
 MLPERF_GLOBAL_BATCH = 8192
 MLPERF_EVALUATIONS = 1000
-"""Evaluations in an epoch; one is every thousandth of the training samples (eval_every_data_pct), once they begin."""
+"""Number of evaluations in an epoch; one is every thousandth of the training samples (eval_every_data_pct), once they
+begin."""
 SMOKE_TARGET_AUC = 0.75
 
 _MODEL = ModelConfig()

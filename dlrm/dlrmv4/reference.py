@@ -177,7 +177,7 @@ class ReferenceBatch(Pipelineable):
     """A batch as the reference's modules take it."""
 
     features: KeyedJaggedTensor
-    """All of the two others, one after the other: what its EmbeddingCollection gets."""
+    """Features of both others, one after the other: the input of its EmbeddingCollection."""
     history: KeyedJaggedTensor
     candidates: KeyedJaggedTensor
     labels: Tensor
@@ -202,7 +202,7 @@ class ReferenceBatch(Pipelineable):
         return replace(self, **moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the batch's memory until `stream` has done what is launched on it now."""
+        """Keeps the batch's memory until `stream` has finished its present work."""
         for of in vars(self).values():
             of.record_stream(stream)
 
@@ -216,7 +216,7 @@ class PackedReferenceBatch(Pipelineable):
     album: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ReferenceBatch:
-        """Returns the batch as the modules take it, on `device`, where the maps must lie."""
+        """Returns the batch in the modules' form, on `device`, where the maps must be."""
         return ReferenceBatch.of(expand(self.packed.to(device), self.artist, self.album))
 
     def record_stream(self, stream: torch.Stream) -> None:

@@ -21,7 +21,7 @@ target_auc = MLPERF_TARGET_AUC
 train_samples = TRAIN_SAMPLES
 counts_samples = True
 reference_names = ("hstu",)
-"""What the reference's own logs call it; the rules take 'dlrmv4' alone."""
+"""Its name in the reference's own logs; the rules allow 'dlrmv4' alone."""
 pinned_to_data = frozenset(
     (
         "train_samples",

@@ -1,4 +1,4 @@
-"""The seam between DLRMv4's data and its model: the samples of one rank and one iteration, as flat tensors."""
+"""The interface between DLRMv4's data and its model: the samples of one rank and one iteration, as flat tensors."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Samples:
     """B samples of one rank; their histories joined, oldest event first."""
 
     lengths: Tensor
-    """Events in the history of each sample, int32 [B], none or more; T is their sum."""
+    """Number of events in the history of each sample, int32 [B], 0 or more; T is their sum."""
     item: Tensor
     """Item of each event, int32 [T]: rows of table item_id, as are an event's artist and album of theirs."""
     artist: Tensor

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch's jagged sequences stand, and which positions and times they have.
+"""The places of the tokens of a batch's jagged sequences, and their positions and times.
 
 A sequence is CONTEXT_TOKENS tokens of context, its history, oldest event first, and the candidate. With T events in B
 samples there are N = T + OWN_TOKENS * B tokens. Nothing here waits for the device: sizes come from shapes.
@@ -19,8 +19,8 @@ _SECONDS_PER_STEP = 60.0  # a time bucket is the root of minutes (ops/position.p
 class Sequences:
     """Places of tokens; all int64.
 
-    There may be more tokens than the sequences have, so that shapes can be fixed: those from offsets[B] on belong to
-    none. What they hold is finite, nothing reads it, and gradients by it are zeros.
+    There may be more tokens than the sequences have, so that shapes can be fixed: those from offsets[B] on are padding.
+    Their content is finite and not read, and gradients by it are zeros.
     """
 
     offsets: Tensor
@@ -30,9 +30,9 @@ class Sequences:
     place: Tensor
     """Place of each token in its sequence, [N]."""
     source: Tensor
-    """For each token its row in the joined contexts [B, CONTEXT_TOKENS], events [T] and candidates [B], [N]."""
+    """Row of each token in the joined contexts [B, CONTEXT_TOKENS], events [T] and candidates [B], [N]."""
     target: Tensor
-    """For each of those rows its token, [N]: the inverse of source."""
+    """Token of each of those rows, [N]: the inverse of source."""
 
     @property
     def candidates(self) -> Tensor:
@@ -41,7 +41,8 @@ class Sequences:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Returns where the sequences of histories of `lengths`, int32 [B], begin and the last one ends, int64 [B + 1]."""
+    """Returns the beginnings of the sequences of histories of `lengths`, int32 [B], and the end of the last one, int64
+    [B + 1]."""
     offsets = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths + OWN_TOKENS, 0, out=offsets[1:])
     return offsets
@@ -141,6 +142,7 @@ def time_buckets(times: Tensor, query: Tensor, sequences: Sequences, config: Mod
     not. Context has time 0, so its tokens have the bucket of the query's own time.
     """
     seconds = (query[sequences.sample] - times).float().clamp(min=1e-6)
-    # By a tensor: by a number, torch would multiply on GPUs, and whole squares of minutes would fall a bucket short.
+    # Divided by a tensor: by a number, torch would multiply on GPUs, and whole squares of minutes would fall a bucket
+    # short.
     minutes = seconds / torch.full((), _SECONDS_PER_STEP, device=seconds.device)
     return minutes.sqrt().long().clamp(max=config.time_buckets)

@@ -1,5 +1,5 @@
-"""Packed batches in fixed shapes, for iterations that a CUDA graph holds: what a batch has less than its capacity is
-padding, and how much that is, the device alone knows.
+"""Packed batches in fixed shapes, for iterations in a CUDA graph: the rest of a batch's capacity is padding, and only
+the device knows its size.
 
 Ids of B samples with room for E distinct events, table by table: of each event's item, artist and album E rows of
 events and B of candidates, of each context table B rows. Padding names row -1.
@@ -49,7 +49,7 @@ class IdShape:
 
     @property
     def layout(self) -> PackedLayout:
-        """Of the packed batch."""
+        """The layout of the packed batch."""
         return PackedLayout(self.samples, self.events)
 
 
@@ -105,8 +105,8 @@ def _of_context(shape: IdShape) -> list[int]:
 
 
 def dense_batch(packed: Packed, tokens: int, config: ModelConfig) -> DenseBatch:
-    """Returns what the dense network reads of a padded batch, with room for `tokens`, those of context and candidates
-    included. Launches work and waits for none of it."""
+    """Returns the dense network's inputs of a padded batch, with room for `tokens`, those of context and candidates
+    included. Launches work without waiting for it."""
     table, size = packed.samples, packed.layout.samples
     lengths, device = table[LENGTH], table.device
     before = torch.zeros(size + 1, dtype=torch.int64, device=device)

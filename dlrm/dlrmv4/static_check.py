@@ -1,4 +1,4 @@
-"""What the static pipeline asks of DLRMv4's configuration; needs no torch."""
+"""The static pipeline's requirements on DLRMv4's configuration; needs no torch."""
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
@@ -6,7 +6,7 @@ from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
 
 
 def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
-    """Raise ValueError, naming the flag, where the static pipeline cannot train what `config` says."""
+    """Raises ValueError, naming the flag, where the static pipeline cannot train `config`."""
     model = config.model
     assert isinstance(model, ModelConfig)
     for flag, chosen in (

@@ -1,6 +1,5 @@
 """DLRMv4 as stages 3 and 5 of the static pipeline: the network of dlrm/dlrmv4/network.py over padded tokens, autograd's
-backward, and Adam over one flat buffer; all of it launched and none of it waited for, so that a CUDA graph can hold it.
-"""
+backward, and Adam over one flat buffer; all of it launched without a wait, so that a CUDA graph can hold it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -103,7 +102,7 @@ class Dlrmv4Stage:
     ) -> SequenceBackward:
         """See StaticSequences."""
         with torch.enable_grad():
-            # Leaves of their own: the gradient of a slice would be a tensor of all rows, for each feature.
+            # Separate leaves: the gradient of a slice would be a tensor of all rows, for each feature.
             leaves = {name: of.detach().requires_grad_() for name, of in self._rows(batch, rows).items()}
             dense = dense_batch(batch, tokens, self._model)
             loss = loss_of(self.network.scores(leaves, dense), dense.labels, self._model)
@@ -166,6 +165,7 @@ class Dlrmv4Stage:
 
 
 def _distinct_rows(packed: Packed) -> int:
-    """Returns how many rows of all tables a packed batch names at most: an item has one artist and one album."""
+    """Returns the largest number of rows of all tables that a packed batch can name: an item has one artist and one
+    album."""
     items = torch.cat([packed.item, packed.samples[CANDIDATE]]).unique()
     return len(EVENT_TABLES) * len(items) + len(CONTEXT_TABLES) * packed.layout.samples

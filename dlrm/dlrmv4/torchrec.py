@@ -66,8 +66,8 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
 
 @dataclass(kw_only=True)
 class PackedBatch(Pipelineable):
-    """A batch as readers build it. What `to` returns is the form that the model takes: one transfer of distinct events,
-    and all else is made on the device, on the stream of the copy."""
+    """A batch as readers build it. The result of `to` is the model's form: one transfer of distinct events; the rest is
+    made on the device, on the stream of the copy."""
 
     packed: Packed
     artist: Tensor
@@ -76,7 +76,7 @@ class PackedBatch(Pipelineable):
     model: ModelConfig
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Returns the batch as the model takes it, on `device`, where the maps must lie."""
+        """Returns the batch in the model's form, on `device`, where the maps must be."""
         assert self.artist.device.type == torch.device(device).type
         return batch_of_packed(self.packed.to(device), self.artist, self.album, self.model)
 

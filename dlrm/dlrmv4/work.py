@@ -18,9 +18,9 @@ TOKENS, TOKENS_SQUARED, EVENTS, ITEMS, ROWS = "tokens", "tokens_squared", "event
 events, distinct items, distinct rows of all tables."""
 _LONGEST = ModelConfig().max_length
 _ASSUMED = {EVENTS: 160.0, ITEMS: 17.0, ROWS: 49.0}
-"""Of 1,024 samples: 50,000 distinct rows, 17,000 distinct items, by AMD; 1.8 MB of packed events (packed.py)."""
+"""Sizes for 1,024 samples: 50,000 distinct rows, 17,000 distinct items, by AMD; 1.8 MB of packed events (packed.py)."""
 _SAMPLE_BYTES, _EVENT_BYTES = 72, 9
-"""Of a packed batch (data/packed.py)."""
+"""Bytes of a sample and of an event in a packed batch (data/packed.py)."""
 _OF_TWO = "dense forward/backward or dense update"
 
 
@@ -43,7 +43,7 @@ def flop_per_sample(config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> 
 
 
 def products(config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASURED) -> dict[str, tuple[int, int, int]]:
-    """Returns (M, N, K) of the dense network's products with weights; attention's are none of them."""
+    """Returns (M, N, K) of the dense network's products with weights, attention's excepted."""
     model = _model(config)
     width, inner, columns, hidden = model.width, model.inner, model.embedding_dim, model.preprocessor_hidden
     tokens = round(samples * lengths_of(model, sizes).mean)
@@ -76,8 +76,8 @@ def products(config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASUR
 
 
 def table_work(config: TrainingConfig, samples: int, vector_bytes: int, sizes: SampleSizes = UNMEASURED) -> TableWork:
-    """Returns a rank's share of what the tables' part moves, each distinct row of its batch once; fp32 rows, one number
-    of state a row."""
+    """Returns a rank's share of the tables' work, each distinct row of its batch once; fp32 rows, one number of state a
+    row."""
     model = _model(config)
     rows = samples * _size(sizes, ROWS)
     vectors = rows * model.embedding_dim

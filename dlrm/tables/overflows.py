@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 NOT_YET = torch.iinfo(torch.int32).min
-"""What a number on the host is until the device has written it."""
+"""Value of a number on the host until the device has written it."""
 _POLL_S = 20e-6
 _POLL_SHARE = 1 / 8
 """Of the wait so far, from one look to the next: a wait of 250 ms takes 60 looks, and the device is then still at work

@@ -21,7 +21,7 @@ class Tables:
     """Whether the rows that a sample names in a table are summed before the dense network has them; if not, every
     pipeline splits each table by rows over all ranks."""
     advice: str | None = None
-    """How a user gets smaller tables, for errors; None for --model.table-scale."""
+    """Advice for smaller tables, in errors; None for --model.table-scale."""
 
     @property
     def count(self) -> int:

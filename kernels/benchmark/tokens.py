@@ -55,7 +55,7 @@ def norm_cases() -> Iterator[Case]:
 
 
 def swish_norm_cases() -> Iterator[Case]:
-    """Of the hidden rows of distinct events: 50 a sample, and 200 where samples are dealt among eight ranks."""
+    """Yields hidden rows of distinct events: 50 a sample, and 200 where samples are distributed among eight ranks."""
     for count in (51_200, 204_800):
         x, grad, out = (_tokens(count, _HIDDEN) for _ in range(3))
         (weight, bias), (dweight, dbias) = torch.randn(2, 2, _HIDDEN, device="cuda")
@@ -136,7 +136,7 @@ def sorted_sums_cases() -> Iterator[Case]:
 
 
 def zero_tail_cases() -> Iterator[Case]:
-    """Of a capacity that five percent of tokens leave open, and of one that they fill."""
+    """Yields a capacity of which five percent of tokens are unused, and a full one."""
     out = _tokens(2_131_968)
     for share in (0.95, 1.0):
         end = torch.tensor([int(len(out) * share)], device="cuda")

@@ -1,4 +1,4 @@
-"""How silu_attention.cu is launched: its list of tiles, its passes, its arguments."""
+"""The launch of silu_attention.cu: its list of tiles, its passes, its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlrm_bench.kernels._triton import cdiv
 _SOURCE = Path(__file__).with_name("silu_attention.cu")
 FORWARD, KEY, QUERY = range(3)
 WIDTH = 128
-"""Of heads."""
+"""Width of heads."""
 PIECE = 64
 """Rows, and keys, of what the backward stores of the scores' gradients."""
 PIECE_BYTES = PIECE * PIECE * 2

@@ -14,7 +14,7 @@ _BLOCK = 2048
 
 
 class AdamState(NamedTuple):
-    """What Adam keeps beside weights [n]; all fp32."""
+    """Adam's state beside weights [n]; all fp32."""
 
     step: Tensor
     """[1], steps so far."""
@@ -61,7 +61,7 @@ def flat_adam(
     shortened = torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0) if options.clip_norm else torch.ones_like(norm)
     # 1 - 0.999 has five digits in fp32.
     of_mean, of_square = ((1 - beta ** state.step.double()).float() for beta in options.betas)
-    # What the kernel reads: whether to change anything, the gradient's factor, and the two of the step.
+    # The kernel's input: whether to change anything, the gradient's factor, and the two of the step.
     numbers = torch.stack([goes.float(), shortened / parts, (learning_rate / of_mean)[0], of_square[0].sqrt()])
     update = triton_flat_adam if weights.is_cuda else plain_flat_adam
     update(weights, state, gradient, numbers, options)
@@ -86,7 +86,7 @@ def plain_flat_adam(weights: Tensor, state: AdamState, gradient: Tensor, numbers
 def triton_flat_adam(
     weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions
 ) -> None:
-    """What `plain_flat_adam` does, in one kernel."""
+    """Computes `plain_flat_adam` in one kernel."""
     if weights.numel():
         (of_mean, of_square), eps = options.betas, options.eps
         tensors = (weights, state.mean, state.mean_square, gradient, numbers)

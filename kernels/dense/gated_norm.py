@@ -103,7 +103,7 @@ class GatedNormBackward(NamedTuple):
     end: Tensor
     dropout: Dropout | None
     du: Tensor
-    """As u, rows any distance apart, as are those of da."""
+    """Like u, rows of any stride, as those of da."""
     da: Tensor
     dweight: Tensor
     """fp32 [W], as is dbias."""

@@ -21,7 +21,7 @@ _NUM_WARPS = 2
 
 
 class Jagged(NamedTuple):
-    """Which tokens belong together.
+    """The sequences of tokens.
 
     offsets: int32 or int64 [B + 1], tokens of sequence b are offsets[b] to offsets[b + 1] - 1. max_length: no sequence
     is longer, which is not checked, because lengths are on the device.
@@ -102,7 +102,7 @@ def _summed(by_token: Tensor, of: Tensor, sequences: int) -> Tensor:
 
 
 def plain_last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, out: Tensor) -> None:
-    """What `last_query_attention_forward` does, in PyTorch."""
+    """Computes `last_query_attention_forward` in PyTorch."""
     of, scores = _scores(q, k, sequences)
     weights = torch.nn.functional.silu(scores) / sequences.max_length
     out.copy_(_summed(weights[:, :, None] * v[: len(of)].to(scores.dtype), of, len(q)))
@@ -111,7 +111,7 @@ def plain_last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequence
 def plain_last_query_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """What `last_query_attention_backward` does, in PyTorch."""
+    """Computes `last_query_attention_backward` in PyTorch."""
     of, scores = _scores(q, k, sequences)
     exact, count, scale = scores.dtype, len(of), q.shape[2] ** -0.5
     sigmoid = scores.sigmoid()
@@ -124,7 +124,7 @@ def plain_last_query_attention_backward(
 
 
 def triton_last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, out: Tensor) -> None:
-    """What `last_query_attention_forward` does, in two kernels: sums of runs of 256 tokens, and their sums."""
+    """Computes `last_query_attention_forward` in two kernels: sums of runs of 256 tokens, and their sums."""
     runs, partials = _partials(out, sequences)
     _last_query_forward_kernel[(runs, q.shape[1], len(q))](
         q, k, v, partials, *_common(q, k, v, sequences), **_sizes(q, v)
@@ -135,7 +135,7 @@ def triton_last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequenc
 def triton_last_query_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """What `last_query_attention_backward` does, in two kernels: all but the sums that dq is, and these."""
+    """Computes `last_query_attention_backward` in two kernels: all but the sums that dq is, and these."""
     runs, partials = _partials(dq, sequences)
     rows = grad.stride(0), dk.stride(0), dv.stride(0)
     _last_query_backward_kernel[(runs, q.shape[1], len(q))](

@@ -14,7 +14,7 @@ from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 PROGRAMS = 3168
-"""At most, of a kernel that goes over all tokens: 24 for each multiprocessor of an H200."""
+"""Largest number of programs of a kernel over all tokens: 24 for each multiprocessor of an H200."""
 _ROWS = 2  # tokens of a program's tile
 
 

@@ -36,11 +36,11 @@ _PASS_PIECES = 2**18  # of 8 KB: what a pass of the backward has memory for, and
 
 
 class Sequences(NamedTuple):
-    """Which tokens belong together.
+    """The sequences of tokens.
 
     offsets: int32 or int64 [B + 1], tokens of sequence b are offsets[b] to offsets[b + 1] - 1. targets: int32 or int64
-    [B], how many of a sequence's last tokens are targets. max_length: no sequence is longer, which is not checked,
-    because lengths are on the device.
+    [B], number of targets at the end of a sequence. max_length: no sequence is longer, which is not checked, because
+    lengths are on the device.
     """
 
     offsets: Tensor
@@ -104,7 +104,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, like_v: Tensor) -> None
 
 
 def plain_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """What `silu_attention_forward` does, in PyTorch, on padded sequences."""
+    """Computes `silu_attention_forward` in PyTorch, on padded sequences."""
     padded = _Padded(q, k, v, sequences)
     padded.store(torch.einsum("bhij,bjhv->bihv", padded.weights.to(v.dtype), padded.v), out)
 
@@ -112,7 +112,7 @@ def plain_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Seq
 def plain_silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """What `silu_attention_backward` does, in PyTorch, on padded sequences."""
+    """Computes `silu_attention_backward` in PyTorch, on padded sequences."""
     padded = _Padded(q, k, v, sequences)
     of_out = padded.pad(grad)
     of_weights = _at_least_fp32(torch.einsum("bihv,bjhv->bhij", of_out, padded.v))
@@ -157,7 +157,7 @@ class _Padded:
 
 
 def cuda_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """What `silu_attention_forward` does, by Hopper's tensor cores: one kernel lists tiles, another computes them.
+    """Computes `silu_attention_forward` by Hopper's tensor cores: one kernel lists tiles, another computes them.
 
     What `applies` is true of. Weights in bf16 are not yet divided by max_length, which is done in fp32.
     """
@@ -170,7 +170,7 @@ def cuda_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequ
 def cuda_silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """What `silu_attention_backward` does, by Hopper's tensor cores: dk, dv and, in bf16, gradients of scores, then dq
+    """Computes `silu_attention_backward` by Hopper's tensor cores: dk, dv and, in bf16, gradients of scores, then dq
     from these; in passes, so that 2 GiB of memory are enough for any batch. Sequences are cut at max_length.
     """
     if len(q) == 0 or len(sequences.targets) == 0:
@@ -192,7 +192,7 @@ def cuda_silu_attention_backward(
 
 
 def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """What `silu_attention_forward` does, in one kernel: a program for 64 tokens of a sequence and a head."""
+    """Computes `silu_attention_forward` in one kernel: a program for 64 tokens of a sequence and a head."""
     _silu_attention_forward_kernel[_grid(q, sequences)](
         q, k, v, out, *_common(q, k, v, sequences), out.stride(0), **_sizes(q, v)
     )
@@ -201,7 +201,7 @@ def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Se
 def triton_silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """What `silu_attention_backward` does, in two kernels: of queries, then of keys and values, 64 tokens a program."""
+    """Computes `silu_attention_backward` in two kernels: of queries, then of keys and values, 64 tokens a program."""
     grid, common, sizes = _grid(q, sequences), _common(q, k, v, sequences), _sizes(q, v)
     grad_row = grad.stride(0)
     _silu_attention_query_backward_kernel[grid](q, k, v, grad, dq, *common, grad_row, dq.stride(0), **sizes)

@@ -45,7 +45,7 @@ def sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor) -> N
 
 
 def plain_sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor) -> None:
-    """What `sorted_sums` does, in PyTorch."""
+    """Computes `sorted_sums` in PyTorch."""
     counts = keys.starts.diff().long()
     key = torch.arange(len(out), device=out.device).repeat_interleave(counts)
     wide = rows[keys.order[: len(key)]].to(torch.promote_types(rows.dtype, torch.float32))
@@ -53,7 +53,7 @@ def plain_sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor
 
 
 def triton_sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor) -> None:
-    """What `sorted_sums` does, in two kernels: sums within runs, and what keys have in several runs."""
+    """Computes `sorted_sums` in two kernels: sums within runs, and what keys have in several runs."""
     places, width = rows.shape
     runs = cdiv(places, _RUN)
     partials = torch.empty(2, runs, width, dtype=torch.float32, device=rows.device)

@@ -40,7 +40,7 @@ class TokenPlaces(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """What `token_input_forward` says of each token, int32 [N]."""
+    """Rows of each token from `token_input_forward`, int32 [N]."""
 
     event: Tensor
     """Its row of the joined events; their number for context and where there is no token."""
@@ -55,7 +55,7 @@ def no_rows(tokens: int, events: Tensor, time: Tensor) -> TokenRows:
 
 
 class _Tokens(NamedTuple):
-    """Of each of N tokens, int64 [N]: its sample, its row of the position weight, whether it is one."""
+    """Sample, row of the position weight, and validity of each of N tokens, int64 [N]."""
 
     sample: Tensor
     row: Tensor
@@ -175,7 +175,7 @@ class TokenInputBackward(NamedTuple):
     places: TokenPlaces
     dropout: Dropout | None
     through: Tensor
-    """As grad, and may be grad. Rows where there is no token are left alone."""
+    """Like grad, and may be grad. Rows without a token stay unchanged."""
     dposition: Tensor
     """fp32 [P, W]."""
 

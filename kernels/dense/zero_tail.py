@@ -21,12 +21,12 @@ def zero_tail(out: Tensor, end: Tensor) -> None:
 
 
 def plain_zero_tail(out: Tensor, end: Tensor) -> None:
-    """What `zero_tail` does, in PyTorch."""
+    """Computes `zero_tail` in PyTorch."""
     out.masked_fill_((torch.arange(len(out), device=out.device) >= end)[:, None], 0)
 
 
 def triton_zero_tail(out: Tensor, end: Tensor) -> None:
-    """What `zero_tail` does, in one kernel."""
+    """Computes `zero_tail` in one kernel."""
     rows, columns = out.shape
     block = min(next_power_of_2(columns), _COLUMNS)
     grid = max(1, min(_PROGRAMS, cdiv(rows, _ROWS))), cdiv(columns, block)

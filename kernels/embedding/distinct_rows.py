@@ -19,7 +19,7 @@ _COARSE = 1024  # keys that a search reads first, equally far apart; next, those
 
 
 class DistinctRows(NamedTuple):
-    """What `distinct_rows` writes, all int32, for N places and W lists."""
+    """The result of `distinct_rows`, all int32, for N places and W lists."""
 
     rows: Tensor
     """[W, capacity]: the owner's row of each entry, ascending; -1 after the last."""
@@ -88,7 +88,7 @@ def plain_distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> 
 
 
 def triton_distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
-    """What `distinct_rows` does: a kernel that counts in each piece, a sum, a search for each owner, and two kernels
+    """Computes `distinct_rows` by a kernel that counts in each piece, a sum, a search for each owner, and two kernels
     that write."""
     owners, capacity = out.rows.shape
     count, pieces = len(keys), cdiv(len(keys), _PIECE)
@@ -186,7 +186,7 @@ def _write_distinct_kernel(
 def _rest_of_lists_kernel(
     starts, rows, longest, capacity, owners: tl.constexpr, owner_block: tl.constexpr, piece: tl.constexpr
 ) -> None:
-    """What comes after the last entry of each list, and the longest list."""
+    """Fills each list after its last entry, and computes the longest list."""
     at = tl.program_id(0) * piece + tl.arange(0, piece)
     inside = at < capacity * owners
     owner = at // capacity

@@ -31,14 +31,14 @@ def gather_rows(source: Tensor, rows: Tensor, out: Tensor, places: Tensor | None
 
 
 def plain_gather_rows(source: Tensor, rows: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-    """What `gather_rows` does, in PyTorch."""
+    """Computes `gather_rows` in PyTorch."""
     named = rows >= 0
     out.zero_()
     out[named if places is None else places[named].long()] = source[rows[named].long()].to(out.dtype)
 
 
 def triton_gather_rows(source: Tensor, rows: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-    """What `gather_rows` does, in one kernel."""
+    """Computes `gather_rows` in one kernel."""
     count, columns = out.shape
     if count:
         tile = max(1, _TILE_ELEMENTS // columns)

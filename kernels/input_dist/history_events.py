@@ -31,7 +31,7 @@ def history_events(first: Tensor, end: Tensor, offsets: Tensor, pools: Tensor, e
 
 
 def plain_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Tensor, events: Tensor) -> None:
-    """What `history_events` does, in PyTorch. count: int32 [POOLS, E + 1], events of a pool before each one."""
+    """Computes `history_events` in PyTorch. count: int32 [POOLS, E + 1], events of a pool before each one."""
     place, size = torch.arange(len(events), device=events.device), count.shape[1] - 1
     sample = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=len(end) - 1)
     wanted = place - offsets[sample] + 1
@@ -47,7 +47,7 @@ def plain_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Ten
 
 
 def triton_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Tensor, events: Tensor) -> None:
-    """What `history_events` does, in one kernel: a program for 256 places."""
+    """Computes `history_events` in one kernel: a program for 256 places."""
     size = count.shape[1] - 1
     sample_steps = next_power_of_2(len(end) + 1).bit_length()
     _history_events_kernel[(cdiv(len(events), _BLOCK),)](
@@ -57,7 +57,7 @@ def triton_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Te
 
 @jit
 def _held(count, at, of_first_0, of_first_1, of_first_2, stride, mask):
-    """How many events of a history lie before event `at`."""
+    """Returns the number of events of a history before event `at`."""
     zero = at * 0
     held = tl.maximum(tl.load(count + at, mask, other=0) - of_first_0, zero)
     held += tl.maximum(tl.load(count + stride + at, mask, other=0) - of_first_1, zero)

@@ -1,7 +1,7 @@
 """The five-stage pipeline for TorchRec models: a drop-in for TrainPipelineSparseDist.
 
-It needs torch and torchrec, and nothing else of this project. The public names are imported when one of them is
-first asked for: what needs cuda_graph.py or options.py alone starts without TorchRec.
+It needs torch and torchrec, and nothing else of this project. Public names are imported on first use: cuda_graph.py and
+options.py work without TorchRec.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,9 @@
-"""Whether all ranks have the next batch: an exchange of one number, beside the iteration before.
+"""Agreement on the end of batches: an exchange of one number between all ranks, in parallel with the previous
+iteration.
 
-A rank that has run out of batches starts no collectives any more, and those of the others would wait for it without
-end, on GPUs out of the host's sight. Ranks tell each other on the host, through gloo, while the iteration before the
-one concerned runs: no stream and no device has a part in it.
+A rank that has run out of batches starts no more collectives, and the other ranks' collectives would wait for it
+without end, on GPUs out of the host's sight. Ranks tell each other on the host, through gloo, while the previous
+iteration runs: no stream and no device takes part.
 """
 
 from typing import Literal
@@ -16,7 +17,7 @@ UnevenEnd = Literal["error", "stop", "ignore"]
 
 
 class BatchEnd:
-    """One announcement after the other; each is settled before the next is made."""
+    """One announcement after the other; each is settled before the next."""
 
     def __init__(self, group: dist.ProcessGroup, mode: UnevenEnd) -> None:
         """Collective over `group`, with a rank alone excepted, and mode "ignore", which exchanges nothing."""
@@ -30,16 +31,16 @@ class BatchEnd:
         self._of_ranks = torch.zeros(len(ranks), dtype=torch.int64)
         self._own = torch.zeros(1, dtype=torch.int64)
         self.problem: str | None = None
-        """After an end that not all ranks have come to: what to raise when the batches before it are done."""
+        """The error to raise after the last common batch, where ranks have different numbers of batches; else None."""
         self.all_fit = True
-        """Whether the batch settled last has, on every rank that tells, the form that a graph was made for."""
+        """Whether the batch settled last has, on every rank that announces it, the form of a graph."""
 
     def begin(self) -> None:
-        """A new iterator: batches are counted from its first one."""
+        """Begins a new iterator: batches are counted from its first one."""
         self._count, self.problem = 0, None
 
     def announce(self, has_batch: bool, fits: bool = True) -> None:
-        """Starts telling all ranks whether this one has its next batch, and whether a graph of all ranks' collectives
+        """Announces to all ranks whether this one has its next batch, and whether a graph of all ranks' collectives
         could run it: they replay it together or not at all."""
         self.all_fit = fits
         if self._group is not None:
@@ -49,8 +50,8 @@ class BatchEnd:
             self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
 
     def settle(self) -> bool:
-        """Waits for what has been announced; returns False where this rank's batch is not to be trained on, as another
-        rank has none."""
+        """Waits for the announcement; returns False where this rank's batch must not be trained on, as another rank has
+        none."""
         if self._work is None:
             return True
         self._work.wait()

@@ -1,7 +1,7 @@
-"""The fields of a batch that is no class of ours: where its KJTs are, and which tensors stand beside them.
+"""The fields of a user's batch: the places of its KJTs, and its other tensors.
 
-A TorchRec user's batch is whatever the model takes: a dataclass, a tuple, the KJT alone. Instead of tracing the model
-as TorchRec does, the model is called once (sharded_modules.py), and what arrives at its sharded modules is looked for.
+A TorchRec user's batch is of any type that the model takes: a dataclass, a tuple, the KJT alone. Where TorchRec traces
+the model, this calls it once (sharded_modules.py), and searches the batch for the inputs of its sharded modules.
 """
 
 import copy
@@ -47,7 +47,7 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 def find_path(batch: Any, value: Any) -> Path | None:
-    """Returns where in `batch` the object `value` is; None where it is not."""
+    """Returns the place of the object `value` in `batch`; None where it is not in it."""
     return next((path for path, found in _walk(batch, (), _DEPTH) if found is value), None)
 
 
@@ -112,7 +112,7 @@ def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int
 
 
 def leaves(batch: Any, skipped: Container[int] = _NONE) -> Iterator[Any]:
-    """Returns the leaves that map_fields gives its function, in the same order, without a copy."""
+    """Yields the leaves that map_fields passes to its function, in the same order, without a copy."""
     if id(batch) in skipped:
         return
     if _is_leaf(batch):
@@ -134,7 +134,8 @@ def leaf_names(batch: Any, skipped: Container[int] = _NONE, name: str = "batch")
 
 
 def snapshot(model: nn.Module, sharded: Iterable[nn.Module], device: torch.device) -> Callable[[], None]:
-    """A function that puts back what a call of the model changes: random numbers, and buffers outside `sharded`."""
+    """Returns a function that restores the state that a call of the model changes: random numbers, and buffers outside
+    `sharded`."""
     tables = {id(buffer) for module in sharded for buffer in module.buffers()}
     before = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in tables]
     random = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The form of a batch: what a captured graph cannot change from one batch to the next."""
+"""The form of a batch: the properties that a captured graph cannot change from one batch to the next."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ _SHOWN = 60  # characters of a field's value in a message
 
 
 def form_of(fields: list[Any], outputs: EmbeddingOutputs, device: torch.device) -> Form:
-    """Returns what a graph cannot change: shapes and dtypes, the value of any field that is no tensor, autocast. Of
-    unpooled embeddings the number of tokens is no part of it."""
+    """Returns the properties that a graph cannot change: shapes and dtypes, the value of any field that is no tensor,
+    autocast. The number of tokens of unpooled embeddings is not part of it."""
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_values = (

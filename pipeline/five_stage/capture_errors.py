@@ -15,7 +15,7 @@ _OTHERS = (
     record.__code__.co_filename,
 )
 _CAPTURING = re.compile(r"captur", re.IGNORECASE)
-"""What CUDA's errors say about a call that is not allowed in a capture."""
+"""Words of CUDA's errors about a call that is not allowed in a capture."""
 _NUMBER = "keep the number a tensor on the device, or give it as a field of the batch that is no tensor"
 _PAD = "pad to a length that is known before: to_padded_dense(desired_length=...)"
 _WHERE = "choose by torch.where or by a multiplication with the mask, whose shapes do not depend on the values"
@@ -32,7 +32,7 @@ _INSTEAD = (
     (r"repeat_interleave", "give output_size"),
     (r"^\s*(if|while|assert)\b", "choose by torch.where, or by a number that the host has"),
 )
-"""What a line that reads the device looks like, and what to write there."""
+"""Patterns of lines that read the device, and what to write there."""
 
 
 def told(error: BaseException) -> str:
@@ -53,7 +53,7 @@ def told(error: BaseException) -> str:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns what went wrong within a capture: the end of one that failed raises once more, of no line."""
+    """Returns the first error within a capture: the end of a failed capture raises another one, of no line."""
     chain = [error]
     while chain[-1].__context__ is not None:
         chain.append(chain[-1].__context__)

@@ -1,4 +1,4 @@
-"""One graph of stage 3, with the memory that it reads and writes; for jagged inputs, room for so many tokens."""
+"""One graph of stage 3, with the memory that it reads and writes; for jagged inputs, room for a number of tokens."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,7 +12,7 @@ from .cuda_graph import record
 from .embedding_outputs import EmbeddingOutputs
 
 _CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
-"""The types, beside tensors, of a captured model's output; such values stay as they were at the capture."""
+"""Types, beside tensors, of a captured model's output; such values keep their value of the capture."""
 
 Run = Callable[[Any, list[Any], EmbeddingOutputs], tuple[Any, list[Tensor | None]]]
 """Stage 3: the output, and the gradients of the embedding outputs' values, of a batch."""
@@ -45,7 +45,7 @@ class Room:
 
 
 class Captured:
-    """A graph of batches of one form, with at most so many tokens."""
+    """A graph of batches of one form, with a largest number of tokens."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Captured:
         self._fields = [leaf for leaf in leaves(self._batch, skipped) if isinstance(leaf, Tensor)]
 
     def capture(self, run: Run, pool: Any) -> None:
-        """Runs nothing on the GPU. Whatever `run` raises leaves the device as it was. pool: of memory, of all graphs
-        that are never replayed at the same time."""
+        """Captures `run`; runs nothing on the GPU. An error of `run` leaves the device as it was. pool: of memory, for
+        all graphs that are never replayed at the same time."""
         returned: list[tuple[Any, list[Tensor | None]]] = []
         # A weight that autocast has cast before would be read as it is now, for ever.
         torch.clear_autocast_cache()
@@ -83,7 +83,7 @@ class Captured:
         self._output = map_fields(output, of_graph)
 
     def replay(self, fields: Sequence[Any], outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
-        """The output, copied out, and the gradients of outputs.values, which the next replay overwrites.
+        """Returns a copy of the output, and the gradients of outputs.values, which the next replay overwrites.
 
         fields: the leaves of the batch.
         """
@@ -115,7 +115,7 @@ class Captured:
 
 
 def _zeros(tensor: Tensor, rows: int) -> Tensor:
-    """Zeros in the form of `tensor`, but with so many rows."""
+    """Returns zeros in the form of `tensor`, but with this number of rows."""
     return torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
 
 
@@ -124,7 +124,8 @@ def _empty_like(leaf: Any) -> Any:
 
 
 def of_graph(leaf: Any) -> Any:
-    """A leaf of the output, which is in the graph's memory. ValueError for one that cannot be copied out of there."""
+    """Returns a copy of a leaf of the output, which is in the graph's memory. ValueError for one that cannot be
+    copied."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
     if isinstance(leaf, _CONSTANT):

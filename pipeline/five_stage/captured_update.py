@@ -28,7 +28,7 @@ class CapturedUpdate:
         used = [inner for inner in innermost(optimizer) if any(group["params"] for group in inner.param_groups)]
         whys = (why_never(inner) or others(inner, own) for inner in used if not _is_marked(inner))
         self.why_not: str | None = _does_more(optimizer) or next((why for why in whys if why is not None), None)
-        """What keeps the step out of the iteration's graph, for good; None if nothing does."""
+        """The obstacle that keeps the step out of the iteration's graph for good; None without one."""
         self._works = [] if self.why_not else [(inner, _Work(inner)) for inner in used if not _is_marked(inner)]
         self._fused = list(_fused(optimizer))
 

@@ -24,9 +24,9 @@ def record(
     stream: "torch.cuda.Stream | None" = None,
     keep: bool = False,
 ) -> torch.cuda.CUDAGraph:
-    """The graph of what `work` launches on `stream`, under `watch`; it runs nothing on the GPU. keep: its nodes, to be
-    changed. Raises what torch does where it cannot be captured; the device, the current stream and the random numbers
-    are then as before. Threads capture one after the other."""
+    """Returns the graph of the launches of `work` on `stream`, under `watch`; it runs nothing on the GPU. keep: its
+    nodes, to be changed. Raises torch's error where it cannot be captured; the device, the current stream and the
+    random numbers are then as before. Threads capture one after the other."""
     graph, pool, device = (
         torch.cuda.CUDAGraph(keep_graph=keep),
         pool or torch.cuda.graph_pool_handle(),
@@ -66,21 +66,21 @@ def captures(device: torch.device) -> bool:
 
 
 class GraphedFunction:
-    """A function of one tensor that is replayed as a CUDA graph, collectives in it included.
+    """A function of one tensor that is replayed as a CUDA graph, including its collectives.
 
-    The argument is copied into the graph's memory and the results are copied out, so callers have what a plain call
-    gives: tensors of their own, of the current stream, whichever that is. An argument of another shape or dtype than
-    the captured one runs plainly, and so does everything on the CPU and within another capture. One call at a time.
+    The argument is copied into the graph's memory and the results are copied out, so callers get what a plain call
+    returns: new tensors of the current stream. An argument of another shape or dtype than the captured one runs
+    plainly, and so do all calls on the CPU and within another capture. One call at a time.
 
-    With collectives in it the ranks agree on the capture: NCCL forbids that some replay what others launch, so all of
-    them run plainly where one cannot capture.
+    With collectives in it the ranks agree on the capture: NCCL forbids that some replay a collective that others
+    launch, so all of them run plainly where one cannot capture.
     """
 
     def __init__(
         self, function: Callable[[Tensor], tuple[Tensor, ...]], name: str, group: dist.ProcessGroup | None
     ) -> None:
-        """function: its results depend on nothing but the argument and memory that stays. name: for messages. group: of
-        the collectives in it, on all of whose ranks calls are of the same shapes and dtypes; None where it has none."""
+        """function: its results depend only on the argument and on memory that stays. name: for messages. group: of its
+        collectives, on all of whose ranks calls have the same shapes and dtypes; None without collectives."""
         self._function, self._name, self._group = function, name, group
         self._calls, self._closed = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -91,7 +91,7 @@ class GraphedFunction:
         """Why the function could not be captured, if so; it runs plainly then."""
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
-        """Returns the function's results. The call that captures reads the device, once, where there is a group."""
+        """Returns the function's results. The capturing call reads the device, once, where there is a group."""
         if argument.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._function(argument)  # into the graph that is being captured
         if self._graph is None and self.failure is None and not self._closed and captures(argument.device):
@@ -121,7 +121,7 @@ class GraphedFunction:
         self._calls += 1
         if self._calls <= _EAGER_CALLS:
             return
-        # Memory that stays: what autograd hands over in any layout comes as a plain block, too.
+        # Memory that stays: a tensor that autograd passes in any layout becomes a plain block, too.
         of_graph = torch.empty(argument.shape, dtype=argument.dtype, device=argument.device)
         results: list[tuple[Tensor, ...]] = []
         try:

@@ -104,7 +104,7 @@ class DenseGraph:
 
     @property
     def why_eager(self) -> str | None:
-        """Why batches have run eagerly, and how many; None while none but those before the capture have."""
+        """Returns why batches have run eagerly, and how many; None while none but those before the capture have."""
         if self.failure is not None:
             return f"the dense part cannot be captured: {self.failure}"
         of_all = f"of {self._batches} batches ran eagerly: "
@@ -119,9 +119,9 @@ class DenseGraph:
     def forward_backward(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
     ) -> tuple[Any, list[Tensor | None]]:
-        """The model's output, and the gradients of outputs.values, which the next call may overwrite.
+        """Returns the model's output, and the gradients of outputs.values, which the next call may overwrite.
 
-        features: what each module that is called is given. The dense part must read no KJT of the batch while captured.
+        features: the inputs of the called modules. The dense part must read no KJT of the batch while captured.
         """
         features = [*features, *kjts_of(batch)]
         fields = list(leaves(batch, set(map(id, features))))
@@ -133,8 +133,8 @@ class DenseGraph:
         return graph.replay(fields, outputs) if graph is not None else self._eager(batch, features, lookups, outputs)
 
     def look(self) -> str | None:
-        """To be called before every batch. Says what has changed within the last batches that graphs take for granted;
-        None where nothing has. ValueError where a parameter is trained that was not, or the other way round."""
+        """Returns the change of the last batches in the state that graphs rely on; None without one. To be called
+        before every batch. ValueError where a parameter is trained that was not, or the other way round."""
         self._batches += 1
         self._trained.check()
         self._look_for_changes()
@@ -147,7 +147,7 @@ class DenseGraph:
         return self._run(batch, features, outputs.leaves(), lookups, capturing=True)
 
     def put_back(self) -> str | None:
-        """Undoes what a capture has put in the place of parameters and buffers; says of which."""
+        """Restores parameters and buffers that a capture has replaced; returns their names in words."""
         replaced = self._frozen.put_back()
         return None if replaced is None else f"its forward puts another tensor in the place of {replaced}"
 
@@ -170,7 +170,7 @@ class DenseGraph:
         destroy([] if self._reduce is None else [self._reduce])
         self._reduce = None
 
-    # Which graph
+    # The choice of a graph
 
     def _look_for_changes(self) -> None:
         self._settling = max(self._settling - 1, 0)
@@ -185,7 +185,7 @@ class DenseGraph:
     def _graph_of(
         self, fields: list[Any], batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
     ) -> Any:
-        """The graph for this batch, captured now where it is time to; None where it runs eagerly."""
+        """Returns the graph for this batch, captured now if due; None where it runs eagerly."""
         form, counts = form_of(fields, outputs, self._device), [len(values) for values in outputs.values]
         if self._form is None:
             self._form = form
@@ -259,7 +259,7 @@ class DenseGraph:
             logger.warning("the dense part has no CUDA graph for this batch, and runs it eagerly: %s", why)
         self._why[why] = self._why.get(why, 0) + 1
 
-    # Without a graph
+    # Eager batches
 
     def _eager(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
@@ -272,8 +272,8 @@ class DenseGraph:
     def _first(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
     ) -> tuple[Any, list[Tensor | None]]:
-        """The first batch, and how all ranks run the next ones. Collective, so that collectives within a model are run
-        again by all ranks or by none."""
+        """Runs the first batch, and decides how all ranks run the next ones. Collective, so that collectives within a
+        model are run again by all ranks or by none."""
         put_back = snapshot(self._model, self._sharded, self._device)
         result, own = None, None
         try:
@@ -293,7 +293,7 @@ class DenseGraph:
         return self._backward(batch, features, outputs.leaves(), lookups)
 
     def _has_failed(self, own: Exception | None) -> bool:
-        """Whether any rank has such an error. Collective; where a broken device cannot even tell, `own` is raised."""
+        """Whether any rank has such an error. Collective; where a broken device cannot even answer, `own` is raised."""
         try:
             failed = torch.tensor(float(own is not None), device=self._device)
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
@@ -312,9 +312,9 @@ class DenseGraph:
         capturing: bool = False,
         keep: bool = True,
     ) -> tuple[Any, list[Tensor | None]]:
-        """capturing: nothing is asked of the parameters themselves, whose leaves are of another stream; the batches
-        before have shown that the model reads none of them. keep: the gradients, in the flat buffers; without it they
-        are put out, with the losses, as the output."""
+        """Runs forward and backward. capturing: the parameters themselves are not touched, as their leaves are of
+        another stream; the batches before have shown that the model does not read them. keep: the gradients, in the
+        flat buffers; without it they are returned, with the losses, as the output."""
         weights = self._stand_ins()
         asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
 
@@ -338,8 +338,9 @@ class DenseGraph:
     def _backward(
         self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, lookups: Lookups
     ) -> tuple[Any, list[Tensor | None]]:
-        """The same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that has
-        not trained yet would count it as its first pass; of a static graph, that lets DDP reduce wrongly afterwards."""
+        """Does the same by Tensor.backward, into the stand-ins too: at the parameters themselves, hooks of a DDP that
+        has not trained yet would count it as its first pass; for a static graph, that lets DDP reduce wrongly
+        afterwards."""
         weights, step = self._stand_ins(), _Step(self._model)
         for parameter in self._parameters:
             parameter.grad = None
@@ -353,13 +354,13 @@ class DenseGraph:
         return output, outputs.grads
 
     def _stand_ins(self) -> list[Tensor]:
-        """Leaves of now over the parameters' memory. Autograd waits for the stream on which a leaf was first used, and
-        that of the parameters is not the capturing one."""
+        """Returns new leaves over the parameters' memory. Autograd waits for the stream on which a leaf was first used,
+        and that of the parameters is not the capturing one."""
         return [parameter.detach().requires_grad_(parameter.requires_grad) for parameter in self._parameters]
 
     def _keep(self, grads: list[Tensor | None], past: list[Tensor | None]) -> None:
-        """past: the gradients of the parameters themselves, which a module that holds them in a list of its own reads
-        instead of what stands in for them."""
+        """past: the gradients of the parameters themselves, which a module that holds them in its own list reads
+        instead of their stand-ins."""
         for i, grad in enumerate(past):
             if grad is not None:
                 within = grads[i]

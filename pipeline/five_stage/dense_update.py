@@ -24,12 +24,12 @@ WATCHED = "hooks, or a step that somebody has put in its place, wait for calls o
 
 
 class DenseUpdate:
-    """`step()` in the place of `optimizer.step()`, with the same effect.
+    """`step()` in place of `optimizer.step()`, with the same effect.
 
-    torch's optimizers are looked for inside all others, TorchRec's and the user's own, whose steps run as they are:
-    where they step the inner one, its graph is replayed. A change of hyperparameters, or of the tensors that hold
-    parameters, gradients and state, is noticed: the optimizer steps eagerly then until nothing has changed WARM_UP
-    times. The learning rate alone may change with every step. It stays eager where hooks wait for its steps.
+    torch's optimizers are searched inside all others, TorchRec's and the user's own, whose steps run unchanged: where
+    they step the inner one, its graph is replayed. A change of hyperparameters, or of the tensors that hold parameters,
+    gradients and state, is noticed: the optimizer then steps eagerly until nothing has changed WARM_UP times. Only the
+    learning rate may change with every step. An optimizer with hooks on its steps stays eager.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DenseUpdate:
 
     @property
     def why_not(self) -> str | None:
-        """Says which optimizer steps eagerly, beyond its very first steps, and why; None if none does."""
+        """The optimizer that steps eagerly, beyond its very first steps, and why; None if none does."""
         counted = dict(self._eager)
         if any(is_watched(inner) for inner, _ in self._graphs):
             counted.setdefault(WATCHED, 0)
@@ -62,7 +62,7 @@ class DenseUpdate:
 
     @property
     def captured(self) -> bool:
-        """Whether all that may be is replayed."""
+        """Whether every step that may be replayed is."""
         return bool(self._graphs) and all(graph.captured for _, graph in self._graphs)
 
     def step(self) -> None:
@@ -129,7 +129,7 @@ def innermost(optimizer: Any) -> list[Any]:
 
 
 def others(inner: Any, own: set[int]) -> str | None:
-    """Says that an optimizer has parameters beside those with these ids, if it has."""
+    """Returns a sentence if an optimizer has parameters beside those with these ids."""
     # TorchRec's parameter of a table that is looked up with others is a slice of theirs.
     if all(id(getattr(p, "_original_tensor", p)) in own for group in inner.param_groups for p in group["params"]):
         return None

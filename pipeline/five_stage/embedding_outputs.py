@@ -1,5 +1,5 @@
-"""What the sharded modules give for one batch, as flat lists of tensors: for the leaf that stage 3's backward ends at,
-and for the memory of a graph."""
+"""The outputs of the sharded modules for one batch, as flat lists of tensors: for the leaf at which stage 3's backward
+ends, and for the memory of a graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -19,8 +19,8 @@ Output: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
 class EmbeddingOutputs:
     """Outputs of several modules.
 
-    Three lists of tensors make them up: `values`, the vectors, which have gradients; `tokens`, beside the vectors of
-    unpooled embeddings, with as many rows (the ids, where the module gives them); `lengths`, one number a bag or
+    They consist of three lists of tensors: `values`, the vectors, which have gradients; `tokens`, beside the vectors of
+    unpooled embeddings, with as many rows (the ids, if the module returns them); `lengths`, one number a bag or
     sequence. All are in the order of the modules and of their features.
     """
 
@@ -34,7 +34,7 @@ class EmbeddingOutputs:
         self.jagged: list[bool] = []
         """Whether the rows of each of `values` are tokens, whose number changes from batch to batch."""
         self.token_of: list[int] = []
-        """The index in `values` that each of `tokens` stands beside."""
+        """The index in `values` of the vectors of each of `tokens`."""
         for output in self.outputs:
             if isinstance(output, KeyedTensor):
                 self.values.append(output.values())
@@ -62,7 +62,7 @@ class EmbeddingOutputs:
     def rebuilt(
         self, values: Sequence[Tensor], tokens: Sequence[Tensor] | None = None, lengths: Sequence[Tensor] | None = None
     ) -> "EmbeddingOutputs":
-        """The same over other tensors; over the same tokens and lengths where none are given."""
+        """Returns the same over other tensors; over the same tokens and lengths where none are given."""
         of_values, of_tokens = iter(values), iter(self.tokens if tokens is None else tokens)
         of_lengths = iter(self.lengths if lengths is None else lengths)
         outputs: list[Output] = []
@@ -79,17 +79,17 @@ class EmbeddingOutputs:
         return EmbeddingOutputs(self._names, outputs)
 
     def leaves(self) -> "EmbeddingOutputs":
-        """The same over new leaves of autograd."""
+        """Returns the same over new leaves of autograd."""
         return self.rebuilt([values.detach().requires_grad_() for values in self.values])
 
     @property
     def grads(self) -> list[Tensor | None]:
-        """The gradients of `values`, which are leaves."""
+        """Returns the gradients of `values`, which are leaves."""
         return [values.grad for values in self.values]
 
 
 def embedding_backward(outputs: EmbeddingOutputs, grads: Sequence[Tensor | None]) -> None:
-    """Stage 4, of what the sharded modules gave and the gradients of its `values`."""
+    """Runs stage 4, from the outputs of the sharded modules and the gradients of their `values`."""
     pairs = [
         (values, grad)
         for values, grad in zip(outputs.values, grads, strict=False)

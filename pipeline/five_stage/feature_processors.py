@@ -1,8 +1,8 @@
 """Feature processors beside a dense graph: the gradients of their parameters, which the embedding backward makes.
 
-A feature processor makes the weights of ids, with parameters that all ranks have, between the input dist and the
-lookup. Stage 4 gives the gradients of these weights. What leads from there to the parameters is run here, by
-torch.autograd.grad: hooks of DistributedDataParallel, whose forward did not run, see nothing of it.
+A feature processor makes the weights of ids, from parameters that all ranks have, between the input dist and the
+lookup. Stage 4 returns the gradients of these weights. From there torch.autograd.grad computes the parameters'
+gradients: hooks of DistributedDataParallel, whose forward did not run, see nothing of it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .sharded_modules import Sharded
 
 
 class FeatureProcessors:
-    """Those of all modules, for one batch after the other."""
+    """The feature processors of all modules, for one batch after the other."""
 
     def __init__(self, modules: Sequence[Sharded], apart: bool) -> None:
         """apart: their gradients are made here, rather than by a backward of all."""
@@ -47,8 +47,8 @@ class FeatureProcessors:
         return one.collection.compute_and_output_dist(context, KJTList([self._detached(kjt) for kjt in processed]))
 
     def gradients(self) -> list[Tensor]:
-        """Returns those of `parameters`, after the embedding backward; zeros for one that no weight comes from, as of
-        TorchRec, which adds all of them, times zero, to what is looked up."""
+        """Returns the gradients of `parameters`, after the embedding backward; zeros for one that no weight comes from,
+        as TorchRec does, which adds all of them, times zero, to the looked-up vectors."""
         parameters = self.parameters
         pairs = [(weights, leaf.grad) for weights, leaf in self._weights if leaf.grad is not None]
         self._weights.clear()
@@ -68,7 +68,7 @@ class FeatureProcessors:
 
 
 def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJaggedTensor:
-    """Returns the same KJT, with what it has noted of itself, over other weights."""
+    """Returns the same KJT, with its cached properties, over other weights."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),

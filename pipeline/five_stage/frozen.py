@@ -1,8 +1,8 @@
-"""What graphs of the dense part take for granted of the model: which tensors it has and where they lie, which of them
-are trained, and in which mode its modules are. Asked before every batch, as nothing tells when a user changes them.
+"""The model's state that graphs of the dense part rely on: its tensors and their addresses, the trained ones among
+them, and the modes of its modules. Checked before every batch, as no hook reports a user's change.
 
 A graph reads and writes the addresses of its capture. `parameter.data = ...`, as by Module.to or where averages are
-swapped in, and another parameter or buffer in the place of one, leave it with memory that the model no longer has.
+swapped in, and a replaced parameter or buffer, leave it with memory that the model no longer has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class FrozenModel:
         self._remember(*self._now())
 
     def change(self) -> str | None:
-        """Returns what of a model is no longer as it was at the last call, for a message; None if nothing is."""
+        """Returns the change of a model since the last call, for a message; None without one."""
         tensors, modes = self._now()
         same = all(map(is_, tensors, self._tensors)) and modes == self._modes
         if same and self._layouts == _layouts(self._held):
@@ -48,8 +48,8 @@ class FrozenModel:
         return what
 
     def put_back(self) -> str | None:
-        """Undoes what a capture has put in the place of parameters and buffers. Returns the first one's name; None
-        where all are as they were."""
+        """Restores parameters and buffers that a capture has replaced. Returns the first one's name; None where all are
+        as they were."""
         replaced = [
             (place, was)
             for place, was in zip(self._places, self._tensors, strict=True)
@@ -85,7 +85,7 @@ def _layouts(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class TrainedParameters:
-    """Which parameters are trained: what DistributedDataParallel, too, learns from its first batch for good."""
+    """The set of trained parameters, which DistributedDataParallel, too, learns from its first batch for good."""
 
     def __init__(self, dense: Iterable[tuple[str, nn.Parameter]], processors: Sequence[nn.Parameter]) -> None:
         """dense: with their names, frozen ones too. processors: parameters within sharded modules that are trained."""
@@ -97,8 +97,8 @@ class TrainedParameters:
         self._begun = False
 
     def check(self) -> None:
-        """ValueError names a parameter that is frozen, or trained, unlike at the first batch; before that one a
-        parameter of the dense part may still be frozen."""
+        """Raises ValueError that names a parameter that is frozen, or trained, unlike at the first batch; before that
+        one a parameter of the dense part may still be frozen."""
         flags = [parameter.requires_grad for parameter in self._parameters]
         if flags == self._flags and self._begun:
             return

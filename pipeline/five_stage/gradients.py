@@ -1,4 +1,4 @@
-"""The gradients of the dense part in flat buffers of their own, and their mean over the ranks."""
+"""The gradients of the dense part in flat buffers, and their mean over the ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
 
 
 class FlatGradients:
-    """One buffer a dtype, and a view of it for each parameter, which is its `.grad` after `publish`."""
+    """A buffer for each dtype, and a view of it for each parameter, which is its `.grad` after `publish`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, group: dist.ProcessGroup) -> None:
         self.parameters, self._device, self._group = list(parameters), device, group
@@ -19,8 +19,8 @@ class FlatGradients:
         self._accumulated: list[Tensor | None] | None = None
 
     def zero(self, zero_grad: Callable[[], None]) -> None:
-        """Calls the optimizer's zero_grad. Gradients that it leaves as they are, as one does that accumulates them over
-        several batches, are set aside, and added to the next ones as autograd would."""
+        """Calls the optimizer's zero_grad. Gradients that it keeps, to accumulate them over several batches, are set
+        aside, and added to the next ones as autograd would."""
         left = [None if p.grad is None else (p.grad, p.grad._version) for p in self.parameters]
         zero_grad()
         kept = [
@@ -32,7 +32,7 @@ class FlatGradients:
             self._accumulated = [None if grad is None else grad.clone() for grad in kept]
 
     def keep(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
-        """Copies what autograd has made into the buffers: the gradients of the parameters from the `first` one on."""
+        """Copies autograd's gradients into the buffers: those of the parameters from the `first` one on."""
         of = slice(first, first + len(grads))
         self.used[of] = [grad is not None for grad in grads]
         pairs = [(view, grad) for view, grad in zip(self.views[of], grads, strict=True) if grad is not None]
@@ -52,7 +52,7 @@ class FlatGradients:
                     self.used[i] = True
 
     def mean(self) -> None:
-        """DDP's average: divided, then summed. NCCL does both in one pass. Collective."""
+        """Computes DDP's average: divided, then summed. NCCL does both in one pass. Collective."""
         for flat in self.flat if self._group.size() > 1 else ():
             if self._device.type == "cuda":
                 dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)

@@ -1,8 +1,9 @@
-"""How much memory the graphs of stage 3 may hold, so that what trains without them does not run out of it.
+"""A bound for the memory of the graphs of stage 3, so that a training that fits without them does not run out of
+memory.
 
 A graph holds its memory between replays, when nothing else can use it. The other stages, and batches that no graph
-runs, must find theirs in what is left. How much they take at most is the peak before the first capture, when all
-batches run eagerly; so nothing is tried, and whatever was allocated for a short time before counts as theirs too.
+runs, must fit into the rest. Their peak is that before the first capture, when all batches run eagerly; so nothing is
+tried out, and memory that was allocated for a short time before counts as theirs too.
 """
 
 import gc
@@ -26,11 +27,11 @@ class DeviceMemory(NamedTuple):
     """The most that was allocated at a time."""
     reserved: int
     most: int
-    """What the allocator can reserve: what it has and what is free."""
+    """Bytes that the allocator can reserve: its own and free ones."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Returns what there is now; None where there are no graphs, as on the CPU."""
+    """Returns the present memory; None where there are no graphs, as on the CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -41,15 +42,15 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def input_bytes(fields: Iterable[Any], values: Sequence[Tensor], rows: Sequence[int]) -> int:
-    """Returns the bytes of a batch's fields and of so many rows of each of its vectors: what says how large it is."""
+    """Returns the bytes of a batch's fields and of `rows` rows of each of its vectors: a measure of its size."""
     of_rows = (n * math.prod(of.shape[1:]) * of.element_size() for of, n in zip(values, rows, strict=True))
     return sum(leaf.nbytes for leaf in fields if isinstance(leaf, Tensor)) + sum(of_rows)
 
 
 class GraphMemory:
-    """Keeps the account of one rank's graphs, which share a pool: with them, a batch that runs eagerly must still fit.
+    """The account of one rank's graphs, which share a pool: beside them, a batch that runs eagerly must still fit.
 
-    Sizes are bytes of inputs, which a batch's memory is taken to be proportional to.
+    Sizes are bytes of inputs, to which a batch's memory is taken to be proportional.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,9 +65,9 @@ class GraphMemory:
         return self._idle
 
     def before_eager(self, size: int) -> bool:
-        """Takes note of a batch that is to run eagerly. Returns False where it does not fit beside the graphs.
+        """Records a batch that is to run eagerly. Returns False where it does not fit beside the graphs.
 
-        Asks the device a few times before the first capture, then of batches larger than any before; every capture has
+        Asks the device a few times before the first capture, then for batches larger than any before; every capture has
         left room for the others.
         """
         if not self._measured:
@@ -79,7 +80,7 @@ class GraphMemory:
         return True
 
     def before_capture(self, size: int) -> bool:
-        """Returns False where a graph of batches of this size does not fit beside those that there are.
+        """Returns False where a graph of batches of this size does not fit beside the existing ones.
 
         It shares their memory if one of them is as large. Blocks of the allocator do not grow: a larger graph shares
         next to nothing, so that it should be captured first, and the smaller ones, again, after it.
@@ -90,7 +91,7 @@ class GraphMemory:
 
     @contextmanager
     def capturing(self, size: int) -> Iterator[None]:
-        """Around a capture: takes note of what it leaves allocated."""
+        """Measures the memory that a capture inside leaves allocated."""
         torch.cuda.empty_cache()  # the capture does so too, which would hide what it reserves
         before = device_memory(self._device)
         if before is not None and not self._measured:
@@ -103,7 +104,8 @@ class GraphMemory:
         self._largest = max(self._largest, size)
 
     def missing(self, more: int = 0) -> str | None:
-        """Returns what there is too little memory for, with `more` bytes in graphs than now; None if it is enough."""
+        """Returns a sentence where memory is too little with `more` additional bytes in graphs; None if it is
+        enough."""
         now = device_memory(self._device)
         if now is None or now.allocated + self._batch + self._idle + more <= now.most:
             return None

@@ -1,4 +1,4 @@
-"""What keeps the dense part of a model out of CUDA graphs, as far as it is known before the first batch."""
+"""Obstacles to CUDA graphs of a model's dense part that are known before the first batch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -17,7 +17,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def why_not_graphed(model: DistributedModelParallel, modules: Sequence[Sharded], device: torch.device) -> str | None:
-    """Says what keeps the dense part of this model, beside its sharded `modules`, out of a CUDA graph."""
+    """Returns an obstacle to a CUDA graph of the model's dense part, without its sharded `modules`; None without
+    one."""
     wrapped = get_module(model)
     if device.type != "cuda":
         return f"CUDA graphs need a GPU; the pipeline's device is {device}"
@@ -33,8 +34,8 @@ def why_not_graphed(model: DistributedModelParallel, modules: Sequence[Sharded],
 def runs_in_graphs(hook: _Hook) -> _Hook:
     """Marks a hook of a module as one that a CUDA graph may hold.
 
-    It only launches kernels, or collectives, and on memory that stays: they are captured with the module's own and run
-    at every replay, without the hook.
+    It only launches kernels, or collectives, on memory that stays: they are captured with the module's own and run at
+    every replay, without the hook.
     """
     setattr(hook, _IN_GRAPHS, True)
     return hook

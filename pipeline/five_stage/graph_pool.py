@@ -1,4 +1,5 @@
-"""Which graph runs a batch: one for each form that comes back, with room for a number of tokens, bounded in number."""
+"""The choice of a batch's graph: one for each form that repeats, with room for a number of tokens, bounded in
+number."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _LEAST_STEP = 32  # tokens: a GPU computes so many in no time
 
 
 class Plan(NamedTuple):
-    """What to do with a batch that no graph fits."""
+    """The treatment of a batch that fits no graph."""
 
     rows: list[int] | None
     """The room of a graph to capture, for each of the outputs' values."""
@@ -43,7 +44,7 @@ class _OfForm:
 
 class GraphPool:
     """The graphs of a dense part. They share memory, and that of their inputs, as only one is replayed at a time and
-    nothing of its memory is read after the next replay."""
+    its memory is not read after the next replay."""
 
     def __init__(self) -> None:
         self._forms: dict[Form, _OfForm] = {}
@@ -60,7 +61,7 @@ class GraphPool:
         return [captured.graph for of in self._forms.values() for captured in of.graphs]
 
     def clear(self) -> None:
-        """Drops all graphs, which the caller has destroyed, and their memory. Forms that come back get new ones."""
+        """Drops all graphs, which the caller has destroyed, and their memory. Forms that repeat get new ones."""
         for of in self._forms.values():
             of.graphs.clear()
         self._rooms.clear()
@@ -78,7 +79,7 @@ class GraphPool:
     def find(
         self, form: Form, counts: Sequence[int], jagged: Sequence[bool], pads: bool
     ) -> tuple[Captured | None, Plan]:
-        """Returns the graph for a batch, or what to do without one. pads: whether it may be padded with tokens."""
+        """Returns the graph for a batch, or the treatment without one. pads: whether it may be padded with tokens."""
         of = self._forms.get(form)
         if of is None:
             self._forget()
@@ -109,7 +110,7 @@ class GraphPool:
     def capture(
         self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int], run: Run
     ) -> Captured:
-        """Returns a new graph for this form. Raises what the capture does."""
+        """Returns a new graph for this form. Raises the errors of the capture."""
         rooms = [self._room_of(i, values, n) for i, (values, n) in enumerate(zip(outputs.values, rows, strict=True))]
         captured = Captured(batch, features, outputs, rows, rooms)
         if self._memory is None and torch.cuda.is_available():

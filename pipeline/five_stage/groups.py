@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 
 def group_timeout() -> timedelta | None:
-    """How long collectives of the default process group may take. dist.new_group falls back to torch's default, 10
-    minutes for NCCL, whatever init_process_group was given: hand it this.
+    """Returns the timeout of collectives of the default process group, for dist.new_group, which otherwise falls back
+    to torch's default, 10 minutes for NCCL, whatever init_process_group was given.
 
-    torch tells it nowhere in public; None where it is not in the place that it has in 2.13. All backends of a group
+    No public function of torch returns it; None where it is not in its place of torch 2.13. All backends of a group
     have the same.
     """
     world = dist.group.WORLD
@@ -21,10 +21,10 @@ def group_timeout() -> timedelta | None:
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A communicator of its own over the same ranks, so that another thread may launch the input dist. Collective.
+    """Returns a new communicator over the same ranks, so that another thread may launch the input dist. Collective.
 
     On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Nor can its stream
-    be that of `group` then: torch hands out 32 streams a priority in turn, and two communicators on one stream, whose
+    be that of `group` then: torch gives out 32 streams a priority in turn, and two communicators on one stream, whose
     threads launch in another order on another rank, would wait for each other without end.
     """
     options, timeout = None, group_timeout()

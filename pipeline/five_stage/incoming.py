@@ -29,17 +29,16 @@ class Incoming(Generic[In]):
         pinned_d2h: bool,
         holds: bool,
     ) -> None:
-        """pinned_d2h: have lengths per key counted while they are on the host. holds: refer to what is read, so that
-        nothing need be recorded for the allocator."""
+        """pinned_d2h: count lengths per key while they are on the host. holds: keep references to tensors being read,
+        in place of record_stream."""
         self._device, self._streams, self._input_dists, self._end = device, streams, input_dists, end
         self._pinned_d2h, self._holds = pinned_d2h, holds
         self.in_flight: deque[InFlight[In]] = deque()
         self.paths: list[Path] = []
-        """Where in a batch the KJT of each module is that is called; none before the first batch has come to the
-        model."""
+        """The place in a batch of each called module's KJT; empty before the first batch has come to the model."""
         self._form: type | None = None
         self.graph: IterationGraph | None = None
-        """Which asks for batches in memory of its own."""
+        """The graph of iterations, which asks for batches in their own memory."""
         self._held: list[InFlight[In]] = []
         self._spent: list[Distribution] = []
         self._spent_at: torch.cuda.Event | None = None
@@ -95,7 +94,7 @@ class Incoming(Generic[In]):
             of.features = self.features_of(of.batch)
 
     def done(self) -> None:
-        """The first one in flight has been trained on."""
+        """Marks the first one in flight as trained."""
         first = self.in_flight.popleft()
         if self._holds:
             self._held.append(first)

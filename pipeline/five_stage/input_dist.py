@@ -1,4 +1,4 @@
-"""Stage 1 of one batch after the other, of all sharded modules together, in steps that a schedule can put apart;
+"""Stage 1 of one batch after the other, of all sharded modules together, in steps that a schedule can separate;
 TorchRec's own or with pinned reads."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ _STEPS: tuple[Step, ...] = ("splits", "values", "features")
 
 
 class Distribution:
-    """The input dists of one batch, of all modules. A step may wait on the host for the one before it."""
+    """The input dists of one batch, of all modules. A step may wait on the host for the previous one."""
 
     contexts: list[Any]
     """TorchRec's, for each module's compute_and_output_dist."""
@@ -59,9 +59,10 @@ class Distribution:
 
 
 class InputDist:
-    """Input dists of modules on a process group of one's choice. All ranks start them in the same order.
+    """Input dists of modules on a chosen process group. All ranks start them in the same order.
 
-    Nothing of the modules stays replaced: the forwards of their KJTAllToAlls are only while an input dist starts.
+    Nothing of the modules stays replaced: the forwards of their KJTAllToAlls are replaced only while an input dist
+    starts.
     """
 
     def __init__(
@@ -71,10 +72,9 @@ class InputDist:
         group: dist.ProcessGroup | None,
         pinned: bool,
     ) -> None:
-        """group: for the collectives of TorchRec's KJTAllToAlls instead of the modules' own, but for those of the
-        very first batch, in which TorchRec builds its input dists. pinned: by SplitsExchange, where batches are of
-        one size for all features.
-        """
+        """group: for the collectives of TorchRec's KJTAllToAlls instead of the modules' own, except those of the very
+        first batch, in which TorchRec builds its input dists. pinned: by SplitsExchange, where batches are of one size
+        for all features."""
         self.modules, self._group = list(modules), group
         """Those of which batches have a KJT each, in this order."""
         self._exchange = SplitsExchange(device) if pinned else None
@@ -144,8 +144,8 @@ class InputDist:
 
 
 def _all_to_alls(one: Sharded) -> list[KJTAllToAll]:
-    """Those of its input dists: none before its first batch, or where no sharding needs one: replicated tables, or a
-    trimmed dist."""
+    """Returns the all-to-alls of a module's input dists: none before its first batch, or where no sharding needs one:
+    replicated tables, or a trimmed dist."""
     all_to_alls = [getattr(module, "_dist", None) for module in one.collection._input_dists]
     return [module for module in all_to_alls if isinstance(module, KJTAllToAll)]
 

@@ -21,7 +21,7 @@ Form = tuple[Any, ...]
 
 
 class BatchForm:
-    """What all batches of a graph have in common: shapes, dtypes and values of fields, keys and numbers of ids."""
+    """The common properties of all batches of a graph: shapes, dtypes and values of fields, keys and numbers of ids."""
 
     def __init__(self, batch: Any, declared: Sequence[Sizes]) -> None:
         """declared: of the modules, for all keys of the batch's KJTs together."""

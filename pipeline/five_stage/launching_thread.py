@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class LaunchingThread:
-    """Runs what it is given in order. Exceptions come out of the future, with the thread's own traceback.
+    """Runs functions in order. Exceptions come out of the future, with the thread's own traceback.
 
     It also ends when nothing refers to it any more: see concurrent.futures.ThreadPoolExecutor.
     """
@@ -39,5 +39,5 @@ class LaunchingThread:
         return self._executor.submit(run)
 
     def close(self, wait: bool) -> None:
-        """Ends the thread when it has done what it was given, as other ranks' collectives may need. wait: for that."""
+        """Ends the thread after its present work, as other ranks' collectives may need it. wait: for that."""
         self._executor.shutdown(wait=wait)

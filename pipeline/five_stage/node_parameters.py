@@ -20,7 +20,7 @@ _FIRST_MARK = 0x2F1D3C5B  # 1.4e-10, and as an integer 790,445,147: neither a ra
 
 
 def marks(count: int) -> list[float]:
-    """Returns so many numbers, each exact in fp32, that no kernel is given otherwise, be it as other bits."""
+    """Returns `count` numbers, each exact in fp32, that kernels do not get otherwise, even as other bits."""
     return [struct.unpack("<f", struct.pack("<I", _FIRST_MARK + i))[0] for i in range(count)]
 
 
@@ -58,7 +58,7 @@ class MarkedArguments:
 
     @property
     def found(self) -> set[int]:
-        """Which marks kernels were given."""
+        """Returns the marks that kernels got."""
         return {index for index, _, _ in self._places}
 
     def set(self, values: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""What the pipeline has to know of a user's optimizer before it puts its step beside other work."""
+"""Facts about a user's optimizer that the pipeline needs before it runs the step in parallel with other work."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def steps_on(optimizer: torch.optim.Optimizer, sharded: nn.Module) -> bool:
 
 
 def communicates(optimizer: Any) -> bool:
-    """Returns whether a step has collectives, as far as TorchRec's optimizers tell."""
+    """Returns whether a step has collectives, as far as it is known for TorchRec's optimizers."""
     if isinstance(optimizer, CombinedOptimizer):
         return any(communicates(part) for _, part in optimizer.optimizers)
     if isinstance(optimizer, GradientClippingOptimizer) and optimizer._enable_global_grad_clip:

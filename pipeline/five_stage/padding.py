@@ -1,4 +1,4 @@
-"""Whether tokens after the last one change what a model computes: tried, once, before any batch is padded.
+"""A test, made once, before any batch is padded: whether tokens after the last one change a model's results.
 
 A graph has room for a number of tokens, and most batches have fewer. Rows after the last token belong to no sequence:
 offsets end before them. A model that reads them nevertheless, by a mean over all rows or by their number, must not be
@@ -25,10 +25,10 @@ Run = Callable[[EmbeddingOutputs], tuple[Any, list[Tensor | None]]]
 def why_padding_matters(
     model: nn.Module, run: Run, outputs: EmbeddingOutputs, put_back: Callable[[], None]
 ) -> str | None:
-    """Returns why the dense part gives something else when rows are added after the last token; None if it does not.
+    """Returns the difference in the dense part's results when rows are added after the last token; None without one.
 
-    Runs it as it is, with zeros after the last token, with noise in the place of the vectors, and with noise and, where
-    the model is given ids, some of the batch. put_back: what a run changes. Reads the device.
+    Runs it unchanged, with zeros after the last token, with noise in place of the vectors, and with noise and, where
+    the model gets ids, some of the batch. put_back: restores the state that a run changes. Reads the device.
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm exchanges between ranks, which may not all try"
@@ -54,7 +54,7 @@ def why_padding_matters(
 
 
 def _ids_of(ids: Tensor) -> Tensor:
-    """Returns ids to stand after the last one, as another batch may name them: of `ids`, as different as may be."""
+    """Returns ids to put after the last one, as another batch may name them: from `ids`, as different as possible."""
     found = ids.unique(dim=0)
     if not len(found):
         found = torch.ones(1, *ids.shape[1:], dtype=ids.dtype, device=ids.device)
@@ -64,7 +64,7 @@ def _ids_of(ids: Tensor) -> Tensor:
 def _padded(
     outputs: EmbeddingOutputs, more: Sequence[Tensor], ids_after: Sequence[Tensor] | None = None
 ) -> EmbeddingOutputs:
-    """more: rows after the last vectors. ids_after: after the last ids; zeros where none are given."""
+    """more: number of rows after the last vectors. ids_after: after the last ids; zeros where none are given."""
     values = [
         torch.cat([values, rows]) if jagged else values
         for values, rows, jagged in zip(outputs.values, more, outputs.jagged, strict=True)

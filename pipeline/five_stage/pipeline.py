@@ -339,7 +339,7 @@ class FiveStagePipeline(Generic[In, Out]):
             if (why := self._by_graph.begin(first.batch, first.features)) is not None:
                 self._no_iteration(why)
 
-    # What is off
+    # Switches that are off
 
     def _say_what_is_off(self) -> None:
         options, on_cpu = self._options, self._device.type != "cuda"

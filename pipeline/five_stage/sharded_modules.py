@@ -1,4 +1,4 @@
-"""The sharded modules of a TorchRec model: those that the pipeline runs, and what they are given by the batch."""
+"""The sharded modules of a TorchRec model: those that the pipeline runs, and their inputs in the batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Sharded:
 
     @property
     def has_processors(self) -> bool:
-        """Whether feature processors, with weights of their own, run in the embedding forward."""
+        """Whether feature processors, with their own weights, run in the embedding forward."""
         return isinstance(self.module, ShardedFeatureProcessedEmbeddingBagCollection)
 
     @property
@@ -66,11 +66,12 @@ def sharded_modules(model: DistributedModelParallel) -> list[Sharded]:
 
 
 def find_inputs(model: nn.Module, modules: list[Sharded], batch: Any, device: torch.device) -> dict[Sharded, Path]:
-    """Finds where in `batch`, on `device`, the KJT is that `model(batch)` gives to each module, in the order of calls.
+    """Finds the place in `batch`, on `device`, of the KJT that `model(batch)` passes to each module, in the order of
+    calls.
 
-    Calls the model, without gradients, until all modules have been called; to each call zeros are given back. Random
-    numbers and buffers are put back afterwards. Modules that are not called are left out. ValueError where none is, or
-    one twice, or one with a KJT that the batch does not hold as it is.
+    Calls the model, without gradients, until all modules have been called; each call returns zeros. Random numbers and
+    buffers are restored afterwards. Modules that are not called are left out. ValueError where none is, or one twice,
+    or one with a KJT that the batch does not hold unchanged.
     """
     paths: dict[Sharded, Path] = {}
     put_back = snapshot(model, [one.module for one in modules], device)
@@ -137,7 +138,7 @@ def _no_field(one: Sharded, features: Any, batch: Any) -> str:
 
 
 def _zeros(one: Sharded, features: KeyedJaggedTensor) -> KeyedTensor | dict[str, JaggedTensor]:
-    """What the module gives for `features`, in form."""
+    """Returns zeros in the form of the module's output for `features`."""
     device = features.device()
     if isinstance(one.module, ShardedEmbeddingCollection):
         dim, result = one.module._embedding_dim, {}

@@ -26,7 +26,7 @@ from .trimmed.batch_size_cache import bound
 
 
 class SplitsExchange:
-    """Takes the place of KJTAllToAll.forward for the all-to-alls of one input dist after the other."""
+    """Replaces KJTAllToAll.forward for the all-to-alls of one input dist after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class SplitsExchange:
 
 
 class ExchangeRequest(Awaitable[KJTAllToAllTensorsAwaitable]):
-    """One KJT on its way; its `wait()` launches the all-to-alls of lengths and values."""
+    """One KJT in exchange; its `wait()` launches the all-to-alls of lengths and values."""
 
     exchanged: "_Exchanged"
     index: int

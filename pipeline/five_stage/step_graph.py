@@ -88,7 +88,7 @@ class StepWork:
         return {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
 
     def look(self) -> None:
-        """To be called before every step, with its gradients in place. Notices changes, after which it forgets."""
+        """Looks for changes, after which it forgets. To be called before every step, with its gradients in place."""
         self._steps += 1
         state = self._optimizer.state
         frozen: list[Any] = []

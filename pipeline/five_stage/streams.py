@@ -9,14 +9,14 @@ from torch.profiler import record_function
 
 
 class StageStreams:
-    """Side streams beside the caller's current one, which is not ours to choose."""
+    """Side streams beside the caller's current one, which the pipeline does not choose."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.cuda = device, device.type == "cuda"
         self._side = _side_streams(device) if self.cuda else {}
 
     def on(self, name: str, after: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
-        """Launches what is inside on side stream `name`, after `after`."""
+        """Launches the body on side stream `name`, after `after`."""
         return _On(self._side[name], after) if self.cuda else nullcontext()
 
     def mark(self, name: str | None = None) -> torch.cuda.Event | None:
@@ -46,9 +46,9 @@ class StageStreams:
 
 @cache
 def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
-    """All pipelines of a process have the same: torch hands out 32 streams a priority in turn, and after so many a new
-    one would be that of some communicator (see groups.own_group)."""
-    # Small kernels that the next iteration waits for go before the large ones that this one fills the GPU with.
+    """Returns the side streams, the same for all pipelines of a process: torch gives out 32 streams a priority in turn,
+    and after these a new one would be that of some communicator (see groups.own_group)."""
+    # Small kernels that the next iteration waits for go before the large ones with which this iteration fills the GPU.
     priorities = {"copy": -1, "input_dist": -1, "dense_update": 0, "iteration": 0}
     return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 

@@ -1,4 +1,4 @@
-"""How much room batches get: from few sizes, so that few graphs serve them, and the same on all ranks."""
+"""The room of batches: from few sizes, so that few graphs serve them, and the same on all ranks."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dlrm_bench.dlrm.dense.static_sequences import Needs
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _TOKENS_STEP = 1.05
-"""From one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
+"""Ratio of one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
 _TOKENS_MULTIPLE = 64
 _IDS_SLACK = 1.5
 """Room for events and rows over the need of the batch that made it too small. Padding of events costs the embedding
@@ -79,7 +79,7 @@ class Asked:
 
 
 class Agreement:
-    """What the hosts of all ranks agree on, between themselves: no device is read."""
+    """The agreement of all ranks' hosts, without a read of the device."""
 
     def __init__(self, ranks: Ranks) -> None:
         """Collective: makes a process group of gloo."""

@@ -15,8 +15,8 @@ ROWS = 16
 
 @contextmanager
 def unchanged(tensors: Sequence[Tensor], ranks: Ranks) -> Iterator[None]:
-    """Whatever is trained inside, `tensors` are bit for bit as before after it, and so are torch's generators, which
-    draw dropout's masks. Collective."""
+    """Restores `tensors` bit for bit after training inside, and torch's generators, which draw dropout's masks.
+    Collective."""
     copies = [tensor.detach().clone() for tensor in tensors]
     on_gpu = ranks.device.type == "cuda"
     of_host = torch.get_rng_state()

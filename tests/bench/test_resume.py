@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench import checkpoints, ending
-from dlrm_bench.bench.ending import LOG_NAME
+from dlrm_bench.bench import checkpoints, run_files
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.bench.saved_state import STATE_JSON, checkpoint_name
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from tests.bench.test_run import GBS, ITERATIONS, LOCAL_BATCH, SAMPLES_PER_DAY, assert_aborted, launch, read_events
@@ -170,14 +170,14 @@ class FolderGone:
         self.folder = folder
 
     def __call__(self) -> None:
-        build = ending.build_record
+        build = run_files.build_record
         tempfile.tempdir = str(self.folder)
 
         def build_record(**given: Any) -> Any:
             shutil.rmtree(self.folder / "results", ignore_errors=True)
             return build(**given)
 
-        ending.build_record = build_record
+        run_files.build_record = build_record
 
 
 class Spoils:
@@ -188,14 +188,14 @@ class Spoils:
 
     def __call__(self) -> None:
         tempfile.tempdir = str(self.folder)
-        build, spoil = ending.build_record, getattr(self, self.how)
+        build, spoil = run_files.build_record, getattr(self, self.how)
 
         def build_record(**given: Any) -> Any:
             if os.environ["RANK"] == "0":
                 spoil(self.folder / "results" / "x")
             return build(**given)
 
-        ending.build_record = build_record
+        run_files.build_record = build_record
 
     def immutable(self, run: Path) -> None:
         subprocess.run(["chattr", "+i", run], check=True)

@@ -15,11 +15,11 @@ import torch
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.sides import read_side
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.machine.source import source_hash
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.data.npy import member_span
 from dlrm_bench.dlrm.dcnv2.data.criteo import multi_hot_file
 from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER

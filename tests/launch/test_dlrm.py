@@ -16,10 +16,10 @@ import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import PIPELINES, RunConfig, as_json
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.benchmarks import PRESETS
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from tests.launched import (

@@ -18,9 +18,9 @@ import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.comparison import compare_paths
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from tests.launched import PATIENCE_S, forked_launch, wait_until
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"

@@ -1,7 +1,7 @@
 """Builds packed batches: compiled loops over the mapped columns, on reader threads, off the training's path.
 
-A user's history is looked for once a batch, by a walk back from its first anchor; from there it slides: each anchor
-adds the events since the one before it, and each pool forgets its oldest.
+A user's history is found once a batch, by a walk back from its first anchor; from there it slides: each anchor adds the
+events since the previous one, and each pool forgets its oldest.
 """
 
 import threading

@@ -32,7 +32,7 @@ COLUMNS = {
     "flat_is_skip": np.bool_,
     "flat_is_organic": np.int8,
 }
-"""Files of one value an event."""
+"""Files with one value an event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class Cache:
     is_skip: NDArray[np.bool_]
     is_organic: NDArray[np.int8]
     user_start: NDArray[np.int64]
-    """First event of each uid, and of user_end the one after its last."""
+    """First event of each uid; in user_end, the one after its last."""
     user_end: NDArray[np.int64]
     unique_uids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -94,7 +94,7 @@ class Cache:
 
 
 def find_cache(root: Path) -> Path:
-    """The cache's folder under a folder of data; ValueError unless there is exactly one."""
+    """Returns the cache's folder under a folder of data; ValueError unless there is exactly one."""
     found = sorted(path.parent for path in root.glob(f"processed*/hstu_cache_L*/{READY}"))
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
@@ -128,7 +128,8 @@ def _meta(folder: Path) -> dict[str, Any]:
 
 
 def map_column(path: Path, dtype: Any, dimensions: int = 1) -> NDArray[Any]:
-    """A .npy file as a read-only map, shared by all processes of the host; ValueError names what is wrong with it."""
+    """Returns a .npy file as a read-only map, shared by all processes of the host; ValueError names a defect of the
+    file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

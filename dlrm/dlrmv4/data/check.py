@@ -1,10 +1,9 @@
 """Checks a folder of DLRMv4's data: the cache, its index of windows, and the maps of items.
 
-Each finding names a file and what to do. Every value is read, in pieces: that users and times are in order, that ids
-lie within the maps and the benchmark's tables, that flags follow from types and played ratios, and that anchors are
-those that the limits make. Where there is no index of windows it is written first: MLCommons' download has none.
---mlperf also compares counts and checksums with MLPerf's own files, which takes as long as reading 227 GB twice; --fast
-looks at headers and lengths alone.
+Each finding names a file and the fix. Every value is read, in pieces: users and times are in order, ids within the maps
+and the benchmark's tables, flags follow from types and played ratios, and anchors are those of the limits. Where there
+is no index of windows it is written first: MLCommons' download has none. --mlperf also compares counts and checksums
+with MLPerf's own files, which takes as long as reading 227 GB twice; --fast looks at headers and lengths alone.
 """
 
 import hashlib
@@ -52,7 +51,7 @@ class CheckedCache:
 
 
 def check(config: CheckConfig) -> CheckedCache:
-    """Checks a folder; what is wrong with its files is a finding, not an error."""
+    """Checks a folder; a defect of its files is a finding, not an error."""
     findings: list[str] = []
     try:
         cache = Cache.open(find_cache(config.directory))
@@ -105,7 +104,8 @@ def _user_findings(cache: Cache) -> Iterator[str]:
 
 
 def _event_findings(cache: Cache, maps: ItemMaps) -> Iterator[str]:
-    """One line for each column that has an event that cannot be, or file of anchors that are not the limits'."""
+    """Yields a line for each column with an impossible event, and for each file of anchors that differ from the
+    limits'."""
     seen: set[str] = set()
     anchors = 0
     for first in range(0, len(cache), PIECE):
@@ -134,7 +134,7 @@ def _event_findings(cache: Cache, maps: ItemMaps) -> Iterator[str]:
 
 
 def _wrong_events(cache: Cache, items: int, piece: slice) -> dict[str, NDArray[np.bool_]]:
-    """Of each column, which events of a piece cannot be."""
+    """Returns for each column which events of a piece are impossible."""
     uid, item, time = cache.uid[piece], cache.item[piece], cache.timestamp[piece]
     kind, ratio, organic = cache.event_type[piece], cache.played_ratio[piece], cache.is_organic[piece]
     uid_before, time_before = (_before(column, piece) for column in (cache.uid, cache.timestamp))
@@ -159,7 +159,7 @@ def _wrong_events(cache: Cache, items: int, piece: slice) -> dict[str, NDArray[n
 
 
 def _before(column: NDArray[np.int64], piece: slice) -> NDArray[np.int64]:
-    """Of each event of a piece, the value of the event before it, -1 for the first of all."""
+    """Returns for each event of a piece the value of the previous event, -1 for the very first."""
     if piece.start:
         return column[piece.start - 1 : piece.stop - 1]
     return np.append(-1, column[: piece.stop - 1])

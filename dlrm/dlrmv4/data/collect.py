@@ -1,4 +1,4 @@
-"""The compiled loop that finds the distinct events of a batch and where each sample's history lies among them."""
+"""The compiled loop that finds the distinct events of a batch and the place of each sample's history among them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,8 @@ def _walk_back(
     actions: NDArray[np.uint8],
     held: NDArray[np.int64],
 ) -> int:
-    """Finds the last `limit` events of each pool in [start, end); returns how many, or -event - 1 of one of two pools.
+    """Finds the last `limit` events of each pool in [start, end); returns their number, or -event - 1 for an event of
+    two pools.
 
     Fills events and actions in order of time, and held [POOLS].
     """

@@ -1,4 +1,4 @@
-"""`dlrm-bench data` for the presets of DLRMv4: what a preset's model decides, and the command with it."""
+"""`dlrm-bench data` for the presets of DLRMv4: arguments by the preset's model, and the commands."""
 
 from collections.abc import Sequence
 from dataclasses import replace

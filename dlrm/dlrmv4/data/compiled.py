@@ -9,8 +9,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """The function, compiled when it is first called with arguments of these types: 3 s for all that build batches.
+    """Returns the function, compiled at its first call with arguments of these types: 3 s for all functions that build
+    batches.
 
-    It is not kept on disk: numba would take up an old one after a change to a function of another file that it calls.
+    It is not kept on disk: numba would load an old one after a change to a function of another file that it calls.
     """
     return cast(Function, numba.njit(nogil=True)(function))

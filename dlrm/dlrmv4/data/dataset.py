@@ -29,8 +29,8 @@ class WindowBatch:
 
 
 class EventDataset:
-    """Windows 0 to train_windows - 1 train, in turn; the last window evaluates. What a window has beyond whole global
-    batches is left out, of training always, as in the reference. See dlrm/data/dataset.py."""
+    """Windows 0 to train_windows - 1 train, in turn; the last window evaluates. Samples of a window beyond whole global
+    batches are left out, in training always, as in the reference. See dlrm/data/dataset.py."""
 
     def __init__(self, data: DataConfig, model: ModelConfig) -> None:
         """ValueError where the folder holds no data, other histories than the model's, or ids that tables lack."""
@@ -63,7 +63,7 @@ class EventDataset:
         self.best_auc: float | None = None if generated is None else generated.best_auc
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> "WindowBatches":
-        """Does what Dataset says; ValueError if no window has one full global batch."""
+        """See Dataset; ValueError if no window has one full global batch."""
         order = Order(self._index, *self._train_windows, world_size, local_batch_size)
         if len(order) == 0:
             raise ValueError(
@@ -73,7 +73,7 @@ class EventDataset:
         return WindowBatches(self._builder(pin), order, rank, tail=False)
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> "WindowBatches":
-        """Does what Dataset says; ValueError if the last global batch is left out and there is no other."""
+        """See Dataset; ValueError if the last global batch is left out and there is no other."""
         order = Order(self._index, *self._eval_windows, world_size, local_batch_size)
         if self._drop_last and len(order) == 0:
             raise ValueError(
@@ -87,10 +87,11 @@ class EventDataset:
 
 
 class WindowBatches(Sequence[WindowBatch]):
-    """One rank's batches of an order, each built when it is asked for, by any thread."""
+    """One rank's batches of an order, each built on demand, by any thread."""
 
     def __init__(self, builder: BatchBuilder, order: Order, rank: int, tail: bool) -> None:
-        """tail: of an order of one window, add what fills no global batch, as a last one on every rank."""
+        """tail: for an order of one window, add the samples beyond whole global batches, as a last one on every
+        rank."""
         self._builder, self._order, self._rank = builder, order, rank
         left = order.anchors - len(order) * order.world_size * order.local_batch
         self._numbers = range(len(order) + (tail and left > 0))
@@ -113,7 +114,7 @@ class WindowBatches(Sequence[WindowBatch]):
         return self._last()
 
     def _last(self) -> WindowBatch:
-        """The tail, filled up by the window's first sample: a rank may have none of its own."""
+        """Returns the tail, filled up by the window's first sample: a rank may have none of the tail."""
         order = self._order
         own = order.tail(order.first, self._rank)
         first = order.index.select(order.first, np.zeros(order.local_batch - len(own), dtype=np.int64))

@@ -50,7 +50,7 @@ MEDIAN_EVENTS, SIGMA, MOST_EVENTS = 2_695.0, 1.129, 27_738.0
 """Events of a user: lognormal with Yambda's median, its mean (4,763) and its most."""
 
 ARTIST_SHARE, ALBUM_SHARE = 9.27 / 9.39, 8.65 / 9.39
-"""Of Yambda's items, those with an artist and with an album."""
+"""Shares of Yambda's items with an artist and with an album."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,7 +68,7 @@ class GenerateConfig:
     albums: int = 3_367_691
     """Albums."""
     days: int = 300
-    """Windows of a day; the last one evaluates."""
+    """Number of windows of a day; the last one evaluates."""
     last_day: float = 0.05
     """Length of the last window, in days; so it has a thousandth of all samples, as Yambda's."""
     history: int = 4086
@@ -118,7 +118,7 @@ class GenerateConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Generated:
-    """What generated.json says."""
+    """The content of generated.json."""
 
     parameters: dict[str, Any]
     users: int
@@ -131,7 +131,7 @@ class Generated:
     best_auc: float
     """AUC of the teacher's probabilities on the anchors of the last window."""
     best_train_auc: float
-    """The same on all others."""
+    """The same on all other anchors."""
 
 
 def smoke_config(out: Path) -> GenerateConfig:
@@ -142,7 +142,7 @@ def smoke_config(out: Path) -> GenerateConfig:
 
 
 def generate(config: GenerateConfig) -> tuple[Generated, bool]:
-    """Write the data unless they are there already; returns what they are, and whether they were written.
+    """Writes the data unless they exist; returns their description, and whether they were written.
 
     ValueError where OUT has other data, or too little room.
     """
@@ -189,7 +189,7 @@ def generate(config: GenerateConfig) -> tuple[Generated, bool]:
 
 
 def read_generated(root: Path) -> Generated | None:
-    """What a directory's generated.json says, None where there is none; ValueError if it cannot be read."""
+    """Returns the content of a directory's generated.json, None without one; ValueError if it cannot be read."""
     path = root / MANIFEST
     if not path.exists():
         return None
@@ -200,7 +200,7 @@ def read_generated(root: Path) -> Generated | None:
 
 
 def make_world(config: GenerateConfig) -> World:
-    """What all users of a data set share."""
+    """Returns the constants that all users of a data set share."""
     start = START
     end = start + int((config.days - 1 + config.last_day) * DAY) // STEP * STEP
     factor = int(config.items * 0.6180339887) | 1
@@ -231,14 +231,14 @@ def user_events(config: GenerateConfig) -> NDArray[np.int64]:
 
 
 def auc(negatives: NDArray[np.int64], positives: NDArray[np.int64]) -> float:
-    """Area under the ROC curve of scores in ascending bins; a half where there is one class alone."""
+    """Returns the area under the ROC curve of scores in ascending bins; a half where there is one class alone."""
     pairs = float(negatives.sum()) * float(positives.sum())
     below = np.cumsum(negatives) - negatives
     return float((positives * (below + negatives / 2)).sum() / pairs) if pairs else 0.5
 
 
 def _parameters(config: GenerateConfig) -> dict[str, Any]:
-    """What decides the files' content."""
+    """Returns the parameters that determine the files' content."""
     left_out = ("out", "threads")
     names = [field.name for field in fields(config) if field.name not in left_out]
     return {"version": VERSION, **{name: getattr(config, name) for name in names}}
@@ -294,7 +294,7 @@ def _require_space(config: GenerateConfig, events: int) -> None:
 
 
 def main(args: Sequence[str] | None = None, default: GenerateConfig | None = None) -> int:
-    """Command line entry; returns the exit status. default: what holds where flags say nothing else."""
+    """Command line entry; returns the exit status. default: values for flags that are not given."""
     return exit_status(lambda: _run(args, default))
 
 

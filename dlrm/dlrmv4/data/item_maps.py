@@ -24,10 +24,10 @@ class ItemMaps:
 
     @classmethod
     def open(cls, root: Path, rows: Rows | None = None) -> "ItemMaps":
-        """Those of a folder of data. Where an item has several rows the last one counts, as in the reference.
+        """Opens the maps of a folder of data. Of several rows of an item the last one counts, as in the reference.
 
         I is one more than the largest item of either file. ValueError names the file that is missing or damaged, or
-        whose ids lie outside of `rows`, by default MLPerf's tables.
+        whose ids are not within `rows`, by default MLPerf's tables.
         """
         pairs = [read_pairs(root, name) for name in ("artist", "album")]
         items = 1 + max(int(item.max(initial=0)) for item, _ in pairs)
@@ -67,7 +67,8 @@ def read_pairs(root: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def write_maps(root: Path, artist: NDArray[np.int32], album: NDArray[np.int32]) -> None:
-    """Writes both files from columns by item, [I]; items with 0 get no row, but the last item, which says how many."""
+    """Writes both files from columns by item, [I]; items with 0 get no row, except the last item, which gives their
+    number."""
     import polars as pl
 
     (root / FOLDER).mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ LISTEN_PLUS_PERCENT = 50
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Limits:
-    """What an anchor needs and what its history holds; the defaults are the benchmark's (gin/yambda_5b.gin)."""
+    """The requirements on an anchor and the content of its history; the defaults are the benchmark's
+    (gin/yambda_5b.gin)."""
 
     history: int = 4086
     """Events of the longest history: a third of it of each pool."""
@@ -34,13 +35,13 @@ class Limits:
 
     @classmethod
     def scaled(cls, history: int) -> "Limits":
-        """The benchmark's limits, or smaller ones in proportion to the longest history."""
+        """Returns the benchmark's limits, or smaller ones in proportion to the longest history."""
         whole = cls()
         return cls(history=history, min_history=history, scan=-(-whole.scan * history // whole.history))
 
     @property
     def pool(self) -> int:
-        """Events of one pool in a history, at most."""
+        """Largest number of events of one pool in a history."""
         return max(1, self.history // POOLS)
 
     @property

@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
 from dlrm_bench.dlrm.dlrmv4.data.limits import LIKE, LISTEN
 
 BINS = 1 << 14
-"""Of the teacher's probabilities, for its AUC."""
+"""Number of bins of the teacher's probabilities, for its AUC."""
 DAY = 86_400
 STEP = 5
 """Timestamps are multiples of it, in seconds."""
@@ -27,9 +27,9 @@ GAP = 1_800
 SESSION_EVENTS = 22.0
 """Mean events of a session."""
 SAME_TIME = 0.04
-"""Share of events without a gap to the one before; with those whose gap is below a step, 12.5 %."""
+"""Share of events without a gap to the previous one; with those whose gap is below a step, 12.5 %."""
 LIKE_SHARE, OTHER_SHARE = 0.0185, 0.0103
-"""Of all events; other is dislike, unlike and undislike."""
+"""Shares of all events; other is dislike, unlike and undislike."""
 RECENT = 8
 """Events among which an item counts as heard again; a third of the repeats are of the last four times as many."""
 _NIGHT, _DAYTIME = (2.0, 1.3, 0.9, 0.7, 0.8, 1.4, 2.6, 4.2), (5.2, 5.4, 5.3, 5.2, 5.2, 5.2, 5.2, 5.3)
@@ -38,7 +38,7 @@ HOURLY = np.cumsum([*_NIGHT, *_DAYTIME, 5.5, 5.9, 6.1, 6.0, 5.8, 5.4, 4.6, 3.4])
 
 
 class World(NamedTuple):
-    """What all users share."""
+    """The constants that all users share."""
 
     seed: int
     start: float
@@ -69,7 +69,7 @@ def mixed(value: np.uint64) -> np.uint64:
 
 @compiled
 def stream(seed: int, purpose: int, key: int) -> NDArray[np.uint64]:
-    """A generator's state, [1], for one purpose and one key."""
+    """Returns a generator's state, [1], for one purpose and one key."""
     state = mixed(np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(purpose + 1))
     return np.full(1, mixed(state + np.uint64(0xD1B54A32D192ED03) * np.uint64(key + 1)), dtype=np.uint64)
 
@@ -96,7 +96,7 @@ def quality(seed: int, purpose: int, key: int) -> float:
 
 @compiled
 def events_of(seed: int, uid: int, median: float, sigma: float, most: float) -> int:
-    """How many events a user has: lognormal, clipped."""
+    """Returns a user's number of events: lognormal, clipped."""
     return int(min(max(1.0, median * np.exp(sigma * normal(stream(seed, 0, uid)))), most))
 
 
@@ -185,8 +185,8 @@ def fill_user(
     played_ratio: NDArray[np.float32],
     best: NDArray[np.int64],
 ) -> None:
-    """Fills all events of a user, [N] each, and adds its anchors to best [2, 2, BINS]: how many of each probability of
-    the teacher there are, in the windows of training and in the last, without and with the label."""
+    """Fills all events of a user, [N] each, and adds its anchors to best [2, 2, BINS]: their number by the teacher's
+    probability, in the windows of training and in the last, without and with the label."""
     count = len(item)
     first, tilt = activity(stream(world.seed, 1, uid), world.days)
     state = stream(world.seed, 2, uid)
@@ -229,8 +229,8 @@ def fill_user(
 
 @compiled
 def choose_item(state: NDArray[np.uint64], world: World, item: NDArray[np.int64], i: int) -> int:
-    """The item of a user's event i: one heard before, the more likely the more often and lately, another one of its
-    artist, whose items have neighbouring ids, or one by Zipf."""
+    """Returns the item of a user's event i: one heard before, the more likely the more often and lately, another one of
+    its artist, whose items have neighbouring ids, or one by Zipf."""
     kind = uniform(state)
     if i > 0 and kind < world.repeats + world.explores:
         back = min(i, 4 * RECENT) if uniform(state) < 0.3 else i
@@ -265,7 +265,7 @@ def fill_users(
     played_ratio: NDArray[np.float32],
     best: NDArray[np.int64],
 ) -> None:
-    """Fills the events of users from first_uid on; starts [users + 1] are where each one's lie."""
+    """Fills the events of users from first_uid on; starts [users + 1] are the offsets of each user's events."""
     for user in range(len(starts) - 1):
         a, b = starts[user], starts[user + 1]
         uid[a:b] = first_uid + user

@@ -1,4 +1,4 @@
-"""Which anchors each rank trains on in each step: the reference's order."""
+"""The anchors that each rank trains on in each step: the reference's order."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Order:
     """Steps through windows [first, end), in turn, on `world_size` ranks of `local_batch` samples.
 
     Inside of a window a global batch is consecutive anchors in order of user and time, of which rank r has every
-    world_size-th from the r-th on. What is left at a window's end, too few for a whole global batch, is dropped
-    (tail). No anchor is looked for: a step's anchors are found in the index in microseconds, wherever a run resumes.
+    world_size-th from the r-th on. The rest of a window, too small for a whole global batch, is dropped (tail). Nothing
+    is searched: a step's anchors are found in the index in microseconds, wherever a run resumes.
     """
 
     index: WindowIndex
@@ -31,7 +31,7 @@ class Order:
 
     @property
     def anchors(self) -> int:
-        """All anchors of the windows, dropped ones too: MLPerf's train_samples or eval_samples."""
+        """Number of all anchors of the windows, with dropped ones: MLPerf's train_samples or eval_samples."""
         return int(self.index.windows[self.first : self.end, 1].sum())
 
     def steps_of_windows(self) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ assert CONTEXT_ROWS + CONTEXT == LABEL
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where the parts of a packed batch lie in its buffer."""
+    """The offsets of a packed batch's parts in its buffer."""
 
     samples: int
     """B."""
@@ -34,7 +34,7 @@ class PackedLayout:
 
     @property
     def item_start(self) -> int:
-        """Byte position of the events' items; the table of samples lies before."""
+        """Byte position of the events' items; the table of samples comes before."""
         return _aligned(self.samples * SAMPLE_ROWS * 4)
 
     @property
@@ -58,7 +58,7 @@ class Packed:
     """B samples with E distinct events, in one buffer, on the host or on the device."""
 
     storage: Tensor
-    """uint8 [layout.end], the one buffer that all others are views of."""
+    """uint8 [layout.end], the one buffer of which all others are views."""
     layout: PackedLayout
     tokens: int
     """Events of all histories together, T."""
@@ -74,7 +74,7 @@ class Packed:
         return cls(storage, layout, tokens, candidates, longest)
 
     def to(self, device: torch.device) -> "Packed":
-        """A copy on the device: one transfer, which does not wait where the memory is pinned."""
+        """Returns a copy on the device: one transfer, which does not wait where the memory is pinned."""
         storage = self.storage.to(device, non_blocking=True)
         return Packed(storage, self.layout, self.tokens, self.candidates, self.longest)
 
@@ -103,8 +103,8 @@ class Packed:
 
 
 def events_of(packed: Packed) -> Tensor:
-    """Which of the distinct events each event of the histories is, int64 [T], on the device of the buffer, without a
-    wait for it.
+    """Returns the distinct event of each event of the histories, int64 [T], on the device of the buffer, without a wait
+    for it.
 
     Plain PyTorch, with 8-byte numbers for each of packed.candidates: a kernel needs none of these.
     """

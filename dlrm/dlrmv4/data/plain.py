@@ -1,7 +1,7 @@
-"""What an anchor, a window, a rank's share and a sample are, said plainly and slowly; all fast paths equal these.
+"""Plain and slow definitions of an anchor, a window, a rank's share and a sample; all fast paths equal these.
 
 The definitions are the reference's (generative_recommenders/dlrm_v4/datasets/yambda.py and StreamingWindowSampler of
-train/utils.py), and a test compares them with what its code gave on a small case.
+train/utils.py), and a test compares them with the results of its code on a small case.
 """
 
 import numpy as np
@@ -28,18 +28,19 @@ def num_windows(cache: Cache) -> int:
 
 
 def window(cache: Cache, number: int) -> NDArray[np.int64]:
-    """Anchors whose time lies in a window, ascending, which is by user and then by time: the order of training."""
+    """Returns the anchors of a window by their times, ascending, which is by user and then by time: the order of
+    training."""
     elapsed = cache.anchor_timestamp - cache.anchor_timestamp.min()
     return np.flatnonzero(elapsed // cache.limits.window_seconds == number)
 
 
 def share(window: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
-    """A rank's anchors of a window: every world_size-th one, of as many as divide evenly."""
+    """Returns a rank's anchors of a window: every world_size-th one, of as many as divide evenly."""
     return window[: len(window) // world_size * world_size][rank::world_size]
 
 
 def batches(window: NDArray[np.int64], rank: int, world_size: int, local_batch: int) -> NDArray[np.int64]:
-    """A rank's batches of a window, [batches, local_batch]; its last samples, too few for one, are dropped."""
+    """Returns a rank's batches of a window, [batches, local_batch]; its last samples, too few for one, are dropped."""
     own = share(window, rank, world_size)
     return own[: len(own) // local_batch * local_batch].reshape(-1, local_batch)
 

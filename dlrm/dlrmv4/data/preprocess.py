@@ -59,9 +59,9 @@ class PreprocessConfig:
     gap_minutes: int = 30
     """Between training and test."""
     test_days: int = 1
-    """Last days, which training leaves out."""
+    """Number of last days, which training leaves out."""
     chunk_events: int = 8_000_000
-    """Events read at a time; of one user all are."""
+    """Number of events read at a time; those of one user are read together."""
 
     def __post_init__(self) -> None:
         for name in ("history", "train_days", "chunk_events"):
@@ -78,7 +78,7 @@ class PreprocessConfig:
 
 @dataclass(slots=True)
 class Split:
-    """Bounds of training and test, in seconds, and what was counted in them."""
+    """Bounds of training and test, in seconds, and the counts within them."""
 
     t_min: int
     t_max: int
@@ -120,9 +120,9 @@ class Split:
 
 
 def preprocess(config: PreprocessConfig) -> Cache:
-    """Write the cache and its index of windows, and open it.
+    """Writes the cache and its index of windows, and opens it.
 
-    ValueError names the file or column that cannot be, or the complete cache that is there already.
+    ValueError names the impossible file or column, or the complete cache that exists already.
     """
     import polars as pl
 
@@ -206,7 +206,7 @@ def _require_columns(path: Path, events: "pl.LazyFrame") -> None:
 
 
 def _pieces(path: Path, events: "pl.LazyFrame", most: int) -> list[tuple[int, int]]:
-    """First and last user of each piece: users in turn, up to `most` events, but at least one user."""
+    """Returns first and last user of each piece: users in turn, up to `most` events, but at least one user."""
     import polars as pl
 
     users = events.group_by("uid").agg(pl.len()).sort("uid").collect(engine="streaming")
@@ -221,7 +221,8 @@ def _pieces(path: Path, events: "pl.LazyFrame", most: int) -> list[tuple[int, in
 
 
 def _write_rest(config: PreprocessConfig, split: Split, popularity: NDArray[np.int64]) -> None:
-    """Files beside the cache. ValueError where maps and events are not of one data set, as the reference has it."""
+    """Writes the files beside the cache. ValueError where maps and events are not of one data set, as in the
+    reference."""
     processed = config.out / PROCESSED
     np.save(processed / "item_popularity.npy", popularity)
     (processed / "split_meta.json").write_text(json.dumps(split.as_dict(config), indent=2))

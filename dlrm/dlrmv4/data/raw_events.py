@@ -10,7 +10,7 @@ from dlrm_bench.dlrm.dlrmv4.data.cache_writer import Events
 from dlrm_bench.dlrm.dlrmv4.data.limits import LISTEN
 
 EVENT_TYPES = ("listen", "like", "dislike", "unlike", "undislike")
-"""By the cache's numbers."""
+"""Types of events, in the order of the cache's numbers."""
 DAY, SESSION_GAP = 86_400, 1_800
 RAW_FILE = Path("raw") / "5b" / "multi_event.parquet"
 LAST_DAY_USERS = 50
@@ -38,7 +38,7 @@ class RawWriter:
         import polars as pl  # here: most data sets are generated without
 
         listen = events.event_type == LISTEN
-        # Tracks' lengths are no feature of the benchmark; an item has one of its own.
+        # Tracks' lengths are no feature of the benchmark; an item has its own.
         columns: dict[str, Any] = {
             "uid": events.uid.astype(np.uint32),
             "timestamp": events.timestamp.astype(np.uint32),

@@ -1,4 +1,4 @@
-"""Sizes of the samples that a run trains on, which its work depends on and its configuration does not say."""
+"""Sizes of a run's samples, on which its work depends and which its configuration does not give."""
 
 import numpy as np
 import torch

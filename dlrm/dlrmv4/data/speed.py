@@ -1,7 +1,7 @@
-"""Measures how fast one rank's batches are built, with nothing else at work: SPEED DIR
+"""Measures the rate at which one rank's batches are built, on an otherwise idle machine: SPEED DIR
 
-Reader threads build batches as in a run, one consumer takes them in order and drops them. What a run needs is its
-samples a second; files in the page cache tell what building takes, and a first pass over cold ones what the disk gives.
+Reader threads build batches as in a run, one consumer takes them in order and drops them. A run needs its samples a
+second; files in the page cache show the rate of building, and a first pass over cold ones the disk's.
 """
 
 import sys
@@ -32,9 +32,9 @@ class SpeedConfig:
     local_batch_size: int = 1024
     """Samples of a rank's batch."""
     world_size: int = 8
-    """Ranks among which a window's samples are dealt out; the first one's are built."""
+    """Number of ranks among which a window's samples are distributed; the first one's are built."""
     first_window: int = 0
-    """Window to begin with; the last one evaluates, and is left out."""
+    """First window; the last one evaluates, and is left out."""
     reader_threads: int = 2
     """Threads that build."""
     seconds: float = 10.0
@@ -48,7 +48,7 @@ class SpeedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one rank gets."""
+    """The result of one rank."""
 
     batches: int
     """Batches that were timed."""

@@ -52,7 +52,7 @@ class WindowIndex:
         return len(self.windows)
 
     def anchors_of(self, window: int) -> int:
-        """How many anchors a window has."""
+        """Returns the number of anchors of a window."""
         return int(self.windows[window, 1])
 
     def select(self, window: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -71,11 +71,11 @@ def paths(folder: Path, limits: Limits) -> tuple[Path, Path]:
 
 
 def prepare_windows(cache: Cache) -> WindowIndex:
-    """Write the index of a cache where there is none, and open it.
+    """Writes the index of a cache where there is none, and opens it.
 
-    Reads the anchors' times three times, 18 GB of MLPerf's data each, at the disk's speed or, of one core, 96 million
-    anchors a second (measured). Memory: the maps' pages, which the system drops where memory is short. The
-    windows' file appears last, and complete.
+    Reads the anchors' times three times, 18 GB of MLPerf's data each, at the disk's speed or, on one core, 96 million
+    anchors a second (measured). Memory: the maps' pages, which the system drops where memory is short. The windows'
+    file appears last, and complete.
     """
     ranges_path, windows_path = paths(cache.folder, cache.limits)
     if not windows_path.exists():

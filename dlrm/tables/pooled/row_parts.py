@@ -54,7 +54,7 @@ class PickedIds:
 
     @property
     def excess(self) -> Tensor:
-        """How many ids are more than the list takes, int32 [1] on the device; negative where fewer are there."""
+        """Number of ids beyond the list's capacity, int32 [1] on the device; negative where there is room."""
         return self.counted - self.capacity
 
     def reset(self) -> None:

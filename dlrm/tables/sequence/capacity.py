@@ -1,4 +1,4 @@
-"""What a batch's ids have room for, and a check of ids."""
+"""The room for a batch's ids, and a check of ids."""
 
 import math
 from dataclasses import dataclass

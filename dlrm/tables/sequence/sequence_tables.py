@@ -51,7 +51,7 @@ class SortedRows:
 
 @dataclass(frozen=True, slots=True)
 class ExchangedRows:
-    """What ranks exchange of one batch's rows."""
+    """The exchange of one batch's rows between ranks."""
 
     distinct: DistinctRows
     """The rows that this rank asks for."""
@@ -120,7 +120,7 @@ class SequenceTables:
         first_rows = torch.tensor(self._owned.first_rows, dtype=torch.int32).repeat_interleave(places)
         self._first_rows = first_rows.to(self._device)
         self._keys = torch.empty_like(self._first_rows)
-        """Of the batch that is being distributed."""
+        """Keys of the batch that is being distributed."""
         self._sort = self._sort_table(capacity.count, self._ranks * self._owned.count)
         self._entries = capacity.list_entries(self._ranks) if self._ranks > 1 else 0
         self._sort_owned: SortTable | None = None

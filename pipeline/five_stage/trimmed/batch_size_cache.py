@@ -1,4 +1,4 @@
-"""Caches of what the host has put on the device for batches of one size."""
+"""Caches of device tensors for batches of one size."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -17,8 +17,8 @@ def bound(cache: dict[Any, Any]) -> None:
 
 
 class BatchSizeCache(Generic[T]):
-    """A cache of what is made for batches of one size, and read on the stream that it was made on. It is bounded, but
-    for the first size's entry where graphs read its memory."""
+    """A bounded cache of values for batches of one size, each read on the stream on which it was made. The first size's
+    entry is kept for good if graphs read its memory."""
 
     def __init__(self) -> None:
         self.replayed: T | None = None
@@ -32,7 +32,7 @@ class BatchSizeCache(Generic[T]):
         return len(self._made)
 
     def get(self, size: Hashable, device: torch.device, make: Callable[[], T], replay: Callable[[T], None] | None) -> T:
-        """Returns what `make` made for this size. replay: gives the first one its graphs."""
+        """Returns the value for this size, made by `make` if new. replay: adds graphs to the first one."""
         if self.replayed is not None and self._replayed_size == size:
             return self.replayed
         if self.replayed is None and replay is not None:
@@ -40,7 +40,7 @@ class BatchSizeCache(Generic[T]):
             replay(made)
             self.replayed, self._replayed_size = made, size
             return made
-        # Dropped, memory is the stream's to use again that it was made on, which must be the only one to read it.
+        # The memory of a dropped entry is reused by the stream on which it was made, which must be its only reader.
         key = size, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         if key in self._captured:
             return self._captured[key]

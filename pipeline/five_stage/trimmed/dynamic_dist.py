@@ -1,6 +1,6 @@
 """The input dist of row-wise tables and of features of undeclared sizes: one host read a batch, through pinned memory.
 
-See static_dist.py for what an input dist is, and for streams.
+static_dist.py describes input dists and their streams.
 """
 
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def _kjt_layouts(groups: Sequence[Group], rank: int, length_per_key: list[int], 
 
 
 def _bucket_size(rows: int, world_size: int) -> int:
-    """Rows of a table that one rank has, of TorchRec's even row-wise sharding."""
+    """Returns the number of rows of a table on one rank, in TorchRec's even row-wise sharding."""
     return -(-rows // world_size)
 
 

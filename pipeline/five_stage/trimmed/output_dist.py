@@ -1,8 +1,8 @@
-"""TorchRec's output dist of table-wise tables without what one all-to-all each way does not need.
+"""TorchRec's output dist of table-wise tables, reduced to one all-to-all each way.
 
-TorchRec puts two autograd functions around the all-to-all, so that several can be under way at once, joins them by a
-dummy tensor, copies what it sends into a buffer of its own, and calls record_stream on the result. Where tables of one
-sharding type alone are exchanged there is nothing to join.
+TorchRec puts two autograd functions around the all-to-all, so that several can be in progress at once, joins them by a
+dummy tensor, copies the vectors into a send buffer, and calls record_stream on the result. Where tables of one sharding
+type alone are exchanged there is nothing to join.
 """
 
 import math
@@ -27,12 +27,12 @@ from .batch_size_cache import BatchSizeCache
 class TrimmedOutputDist(nn.Module):
     """A stand-in for a TwPooledEmbeddingDist: the same results and gradients, bit by bit.
 
-    `forward` launches the all-to-all, the wait of what it returns belongs on the same stream.
+    `forward` launches the all-to-all; the wait of its result belongs on the same stream.
     """
 
     def __init__(self, stock: TwPooledEmbeddingDist, cuda_graph: bool = False) -> None:
-        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls, and what is around them, of batches
-        of the first one's size."""
+        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls, and the kernels around them, for
+        batches of the first one's size."""
         super().__init__()
         self._cuda_graph = cuda_graph
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
@@ -40,7 +40,7 @@ class TrimmedOutputDist(nn.Module):
         self._exchanges = BatchSizeCache[_Exchange]()
 
     def graphed(self) -> list[GraphedFunction]:
-        """Both ways of batches of the first one's size, if any."""
+        """Returns the graphs of both ways for batches of the first one's size, if any."""
         first = self._exchanges.replayed
         return [] if first is None else first.graphed
 
@@ -56,7 +56,7 @@ class TrimmedOutputDist(nn.Module):
         )
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
-        """local_embs: [global batch, columns of this rank]. What is awaited: [local batch, columns of all ranks]."""
+        """local_embs: [global batch, columns of this rank]. Awaits to [local batch, columns of all ranks]."""
         divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
         make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
         replay = _Exchange.replay if self._cuda_graph else None
@@ -64,7 +64,7 @@ class TrimmedOutputDist(nn.Module):
 
 
 class _Exchange:
-    """Who gets how much, in which order, and the all-to-alls, for batches of one size."""
+    """Splits, order and all-to-alls for batches of one size."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _Exchange:
         self._group, self._ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
         self._by_table = [size * dims[rank] for size in batch_sizes]
         self._by_sample = [self.local_batch_size * dim for dim in dims]
-        # What comes from the ranks is [rank, sample, columns of the rank]; all columns are multiples of one width.
+        # Received blocks are [rank, sample, columns of the rank]; all columns are multiples of one width.
         self._width = math.gcd(*dims)
         order, first = [], 0
         for dim in dims:
@@ -107,7 +107,7 @@ class _Exchange:
         return lambda: pooled
 
     def backward(self, grad: Tensor) -> Tensor:
-        """The gradient by what was sent, flat, from that by what came of it."""
+        """Returns the flat gradient by the sent vectors, from that by the received ones."""
         return self.graphed[1](grad)[0] if self.graphed else self._backward(grad)
 
     def _start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
@@ -126,14 +126,15 @@ class _Exchange:
         return received.div_(self._ranks) if self._divides else received
 
     def _exchange(self, sent: Tensor, receive_splits: list[int], send_splits: list[int]) -> tuple[Tensor, Any]:
-        """Starts the all-to-all; returns what is received, and the work to wait for."""
+        """Starts the all-to-all; returns the receive buffer, and the work to wait for."""
         received = torch.empty(sum(receive_splits), dtype=sent.dtype, device=sent.device)
         return received, dist.all_to_all_single(
             received, sent, receive_splits, send_splits, group=self._group, async_op=True
         )
 
     def _reordered(self, values: Tensor, order: Tensor) -> Tensor:
-        """One kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of views."""
+        """Reorders in one kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of
+        views."""
         return values.reshape(-1, self._width).index_select(0, order)
 
 
@@ -149,9 +150,9 @@ class _PooledOnTheirWay(Awaitable[Tensor]):
 
 
 class _Pooled(Function):
-    """The pooled vectors as a function of what was sent for them.
+    """The pooled vectors as a function of the sent ones.
 
-    The tensor that it returns is made within, and no view: autograd refuses in-place changes of anything else.
+    The returned tensor is made within, and no view: autograd refuses in-place changes of anything else.
     """
 
     @staticmethod

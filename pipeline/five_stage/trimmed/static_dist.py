@@ -72,8 +72,7 @@ class InFlight(Protocol):
 
 
 class FirstWait(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """The wait of one group. It launches the one InFlight of all groups, and the wait of what it returns finishes
-    it."""
+    """The wait of one group. It launches the exchange of all groups; waiting for its result finishes that."""
 
     def __init__(self, in_flight: InFlight, index: int) -> None:
         super().__init__()
@@ -120,10 +119,10 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ids features have that were declared."""
+    """Numbers of ids of the declared features."""
 
     per_bag: Mapping[str, int]
-    """Of those with as many in every bag."""
+    """Number of ids in every bag, of the features with a fixed one."""
     per_batch: Sequence[Mapping[str, int]] = ({},)
     """Of unpooled features with as many in a batch, whatever the lengths of its sequences; one or more kinds of
     batches, which name the same features."""

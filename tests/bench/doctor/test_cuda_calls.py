@@ -37,7 +37,7 @@ def test_counts_are_an_iterations_and_leave_out_threads_that_launch_nothing():
 
 
 def test_the_same_counts_as_those_of_the_instrumented_twin():
-    """On the traces that bench/profile/trace.py is tested with."""
+    """The traces are those with which bench/profile/trace.py is tested."""
     counted = counts(cuda_calls(stock_trace(), ITERATION), 2)
     assert (counted["launch"], counted["sync"], counted["copy"]) == (4, 1, 1)
     assert counts(cuda_calls(graph_trace(), ITERATION), 3) == {"copy": 1, "graph_launch": 1, "HtoD pinned": 1}

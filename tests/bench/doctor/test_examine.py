@@ -346,7 +346,7 @@ def test_ranks_that_wait_for_one_that_is_gone_are_ended(tmp_path, monkeypatch):
 
 
 def test_a_script_that_crashes_after_its_examination_fails(tmp_path, monkeypatch, capfd):
-    """With --keep-running; else the doctor has ended it before."""
+    """It runs on with --keep-running; else the doctor has ended it before."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = written(tmp_path, TRAINING.format(iterations=60, more="") + "\nraise SystemExit(3)\n")
     flags = ["doctor", "--warmup", "3", "--iterations", "5"]

@@ -59,7 +59,7 @@ def test_ranks_are_averaged_and_the_worst_is_kept():
 
 
 def cpu(name: str, stack: list[object] | None = None, repeats: int = 1, **about: object) -> list[Finding]:
-    """Findings of a call that each of two iterations makes so many times."""
+    """Returns findings of a call that each of two iterations makes `repeats` times."""
     stacks = [stack or [USER]]
     calls = [made_call(name, i, 0, 1000.0 * i + j, **about) for i in range(2) for j in range(repeats)]
     return findings(rank_file(stacks, calls, device="cpu"))

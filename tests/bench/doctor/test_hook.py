@@ -1,4 +1,4 @@
-"""In processes of their own: the hook changes modules as they are imported."""
+"""The hook, in new processes: it changes modules as they are imported."""
 
 import os
 import subprocess

@@ -53,7 +53,7 @@ def test_waits_for_another_thread_are_seen(tmp_path):
 
 
 def test_a_number_that_is_another_process_here_is_not_watched(tmp_path):
-    """As in a container, whose processes have numbers of their own: this process is no rank of the folder's."""
+    """A container's processes have other numbers: this process is no rank of the folder's."""
     loop_path(tmp_path, 0).write_text(f'{{"pid": {os.getpid()}, "thread": {os.getpid()}, "runtime": 4096}}')
     with LockWatch(tmp_path) as watch:
         for _ in range(100):

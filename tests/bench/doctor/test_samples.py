@@ -29,7 +29,7 @@ def test_samples_outside_of_the_iterations_do_not_count():
 
 
 def test_intervals_hold_the_mean_95_times_of_100():
-    """Of skewed times of iterations, over series of 20."""
+    """Times of iterations are skewed, over series of 20."""
     draw = random.Random(7)
     held = 0
     for _ in range(1000):

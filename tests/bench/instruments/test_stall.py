@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.instruments.abort import AbortWatch
 from dlrm_bench.bench.instruments.stall import StallWatch
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.runtime.ranks import Ranks

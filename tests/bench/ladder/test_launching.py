@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE, _failed, run_by, run_forked, torchrun
 from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.launched import PATIENCE_S, end, ranks_naming, wait_until, wait_until_training
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.config import MLPerfConfig
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.mlperf.log import MLPerfLog, check_compliance
 from dlrm_bench.bench.mlperf.published_logs import LOG_COLUMNS, MLPerfRun, log_row, read_mlperf_log
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.dcnv2 import ruleset
 from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
 from tests.launched import forked_launch

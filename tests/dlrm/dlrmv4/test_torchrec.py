@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlrm_bench.bench.ending import LOG_NAME
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of, batch_of_packed
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence

@@ -1,4 +1,4 @@
-"""The end of a run: its record, or the measurements until a failure, whatever has become of its folder."""
+"""Files of a run at its end: its record, or the measurements until a failure, whatever has become of its folder."""
 
 import contextlib
 import sys

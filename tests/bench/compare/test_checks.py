@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_bench.bench.compare.checks import check_equivalence, check_regression, worst
 from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all, compare_sides
-from dlrm_bench.bench.compare.gate import check_equivalence, check_regression, worst
 from dlrm_bench.bench.compare.sides import Side
 from dlrm_bench.bench.stats.statistics import compare
 

@@ -8,7 +8,7 @@ import pytest
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.sides import Side
 from dlrm_bench.bench.ladder.analysis import read_judged_ladder
-from dlrm_bench.bench.ladder.judge import JudgedRung, agreement_by_luck, as_judged, judge_sides
+from dlrm_bench.bench.ladder.comparisons import JudgedRung, agreement_by_luck, as_judged, judge_sides
 from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE
 from tests.bench.stats.test_rounds import places
 
