@@ -1,4 +1,4 @@
-"""DLRMv4 under the stock pipeline on two ranks trains as a plain loop over both ranks' samples does in one process."""
+"""Cross-cutting: DLRMv4 under the stock pipeline on two ranks trains as a plain loop over their samples in one process."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The dense update's graph with optimizers within others: clipping, accumulation, fused tables, and none."""
+"""Cross-cutting: the dense update's graph with optimizers within others: clipping, accumulation, fused tables, none."""
 
 from collections.abc import Iterable
 from typing import Any
