@@ -1,4 +1,4 @@
-"""Cross-cutting: DLRMv4 under the stock pipeline on two ranks trains as a plain loop over their samples in one process."""
+"""Cross-cutting: DLRMv4 under stock on two ranks trains as a plain loop over their samples in one process does."""
 
 from dataclasses import replace
 from pathlib import Path

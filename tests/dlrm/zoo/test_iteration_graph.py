@@ -1,4 +1,4 @@
-"""Cross-cutting: the models' iterations in one graph: two EBCs, sequences of one length, jagged ones in padded batches."""
+"""Cross-cutting: models' iterations in one graph: two EBCs, sequences of one length, jagged ones in padded batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
