@@ -193,9 +193,15 @@ def period_ms(read: Record) -> float:
 
 
 def plan_in(record: RunRecord) -> Plan | None:
-    """Returns the plan of a record of the static pipeline; None for another pipeline."""
+    """Returns the plan of a record of the static pipeline; None for another pipeline. ValueError where its tables are
+    not pooled, and have no plan."""
     if kind_of(record) != "static":
         return None
+    if "plan" not in record["pipeline"]:
+        raise ValueError(
+            f"record {record['id']} is of the static pipeline of tables that are not pooled, whose times scale has no "
+            "model of: give a record of a model with pooled tables"
+        )
     place = {name: table for table, name in enumerate(tables_of(record).names)}
     shards = sorted(
         Shard(rank, place[s["table"]], s["column"], s["columns"], s.get("row_part", 0), s.get("row_parts", 1))

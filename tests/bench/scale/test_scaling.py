@@ -128,6 +128,13 @@ def test_a_record_is_taken_by_its_own_plan():
     assert plan_in(record("05-4xh200-512-a-gpu-full-ladder/00-stock").run) is None
 
 
+def test_a_record_without_pooled_tables_is_refused():
+    run = record(f"{P2P}/512-four-gpus").run
+    pipeline = {name: value for name, value in run["pipeline"].items() if name != "plan"}
+    with pytest.raises(ValueError, match="whose times scale has no model of"):
+        plan_in({**run, "pipeline": pipeline})
+
+
 def test_a_period_is_no_slowest_rank():
     read = record(f"{P2P}/512-four-gpus")
     times = np.array([[1.0, 3.0, 1.0, 3.0], [3.0, 1.0, 3.0, 1.0]], np.float32)
