@@ -157,9 +157,9 @@ def test_trains_what_stock_trains(
 
 
 def from_state(ranks: Ranks, folder: Path) -> dict[str, Trained]:
-    results = {name: train(ranks, small(folder, name, 1), half=8) for name in ("torchrec", "static")}
+    results = {name: train(ranks, small(folder, name, 1), half=5) for name in ("torchrec", "static")}
     for name, other in (("torchrec", "static"), ("static", "torchrec")):
-        results[f"from {name}"] = train(ranks, replace(small(folder, other, 1), seed=1), results[name].state, 8)
+        results[f"from {name}"] = train(ranks, replace(small(folder, other, 1), seed=1), results[name].state, 5)
     return results
 
 
