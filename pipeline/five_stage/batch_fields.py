@@ -179,8 +179,9 @@ def _has_fields(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    slots, own = _slots(type(value)), getattr(value, "__dict__", None) or {}
-    for name in slots:
+    kind: Any = type(value)
+    own = getattr(value, "__dict__", None) or {}
+    for name in _slots(kind):
         if name not in own and hasattr(value, name):
             yield name, getattr(value, name)
     yield from own.items()
