@@ -9,6 +9,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,7 +179,16 @@ def _has_fields(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    for name in dict.fromkeys([*slots, *getattr(value, "__dict__", ())]):
-        if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+    kind: Any = type(value)
+    own = getattr(value, "__dict__", None) or {}
+    for name in _slots(kind):
+        if name not in own and hasattr(value, name):
             yield name, getattr(value, name)
+    yield from own.items()
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Returns the names of a type's slots."""
+    names = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
+    return tuple(name for name in dict.fromkeys(names) if name not in ("__dict__", "__weakref__"))

@@ -31,13 +31,19 @@ class CapturedUpdate:
         """The obstacle that keeps the step out of the iteration's graph for good; None without one."""
         self._works = [] if self.why_not else [(inner, _Work(inner)) for inner in used if not _is_marked(inner)]
         self._fused = list(_fused(optimizer))
+        self._rates: list[Any] = []
 
     def zero_grad(self) -> None:
         """The optimizer's, which also brings the tables' learning rates to the lookups."""
         self._optimizer.zero_grad()
 
-    def set_rates(self) -> None:
-        """Brings the tables' learning rates alone to the lookups."""
+    def set_rates(self, lookups_as_before: bool) -> None:
+        """Brings the tables' learning rates alone to the lookups. lookups_as_before: their rates are those that the
+        last call has left."""
+        rates = [group["lr"] for fused in self._fused for group in fused.param_groups]
+        if rates == self._rates and lookups_as_before:
+            return
+        self._rates = rates
         for fused in self._fused:
             fused.zero_grad()
 

@@ -161,7 +161,7 @@ class IterationGraph:
     def _rates_moved(self) -> bool:
         """Whether the graphs have other rates of the tables than the lookups, and cannot be given these."""
         if self.updates:
-            self._update.set_rates()
+            self._update.set_rates(self._rates.are_as_before())
         follows = self._rates.follow()
         self.failure = self.failure or self._rates.failure
         return not follows

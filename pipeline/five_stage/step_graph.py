@@ -111,7 +111,8 @@ class StepWork:
         same = len(memory) == len(self._memory) and all(map(is_, memory, self._memory))
         if not same:
             self._tensors = [value for value in memory if isinstance(value, Tensor)]
-        of_grads = [None if grad is None else (grad.data_ptr(), grad.stride()) for grad in grads]
+        present = [grad for grad in grads if grad is not None]
+        of_grads = [*map(Tensor.data_ptr, present), *(grad is None for grad in grads)]
         layouts = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters), *of_grads]
         if not same or layouts != self._layouts or not _equal(frozen, self._frozen):
             self.forget()

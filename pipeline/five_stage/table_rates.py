@@ -54,6 +54,10 @@ class TableRates:
             self._set()
         return self._can_mark
 
+    def are_as_before(self) -> bool:
+        """Returns whether the lookups' rates are those of the last look."""
+        return self._now() == self._rates
+
     def follow(self) -> bool:
         """Brings the rates of now to the graphs; returns False where these must be captured anew for it."""
         rates = self._now()

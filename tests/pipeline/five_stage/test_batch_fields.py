@@ -3,6 +3,7 @@
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from dlrm_bench.pipeline.five_stage.batch_fields import (
     leaf_names,
     leaves,
     map_fields,
+    parts_of,
 )
 
 CPU = torch.device("cpu")
@@ -109,6 +111,23 @@ def test_maps_every_field_but_the_kjt(name):
     before, after = list(leaves(batch, {id(get(batch))})), list(leaves(mapped, {id(stands_in)}))
     assert len(before) == len(after) == {"itself": 0}.get(name, len(before))
     assert all(torch.equal(b + 1, a) for b, a in zip(before, after, strict=True) if isinstance(b, Tensor))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_kjts_and_the_other_leaves_in_one_pass(name):
+    make, get = BATCHES[name]
+    batch = make(kjt())
+    kjts, rest = parts_of(batch)
+    assert any(found is get(batch) for found in kjts)
+    assert len(kjts) == (2 if name == "second KJT" else 1)
+    others = list(leaves(batch, set(map(id, kjts))))
+    assert len(rest) == len(others)
+    assert all(map(is_, rest, others))
+
+
+def test_a_kjt_in_two_places_is_one():
+    features = kjt()
+    assert [found is features for found in parts_of((features, {"again": features}))[0]] == [True]
 
 
 @pytest.mark.parametrize("name", BATCHES)
