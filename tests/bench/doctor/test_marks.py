@@ -141,7 +141,7 @@ def test_other_threads_are_left_alone(marks):
 def test_reduced_marks_leave_no_trace(monkeypatch):
     before = {name: getattr(Tensor, name) for name in ("item", "tolist", "__bool__", "to", "cpu")}
     own = {name for name in before if name in vars(Tensor)}
-    monkeypatch.setattr("dlrm_bench.bench.doctor.marks._compiles", lambda: True)
+    monkeypatch.setattr("dlrm_bench.bench.doctor.marks.compiles", lambda: True)
     marks = Marks()
     marks.iteration = 0
     marks.switch_on()
