@@ -170,7 +170,7 @@ def wait_until_training(log: Path, pids: Callable[[], Iterable[int]]) -> None:
     wait_until(lambda: log.exists() and "epoch_start" in log.read_text(), "training has begun")
     begun = {pid: _cpu_ticks(pid) for pid in pids()}
     assert begun
-    wait_until(lambda: all(_cpu_ticks(pid) - ticks >= 20 for pid, ticks in begun.items()), "the ranks train")
+    wait_until(lambda: all(_cpu_ticks(pid) - ticks >= 80 for pid, ticks in begun.items()), "the ranks train")
 
 
 def _cpu_ticks(pid: int) -> int:

@@ -1,12 +1,9 @@
 """The built-in ladders: the flags that each rung adds, which launch/dlrm.py takes."""
 
-import inspect
-import re
 from itertools import pairwise
 
 import pytest
 
-from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.dlrm.benchmark import Rung
 from dlrm_bench.dlrm.dcnv2.ladders import LADDERS
 from dlrm_bench.launch.dlrm import parse
@@ -21,12 +18,6 @@ def pairs(rung: Rung) -> set[tuple[str, ...]]:
         else:
             found[-1] += (word,)
     return set(found)
-
-
-def test_the_help_names_every_ladder() -> None:
-    source = inspect.getsource(LadderCommand)
-    (text,) = re.findall(r'rungs: str = "stock"\n    """(.*?)"""', source, re.DOTALL)
-    assert set(re.findall(r"(?:: |; )([\w-]+) \(", " ".join(text.split()))) == set(LADDERS)
 
 
 AFTER_ALL = ("one-launch-thread", "graph-dists")

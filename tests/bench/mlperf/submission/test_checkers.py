@@ -117,5 +117,5 @@ CHECKED = "INFO - Running compliance on file: x\n"
 )
 def test_the_package_checkers_words_count(text: str, expected: list[str]) -> None:
     """It ends with status 0 in all these cases, and with SUCCESS where it skipped everything."""
-    verdict = checkers._packaged(text, "dlrm_dcnv2", 10)
+    verdict = checkers._packaged(text, "dlrm_dcnv2", 10, pinned=())
     assert [finding.text for finding in verdict.findings if finding.fatal] == expected
