@@ -133,9 +133,9 @@ def test_the_planted_line_is_named_first(name, planted):
 
 
 def test_a_sleep_costs_what_it_takes(planted):
-    """10 ms, and what a busy machine adds."""
+    """About 10 ms: a share of the samples, which vary by a few, and what a busy machine adds."""
     first = planted("sleep")["findings"][0]
-    assert 9.5 < first["ms"] < planted("sleep")["iteration_ms"]
+    assert 7.5 < first["ms"] < planted("sleep")["iteration_ms"]
     assert first["calls_ms"] is None
 
 
