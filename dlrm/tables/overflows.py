@@ -17,7 +17,7 @@ NOT_YET = torch.iinfo(torch.int32).min
 """Value of a number on the host until the device has written it."""
 _POLL_S = 20e-6
 _POLL_SHARE = 1 / 8
-"""Of the wait so far, from one look to the next: a wait of 250 ms takes 60 looks, and the device is then still at work
+"""Share of the wait so far that passes from one look to the next: a wait of 250 ms takes 60 looks, and the device is then still at work
 on the iteration that the number came with."""
 
 

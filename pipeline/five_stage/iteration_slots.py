@@ -99,8 +99,8 @@ class Staging:
     """A batch as it came to the device, for an input dist to read."""
 
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], vary: Sequence[bool]) -> None:
-        """Of the form of a batch on the device. features: what each module that is called is given of it. vary: which
-        of its distinct KJTs have other lengths in every batch."""
+        """Makes memory in the form of a batch on the device. features: the KJT of each module that is called. vary:
+        whether the lengths of each of its distinct KJTs differ from batch to batch."""
         kjts, rest = parts_of(batch)
         own = {id(kjt): _over(kjt, lengths_too=varies) for kjt, varies in zip(kjts, vary, strict=True)}
         self._vary = list(vary)
@@ -128,8 +128,8 @@ class Slot:
     """A batch to train on: its fields, and the ids that this rank looks up."""
 
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], distribution: Distribution) -> None:
-        """Of the form of a batch on the device. distribution: of this batch, done; the lengths of what is looked up
-        are those of all batches."""
+        """Makes memory in the form of a batch on the device. distribution: that of this batch, done; all batches have its
+        lengths of looked-up ids."""
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]

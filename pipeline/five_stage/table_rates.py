@@ -37,7 +37,7 @@ class TableRates:
         return self._marking
 
     def mark(self) -> None:
-        """In a capture, before the lookups: puts marks in the place of the rates."""
+        """Puts marks in the place of the rates; called in a capture, before the lookups."""
         if self._marking:
             self._fill(self._marks)
 

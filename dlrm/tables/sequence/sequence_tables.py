@@ -124,7 +124,7 @@ class SequenceTables:
         self._sort = self._sort_table(capacity.count, self._ranks * self._owned.count)
         self._entries = capacity.list_entries(self._ranks) if self._ranks > 1 else 0
         self._sort_owned: SortTable | None = None
-        """Of lists of `_entries`."""
+        """Sort of lists of `_entries`."""
         self._lists: tuple[Tensor, Tensor] | None = None
 
     def _sort_table(self, count: int, rows: int) -> SortTable:

@@ -11,7 +11,7 @@ import torch
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.record import read_record
+from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of, batch_of_packed
@@ -102,24 +102,20 @@ def test_adam_follows_the_shortened_gradient() -> None:
     assert all(torch.equal(weight, kept) for weight, kept in zip(ours, before, strict=True))
 
 
+def run(folder: Path, results: Path, name: str, *flags: str) -> Record:
+    """Returns the record of a run of the smoke preset on two ranks, 16 samples each."""
+    given = ["--preset", "smoke-dlrmv4", "--data.path", str(folder), "--results-dir", str(results), "--run-id", name]
+    given += ["--local-batch-size", "16", "--target-auc", "None"]
+    ended = forked_launch(2, results, [*given, *flags])
+    assert ended.statuses == [0, 0], ended
+    return read_record(results / name)
+
+
 def test_all_switches_of_the_drop_in_train_what_stock_does(folder: Path, tmp_path: Path) -> None:
     """Batches have another form on the host than on the device, which --pinned-d2h must not look into."""
     losses = {}
     for name, flags in {"stock": (), "switched": LADDERS["full"][-1].flags}.items():
-        given = [
-            "--preset",
-            "smoke-dlrmv4",
-            "--data.path",
-            str(folder),
-            "--results-dir",
-            str(tmp_path),
-            "--run-id",
-            name,
-        ]
-        given += ["--local-batch-size", "16", "--iterations", "8", "--warmup-iterations", "1", "--target-auc", "None"]
-        ended = forked_launch(2, tmp_path, [*given, *flags])
-        assert ended.statuses == [0, 0], ended
-        training = read_record(tmp_path / name).run["training"]
+        training = run(folder, tmp_path, name, "--iterations", "8", "--warmup-iterations", "1", *flags).run["training"]
         assert training is not None
         losses[name] = training["losses"]
     assert losses["switched"] == losses["stock"]
@@ -131,20 +127,8 @@ def test_a_resumed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     losses = {}
     saves, resumes = ("--checkpoint.every", "3", "--checkpoint.path"), ("--resume",)
     for name, flags in {"straight": saves, "resumed": resumes}.items():
-        given = [
-            "--preset",
-            "smoke-dlrmv4",
-            "--data.path",
-            str(folder),
-            "--results-dir",
-            str(tmp_path),
-            "--run-id",
-            name,
-        ]
-        given += ["--local-batch-size", "16", "--iterations", "4", "--warmup-iterations", "0", "--target-auc", "None"]
-        ended = forked_launch(2, tmp_path, [*given, *flags, str(tmp_path / "saved")])
-        assert ended.statuses == [0, 0], ended
-        losses[name] = read_record(tmp_path / name).losses.tolist()
+        given = ("--iterations", "4", "--warmup-iterations", "0", *flags, str(tmp_path / "saved"))
+        losses[name] = run(folder, tmp_path, name, *given).losses.tolist()
     assert losses["resumed"] == losses["straight"][3:]
 
 
