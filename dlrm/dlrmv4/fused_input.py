@@ -69,24 +69,3 @@ class _Input(torch.autograd.Function):
         sorted_sums(through, sort_keys(rows.time, times), 1.0, of_time)
         first = places.offsets[:-1, None] + torch.arange(places.context, device=grad.device)
         return of_events, through[first] * ctx.factor, of_position, of_time, None, None, None
-
-
-class _Pick(torch.autograd.Function):
-    """rows[index] of few rows, whose gradient is a product with what is 1 where a row is picked."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.rows = len(rows)
-        return rows[index]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        picked = index[:, None] == torch.arange(ctx.rows, device=index.device)
-        return torch.mm(picked.to(grads[0].dtype).t(), grads[0]), None
-
-
-def pick_few(rows: Tensor, index: Tensor) -> Tensor:
-    """Returns rows[index], [R, width], of few rows, whose gradients are summed in a fixed order. index: int64 [R]."""
-    return _Pick.apply(rows, index)

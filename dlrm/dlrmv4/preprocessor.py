@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dlrm_bench.dlrm.dense.pick_few import pick_few
 from dlrm_bench.dlrm.dlrmv4.config import ACTION_BITS, CONTEXT_TOKENS, ModelConfig
-from dlrm_bench.dlrm.dlrmv4.fused_input import pick_few
 from dlrm_bench.dlrm.dlrmv4.layers import Mlp, normal_
 
 _ACTION_STD = 0.1  # action_embedding_init_std of the reference

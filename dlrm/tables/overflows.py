@@ -17,8 +17,8 @@ NOT_YET = torch.iinfo(torch.int32).min
 """Value of a number on the host until the device has written it."""
 _POLL_S = 20e-6
 _POLL_SHARE = 1 / 8
-"""Share of the wait so far that passes from one look to the next: a wait of 250 ms takes 60 looks, and the device is then still at work
-on the iteration that the number came with."""
+"""Share of the wait so far that passes from one look to the next: a wait of 250 ms takes 60 looks, and the device is
+then still at work on the iteration that the number came with."""
 
 
 class Overflows:

@@ -128,8 +128,8 @@ class Slot:
     """A batch to train on: its fields, and the ids that this rank looks up."""
 
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], distribution: Distribution) -> None:
-        """Makes memory in the form of a batch on the device. distribution: that of this batch, done; all batches have its
-        lengths of looked-up ids."""
+        """Makes memory in the form of a batch on the device. distribution: that of this batch, done; all batches
+        have its lengths of looked-up ids."""
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]

@@ -11,6 +11,7 @@ import torch.fx
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
+from dlrm_bench.dlrm.dense.pick_few import pick_few
 from dlrm_bench.dlrm.zoo.hstu.batch import CANDIDATE, HISTORY, USER, HstuBatch
 from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig, Table
 from dlrm_bench.dlrm.zoo.hstu.layer import HstuLayer
@@ -109,28 +110,10 @@ def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[
     return sample, (token - offsets[sample]) % max_length
 
 
-class OfActions(torch.autograd.Function):
-    """weight[actions], [E, width], whose gradient is one product: 0.96 ms for 680,000 events (H200). The gradient of an
-    index adds the events of a kind one after the other, 97 ms; that of torch.nn.Embedding, 1.2 ms, has other bits at
-    every run."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, actions: Tensor) -> Tensor:
-        ctx.save_for_backward(actions)
-        ctx.kinds = len(weight)
-        return weight[actions]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (actions,) = ctx.saved_tensors
-        kinds = torch.arange(ctx.kinds, device=actions.device)
-        return (actions == kinds[:, None]).to(grads[0].dtype) @ grads[0], None
-
-
 @torch.fx.wrap
 def of_actions(weight: Tensor, actions: Tensor) -> Tensor:
-    """Calls OfActions: the vector of each event's kind, [E, width], of weight [kinds, width]."""
-    return OfActions.apply(weight, actions)
+    """Returns the vector of each event's kind, [E, width], of weight [kinds, width]; see pick_few."""
+    return pick_few(weight, actions)
 
 
 class OfUsers(torch.autograd.Function):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dlrm_bench.dlrm.dlrmv4.fused_input import fused_input, pick_few
+from dlrm_bench.dlrm.dense.pick_few import pick_few
+from dlrm_bench.dlrm.dlrmv4.fused_input import fused_input
 from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.token_input import token_input_factors
 from tests.kernels.dense.test_token_input import DROPOUTS, EVENTS, by_token, draw

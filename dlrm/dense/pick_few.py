@@ -1,0 +1,29 @@
+"""Rows of a small matrix by an index that names each of them many times, with a gradient in a fixed order of sums."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Pick(torch.autograd.Function):
+    """rows[index], whose gradient is one product: 0.96 ms for 680,000 indices (H200). The gradient of an index adds
+    those of a row one after the other, 97 ms; that of torch.nn.Embedding, 1.2 ms, has other bits at every run."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(rows)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        rows = torch.arange(ctx.rows, device=index.device)
+        return (index == rows[:, None]).to(grads[0].dtype) @ grads[0], None
+
+
+def pick_few(rows: Tensor, index: Tensor) -> Tensor:
+    """Returns rows[index], [R, width], of few rows, [kinds, width], whose gradients have equal bits run by run. index:
+    integers [R]."""
+    return _Pick.apply(rows, index)
