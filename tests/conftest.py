@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    if "dlrm_bench.dlrm.dlrmv4.data.builder" in sys.modules:  # the tests to come may build batches in ranks
+        launching._PRELOADED.append("tests.dlrm.dlrmv4.compiled_loops")
 
 
 class _ResultPickler(pickle.Pickler):
