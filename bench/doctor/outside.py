@@ -148,7 +148,7 @@ def _slower_line(seen: SeenBy, late_rank: int) -> tuple[Line, float]:
 
 
 def _slower_stage(events: Events, late_rank: int, least_ms: float) -> str:
-    """Where the loop of this rank spends more than the mean of the others, by at least this."""
+    """Returns the stage in which the loop of this rank spends at least `least_ms` more than the mean of the others."""
     stages = {rank: host_stages_of_loop(own)[0] for rank, own in events.items()}
     others = [own for rank, own in stages.items() if rank != late_rank]
     more = {name: stages[late_rank][name] - fmean(own[name] for own in others) for name in STAGES}

@@ -1,4 +1,4 @@
-"""Which commit between two changed the time of an iteration: candidates run in turn with the good one, in one sitting.
+"""Bisection for the commit that changed an iteration's time: candidates run in turn with the good one, in one sitting.
 
 A step asks on which side of half of the difference a candidate is. It looks at its pairs of runs several times, and
 ends with the first look that proves one side. Steps share the probability of an error that the user allows in equal
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Where a bisection ended."""
+    """Result of a bisection."""
 
     steps: Sequence[Step]
     first: str | None

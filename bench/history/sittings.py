@@ -36,11 +36,11 @@ class Point:
     estimate: Estimate | None
     """Logarithm of its median over the reference's; None where no reference ran in its sitting."""
     because: Sequence[str]
-    """Why it is not judged; empty where it is."""
+    """Reasons why it is not judged; empty where it is."""
 
     @property
     def when(self) -> str:
-        """When its first run ended, ISO 8601."""
+        """The time at which its first run ended, ISO 8601."""
         return self.side.finished[0]
 
 
@@ -154,7 +154,7 @@ def _sittings(records: Sequence[Record], gap: timedelta) -> Iterator[list[Record
 
 
 def _begun(record: Record) -> datetime:
-    """When a run's iterations began, at the latest."""
+    """Returns the latest time at which a run's iterations can have begun."""
     ms = float(record.iterations_ms.sum(axis=1).max())
     return datetime.fromisoformat(record.run["created"]) - timedelta(milliseconds=ms)
 
