@@ -82,7 +82,7 @@ class IterationGraph:
         self._iterations = self.captures = self.replays = 0
         self._eager: dict[str, int] = {}
         self.failure: str | None = None
-        """Why nothing is captured, if so, the same on all ranks."""
+        """Reason why nothing is captured, the same on all ranks; None while there is none."""
 
     @property
     def updates(self) -> bool:

@@ -1,4 +1,4 @@
-"""What keeps a model's sharded modules out of the graph of a whole iteration, each named with what to do about it."""
+"""Obstacles that keep a model's sharded modules out of the graph of a whole iteration, each with its remedy."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

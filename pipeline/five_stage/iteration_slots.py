@@ -33,7 +33,7 @@ class BatchForm:
 
     @property
     def vary(self) -> list[bool]:
-        """For each KJT, whether its lengths are others in every batch."""
+        """Whether the lengths of each KJT change from batch to batch."""
         return [not even for even in self._even]
 
     def fits(self, batch: Any) -> bool:
@@ -133,12 +133,12 @@ class Slot:
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
-        """What the model gives to each module in place of its KJT."""
+        """Stand-ins that the model gives to each module in place of its KJT."""
         self._fields = _tensors(leaves(self.batch, set(map(id, stand_ins.values()))))
         self.contexts = [_own_context(context) for context in distribution.contexts]
         """TorchRec's, for each module's compute_and_output_dist."""
         self.features = [KJTList([_over(kjt) for kjt in of]) for of in distribution.features]
-        """What each module looks up."""
+        """Features that each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 

@@ -74,7 +74,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
         self._input_keys: list[str] = []
         self._before = BatchSizeCache[list[_Before]]()
         self.why_not_trimmed = self._why_not()
-        """Why the input dist is TorchRec's own, if it is."""
+        """Reason why the input dist is TorchRec's own; None where it is trimmed."""
         if self.why_not_trimmed is not None:
             logger.warning("the input dist of an EmbeddingCollection is TorchRec's own: %s", self.why_not_trimmed)
             return

@@ -19,10 +19,10 @@ IGNORE_ZEROS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType
 
 @dataclass(frozen=True, slots=True)
 class OwnedRows:
-    """Which ids of a KJT name rows of this rank."""
+    """Ids of a KJT that name rows of this rank."""
 
     first: Tensor
-    """For each id, int64 [ids], this rank's first row of its table."""
+    """This rank's first row of each id's table, int64 [ids]."""
     count: Tensor
     """And the number of this rank's rows."""
 

@@ -29,8 +29,8 @@ from .packed_ids import IdFormat
 _LOOKED_UP_AT_ONCE = 16
 """Ids of a bag in lookups without pooling: a warp of FBGEMM's kernel looks up one bag, id after id."""
 _INT32_ELEMENTS = 1 << 31
-"""As many elements as TorchRec's way back of unpooled vectors cannot count in int32. It multiplies lengths by the width
-and sums them, in the lengths' own type, and FBGEMM's permutation then reads past its memory."""
+"""Smallest number of elements that TorchRec's way back of unpooled vectors cannot count in int32: it multiplies lengths
+by the width and sums them in the lengths' own type, and FBGEMM's permutation then reads past its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class Sizes:
     per_bag: Mapping[str, int]
     """Number of ids in every bag, of the features with a fixed one."""
     per_batch: Sequence[Mapping[str, int]] = ({},)
-    """Of unpooled features with as many in a batch, whatever the lengths of its sequences; one or more kinds of
-    batches, which name the same features."""
+    """Number of ids in a batch, of unpooled features with a fixed one, whatever the lengths of sequences; one or more
+    kinds of batches, which name the same features."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.per_bag or name in self.per_batch[0]
@@ -150,7 +150,7 @@ class KJTLayout:
     length_per_key: list[int]
     offset_per_key: list[int]
     owned: OwnedRows | None = None
-    """Of row-wise tables."""
+    """Ids of row-wise tables that name this rank's rows; None without such tables."""
 
     def kjt(self, values: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Complete: neither its lookup nor `sync` has to read the device."""
