@@ -83,17 +83,17 @@ class Prediction(TypedDict):
 
 
 class Remedy(NamedTuple):
-    """A change, the findings and the part that it takes away, and what would keep it from doing so."""
+    """A change, the findings and the part of an iteration that it takes away, and its conditions."""
 
     name: str
     removes: Callable[[Finding], bool]
     caution: str
     parts: tuple[Part, ...] = ()
-    """Findings that are within one of them, where it was measured, are not counted again."""
+    """Parts that the change takes away; findings within a measured part are not counted again."""
     graphs: bool = False
     """Whether it replays the dense network."""
     trims: bool = False
-    """Whether it takes away what the input dist reads and makes of lists."""
+    """Whether it takes away the input dist's reads, and its tensors made of lists."""
     anywhere: bool = False
     """Whether it is for scripts without TorchRec too."""
 

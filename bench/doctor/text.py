@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def heading(diagnosis: Diagnosis) -> str:
-    """Returns what was examined, and the time of an iteration."""
+    """Returns the command that was examined, and the time of an iteration."""
     found = {
         "mark": "marks of the script",
         "progress": "the pipeline's progress()",
@@ -91,7 +91,7 @@ def rank_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def finding_lines(number: int, finding: Finding) -> list[str]:
-    """A finding in a few lines: cost, the user's line, the library's, and what to do."""
+    """Returns the lines of a finding: cost, the user's line, the library's, and the remedy."""
     lines = [f"{number}. {finding['kind']}: {cost(finding)}{_cuda(finding)}"]
     lines += [f"   {line}" for line in (*places(finding), *details(finding))]
     return [*lines, f"   do: {finding['suggestion']}"]

@@ -1,8 +1,8 @@
 """Records of one configuration over time, each beside the reference that ran in its sitting, and where they change.
 
-A machine is faster one month and slower the next. So what has a place in the history of a program is not its time, but
-its time over that of one old program, the reference, which ran in turn with it in one sitting. A record without one is
-shown and not judged.
+A machine is faster one month and slower the next. So the history of a program holds not its times but their ratios to
+those of one old program, the reference, which ran in turn with it in one sitting. A record without a reference is shown
+and not judged.
 """
 
 import json
@@ -30,7 +30,7 @@ class Point:
     """The runs of one program in one sitting."""
 
     program: str
-    """Commit, or hash of the source where that is all that is known; '+' behind a commit whose files had changes."""
+    """Commit, or else the source's hash; '+' follows a commit whose files had changes."""
     side: Side
     reference: Side | None
     estimate: Estimate | None
