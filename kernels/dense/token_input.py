@@ -156,7 +156,7 @@ class TokenInputForward(NamedTuple):
         self.out.copy_(torch.where(tokens.inside[:, None], dropped, 0))
 
     def triton(self) -> None:
-        """Computes `out` and `rows` in two kernels: of the tokens, and of what is none."""
+        """Computes `out` and `rows` in two kernels: one for tokens, one for the padding."""
         events, context, position, time, places, factor, dropout, out, rows = self
         zero_tail(out, places.offsets[-1:])
         samples, width = len(context), out.shape[1]
