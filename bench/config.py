@@ -98,14 +98,14 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     iterations: int | None = None
     """Number of training iterations, warm-up included; by default as many as --min-time needs, or else one epoch."""
     min_time: float | None = None
-    """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
-    or the epoch ends."""
+    """Seconds that the iterations after the warm-up take before training ends, if the epoch does not end first; without
+    --iterations and --target-auc."""
     warmup_time: float | None = None
-    """With --min-time: the warm-up has as many iterations more as it takes to last this many seconds. A GPU's power cap
+    """Seconds that the warm-up lasts at least, for which it gets more iterations; with --min-time. A GPU's power cap
     sets in after about one."""
     max_time: float | None = None
-    """With --min-time: train beyond it while the timed iterations are not steady, until these have taken this many
-    seconds. Steady means that the medians of their eighths differ by 2 % at most, or by no more than chance."""
+    """Seconds of timed iterations at most: training goes on beyond --min-time while they are not steady. Steady means
+    that the medians of their eighths differ by 2 % at most, or by no more than chance."""
     warmup_iterations: int = 50
     """Number of first iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None

@@ -1,4 +1,4 @@
-"""Who this process is among all processes of a run."""
+"""The place of this process among all processes of a run."""
 
 import os
 import shlex

@@ -64,7 +64,7 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted: SortedIds | None = None
-    """Where the table update takes sorted ids, and this batch is for an update."""
+    """Sorted ids, where the table update takes such and this batch is for an update; else None."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
     picked: PickedIds | None = None
