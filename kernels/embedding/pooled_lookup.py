@@ -105,11 +105,12 @@ def plain_pooled_lookup(
     host: Tensor | None = None,
 ) -> None:
     """Computes `pooled_lookup` in PyTorch."""
+    in_host = None if host is None else host[:, 0]
     for first_id, (hot, first_row, out_column) in zip(table.first_ids, table.tables, strict=True):
         bags = ids[first_id : first_id + table.global_batch * hot].view(table.ranks, table.local_batch, hot)
         for rank_bags, out in zip(bags, outs.tensors, strict=True):
             rows = out.narrow(0, first_out_row, table.local_batch).narrow(1, out_column, weights.shape[1])
-            rows.copy_(rows_at(weights, host, 0, first_row + rank_bags.long()).sum(1))
+            rows.copy_(rows_at(weights, in_host, first_row + rank_bags.long()).sum(1))
 
 
 def triton_pooled_lookup(

@@ -88,12 +88,13 @@ class SortedAdagrad(NamedTuple):
         ids, run = torch.unique_consecutive(self.sorted_ids[valid], return_inverse=True)
         rows = self.grad.view(-1, weights.shape[1])[self.sorted_bags[valid]].to(weights.dtype)
         g = weights.new_zeros(len(ids), weights.shape[1]).index_add_(0, run, rows)
-        rows_state, rows_weights = rows_at(state, self.host, 1, ids), rows_at(weights, self.host, 0, ids)
+        host_weights, host_state = (None, None) if self.host is None else self.host.unbind(1)
+        rows_state, rows_weights = rows_at(state, host_state, ids), rows_at(weights, host_weights, ids)
         new_state = rows_state + g * g
         new_weights = rows_weights - self.learning_rate * g / (new_state.sqrt() + self.eps)
         changed(self.watch, rows_state, rows_weights, new_state, new_weights)
-        put_rows(state, self.host, 1, ids, rows_state)
-        put_rows(weights, self.host, 0, ids, rows_weights)
+        put_rows(state, host_state, ids, rows_state)
+        put_rows(weights, host_weights, ids, rows_weights)
 
     def triton(self, tile: int = 0, chunk: int = 0) -> None:
         """Updates in two kernels."""

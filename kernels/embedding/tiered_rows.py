@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._call import function
-from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 _TILE_ELEMENTS = 4096  # that a program has in flight
 PROGRAMS = 16
@@ -57,39 +57,41 @@ def host_offset(weights: Tensor, host: Tensor | None) -> int:
     return (host.data_ptr() - weights.data_ptr()) // 4 - len(weights) * weights.stride(0)
 
 
-def rows_at(weights: Tensor, host: Tensor | None, which: int, places: Tensor) -> Tensor:
-    """Returns rows [N, C] for plain functions: weights (which 0) or state (1) at `places`, integers of any shape [N].
+def rows_at(device: Tensor, host: Tensor | None, places: Tensor) -> Tensor:
+    """Returns the rows at `places`, for plain functions: [..., C] of integers [...].
 
-    weights: [P, C], those of `which` on the device. host: [H, 2, C]; None where all places are on the device.
+    device: [P, C], host: [H, C], both weights or both state; host None where all places are on the device.
     """
     if host is None:
-        return weights[places]
-    on_device = places < len(weights)
-    rows = weights[torch.where(on_device, places, 0)]
-    rows[~on_device] = host[places[~on_device] - len(weights), which]
+        return device[places]
+    on_device = places < len(device)
+    rows = device[torch.where(on_device, places, 0)]
+    rows[~on_device] = host[places[~on_device] - len(device)]
     return rows
 
 
-def put_rows(weights: Tensor, host: Tensor | None, which: int, places: Tensor, rows: Tensor) -> None:
-    """Writes rows [N, C] to `places`, each named once; arguments as for `rows_at`."""
+def put_rows(device: Tensor, host: Tensor | None, places: Tensor, rows: Tensor) -> None:
+    """Writes rows [N, C] to `places`, [N], each named once; other arguments as for `rows_at`."""
     if host is None:
-        weights[places] = rows
+        device[places] = rows
         return
-    on_device = places < len(weights)
-    weights[places[on_device]] = rows[on_device]
-    host[places[~on_device] - len(weights), which] = rows[~on_device]
+    on_device = places < len(device)
+    device[places[on_device]] = rows[on_device]
+    host[places[~on_device] - len(device)] = rows[~on_device]
 
 
 class CopyRows(NamedTuple):
-    """rows[n] = weights, or state, at places[n]; or the other way round."""
+    """rows[n] = columns of weights, or state, at places[n]; or the other way round."""
 
     tiers: Tiers
     places: Tensor
     """int32 [N], contiguous, each of 0 .. P + H - 1, which is not checked; to write, each at most once."""
     which: int
     """0: weights, 1: state."""
+    column: int
+    """Of the first of c columns."""
     rows: Tensor
-    """fp32 [N, C], contiguous, on the device."""
+    """fp32 [N, c], contiguous, on the device."""
     writes: bool
     """Whether rows go to the tiers, not come from them."""
 
@@ -97,9 +99,8 @@ class CopyRows(NamedTuple):
         """Checks the arguments and copies."""
         device, host = self.tiers
         check_host(self.tiers.weights, host)
-        assert self.rows.shape == (len(self.places), device.shape[2]) and self.rows.dtype == torch.float32, (
-            "rows: [N, C]"
-        )
+        assert self.rows.dim() == 2 and len(self.rows) == len(self.places), "rows: [N, c]"
+        assert self.rows.dtype == torch.float32 and self.column + self.rows.shape[1] <= device.shape[2], "fp32 columns"
         assert self.rows.is_contiguous() and self.places.is_contiguous(), "contiguous rows and places"
         assert self.places.dtype == torch.int32 and self.which in (0, 1), "places: int32"
         if device.is_cuda:
@@ -109,19 +110,22 @@ class CopyRows(NamedTuple):
 
     def plain(self) -> None:
         """Copies in PyTorch."""
-        device, host = self.tiers
+        columns = slice(self.column, self.column + self.rows.shape[1])
+        device, host = (tier[:, self.which, columns] for tier in self.tiers)
         if self.writes:
-            put_rows(device[:, self.which], host, self.which, self.places.long(), self.rows)
+            put_rows(device, host, self.places.long(), self.rows)
         else:
-            self.rows.copy_(rows_at(device[:, self.which], host, self.which, self.places.long()))
+            self.rows.copy_(rows_at(device, host, self.places.long()))
 
     def triton(self) -> None:
         """Copies in one kernel."""
         device, host = self.tiers
         count, columns = self.rows.shape
         if count:
-            tile = max(1, _TILE_ELEMENTS // columns)
-            sizes = (len(device), host_offset(self.tiers.weights, host), count, self.which, self.writes, columns, tile)
+            width = next_power_of_2(columns)
+            tile, first = max(1, _TILE_ELEMENTS // width), self.which * device.shape[2] + self.column
+            of_tiers = (len(device), host_offset(self.tiers.weights, host), device.stride(0))
+            sizes = (*of_tiers, first, count, columns, self.writes, width, tile)
             _copy_rows_kernel[(cdiv(count, tile),)](device, self.places, self.rows, *sizes)
 
 
@@ -185,22 +189,24 @@ def _copy_rows_kernel(
     rows,
     device_rows,
     offset,
+    stride,
+    first,
     count,
-    which: tl.constexpr,
+    columns,
     writes: tl.constexpr,
-    columns: tl.constexpr,
+    width: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = at < count
-    place = tl.load(places + at, inside, other=0).to(tl.int64)
-    column = tl.arange(0, columns)[None, :]
-    in_tiers = (place * (2 * columns) + tl.where(place >= device_rows, offset, 0))[:, None] + which * columns + column
+    place = tl.load(places + at, at < count, other=0).to(tl.int64)
+    column = tl.arange(0, width)[None, :]
+    inside = (at < count)[:, None] & (column < columns)
+    in_tiers = (place * stride + tl.where(place >= device_rows, offset, 0))[:, None] + first + column
     in_rows = at[:, None] * columns + column
     if writes:
-        tl.store(device + in_tiers, tl.load(rows + in_rows, inside[:, None]), inside[:, None])
+        tl.store(device + in_tiers, tl.load(rows + in_rows, inside), inside)
     else:
-        tl.store(rows + in_rows, tl.load(device + in_tiers, inside[:, None]), inside[:, None])
+        tl.store(rows + in_rows, tl.load(device + in_tiers, inside), inside)
 
 
 @jit

@@ -62,12 +62,14 @@ def test_rows_are_read_and_written_where_they_are(copy: "type[copy_rows]", on_de
     case = example(on_device)
     some = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[:37].to(DEVICE)
     new = torch.rand(37, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    for which in (0, 1):
-        rows = torch.zeros(37, 16, device=DEVICE)
-        copy(case.tiers, case.place[some], which, rows, writes=False)
-        assert torch.equal(rows, case.whole[some, which])
-    copy(case.tiers, case.place[some], 1, new, writes=True)
+    for which, column, columns in ((0, 0, 16), (1, 0, 16), (1, 5, 3)):
+        rows = torch.zeros(37, columns, device=DEVICE)
+        copy(case.tiers, case.place[some], which, column, rows, writes=False)
+        assert torch.equal(rows, case.whole[some, which, column : column + columns])
+    copy(case.tiers, case.place[some], 1, 0, new, writes=True)
+    copy(case.tiers, case.place[some], 0, 4, new[:, :7].contiguous(), writes=True)
     case.whole[some, 1] = new
+    case.whole[some, 0, 4:11] = new[:, :7]
     assert torch.equal(case.again(), case.whole)
 
 
