@@ -30,9 +30,9 @@ from torch import Tensor
 _ROWS_AT_A_TIME = 1 << 24  # when places are first made: bounds the memory for that
 _NUMBERS = 255
 _MOST = 255
-_COUNT_OF_THE_RAREST = 4
-"""The count with which the rarest of the device's rows begins where counts are given: rows that are named once or
-twice in the first batches do not take its place."""
+HEAD_START = 4
+"""The count with which the device's rows begin where they are known to be the most frequent ones: rows that are named
+once or twice in the first batches, before most of the device's are named at all, do not take their places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,15 @@ class Placement:
     """What `counters` counts: batches; rows that they name and that were in host memory, those of them that came to the
     device, and those that were used where they are."""
 
-    def __init__(self, sizes: PlacementSizes, device: torch.device, resident: Callable[[int, int], Tensor]) -> None:
-        """resident(start, stop): which of these rows are on the device at first, bool [stop - start]; P in all."""
+    def __init__(
+        self,
+        sizes: PlacementSizes,
+        device: torch.device,
+        resident: Callable[[int, int], Tensor],
+        head_start: int = 0,
+    ) -> None:
+        """resident(start, stop): which of these rows are on the device at first, bool [stop - start]; P in all.
+        head_start: the count with which they begin."""
         self.sizes = sizes
         # One more of each, which rows and places that do not exist are written to.
         self.place = torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device)
@@ -108,7 +115,7 @@ class Placement:
         slots = torch.zeros(2, sizes.window, dtype=torch.int32, device=device)
         bounds = torch.zeros(2, 2, dtype=torch.int32, device=device)
         self._moves = Moves(*slots.unbind(), *bounds.unbind())
-        self._settle(resident)
+        self._settle(resident, head_start)
 
     @torch.no_grad()
     def plan(self, rows: Tensor) -> Moves:
@@ -206,11 +213,12 @@ class Placement:
 
     # Construction
 
-    def _settle(self, resident: Callable[[int, int], Tensor]) -> None:
+    def _settle(self, resident: Callable[[int, int], Tensor], head_start: int) -> None:
         """Gives all rows their first places, in the order of the rows."""
         on_device, in_host, device = 0, self.sizes.device_rows, self.place.device
         for rows in pieces(self.sizes.rows, _ROWS_AT_A_TIME):
             stays = resident(rows.start, rows.stop).to(device)
+            self._count[rows] = stays.to(torch.uint8) * head_start
             of_device, of_host = stays.cumsum(0), (~stays).cumsum(0)
             self.place[rows] = torch.where(stays, of_device + (on_device - 1), of_host + (in_host - 1)).int()
             staying = stays.nonzero().view(-1) + rows.start
