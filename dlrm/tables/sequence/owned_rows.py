@@ -30,15 +30,14 @@ class TableShard:
     """fp32 [rows of the rank, 1]: row-wise Adagrad's sum of mean squared gradients."""
 
 
-class OwnedRows:
-    """The memory of one rank's rows, with the initial weights of a seed and states of 0."""
+class RowNumbers:
+    """The numbers that an owner has for its rows of all tables, from 0 on."""
 
-    def __init__(self, tables: Tables, ranks: Ranks, seed: int) -> None:
+    def __init__(self, tables: Tables, ranks: Ranks) -> None:
         """ValueError where the tables have more rows than int32 counts."""
-        self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
         of_owner = [-(-rows // ranks.world_size) for rows in tables.rows]
         self.count = sum(of_owner)
-        """Rows of all tables that an owner has memory for: its rows are numbered 0 .. count - 1."""
+        """Rows of all tables of an owner: its rows are numbered 0 .. count - 1."""
         if self.count * ranks.world_size >= 1 << 31:
             raise ValueError(
                 f"the tables have {sum(tables.rows)} rows in all, and the static pipeline numbers them with 31 bits: "
@@ -46,6 +45,17 @@ class OwnedRows:
             )
         self.first_rows = [0, *accumulate(of_owner)][: len(of_owner)]
         """Number of each table's first row."""
+
+
+class OwnedRows:
+    """The memory of one rank's rows, with the initial weights of a seed and states of 0."""
+
+    def __init__(self, tables: Tables, ranks: Ranks, seed: int) -> None:
+        """ValueError where the tables have more rows than int32 counts."""
+        self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
+        numbers = RowNumbers(tables, ranks)
+        self.count, self.first_rows = numbers.count, numbers.first_rows
+        """As in RowNumbers; there is memory for all of them."""
         self.weights = torch.zeros(self.count, tables.columns, device=ranks.device)
         self.state = torch.zeros(self.count, 1, device=ranks.device)
         for shard in self.shards():
