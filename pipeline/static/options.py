@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.optimizers import Adagrad
+from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -30,6 +31,14 @@ class StaticOptions:
     """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
     --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
     few."""
+    dynamic_rows: int | None = None
+    """Have memory for so many rows of all tables on each rank, in place of all rows: a row is made when a batch first
+    names it, with the weights and state that it would have had. For tables whose rows are looked up one by one. Without
+    --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
+    places."""
+    evict_rows: bool = False
+    """With --dynamic-rows: where no place is left, take away those of rows that were not named for long. A row that is
+    named again begins anew."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
@@ -38,6 +47,14 @@ class StaticOptions:
         require(
             not self.peer_memory or self.presort_ids,
             "--peer-memory needs --presort-ids: FBGEMM's update takes no gradients from peer memory",
+        )
+        require(
+            self.dynamic_rows is None or 0 < self.dynamic_rows <= MOST_PLACES,
+            f"--dynamic-rows is {self.dynamic_rows}: a rank has from 1 to {MOST_PLACES} places",
+        )
+        require(
+            not self.evict_rows or self.dynamic_rows is not None,
+            "--evict-rows takes places of --dynamic-rows away: give their number",
         )
 
     @property
@@ -67,6 +84,10 @@ class StaticOptions:
         """Raises ValueError, naming the flag, where the embedding stages cannot train `config`; for stage 3 see
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
+        require(
+            self.dynamic_rows is None or not config.model.tables.pooled,
+            "--dynamic-rows is for tables whose rows are looked up one by one, which DLRMv4 has: leave it out",
+        )
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "

@@ -3,7 +3,7 @@ for each room for tokens that batches ask for and each of two slots."""
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import COLUMNS, DynamicRows
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity, check_ids
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from dlrm_bench.pipeline.interface import check_device
-from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
+from dlrm_bench.pipeline.state import RowsByIds, StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.memory import memory_gb
@@ -31,6 +32,9 @@ from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Spac
 from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
 from dlrm_bench.pipeline.static_sequences.warm_up import ROWS, unchanged
+
+ROWS_KEY, IDS = "embeddings.rows", "embeddings.ids"
+"""Keys of dynamic rows in checkpoints, and of their ids (DynamicRows.entries)."""
 
 
 class StaticSequencesPipeline:
@@ -64,8 +68,11 @@ class StaticSequencesPipeline:
         config = self._config
         optimizer = config.optimizer.tables
         assert isinstance(optimizer, RowWiseAdagrad), "checked with the configuration"
-        capacity = self._capacity(room)
-        return SequenceTables(config.model.tables, capacity, self._ranks, optimizer, self._rate, config.seed)
+        capacity, tables, dynamic = self._capacity(room), config.model.tables, None
+        if self._options.dynamic_rows is not None:
+            places, evicts = self._options.dynamic_rows, self._options.evict_rows
+            dynamic = DynamicRows(tables, self._ranks, config.seed, places, evicts)
+        return SequenceTables(tables, capacity, self._ranks, optimizer, self._rate, config.seed, dynamic=dynamic)
 
     def _capacity(self, room: IdRoom) -> IdCapacity:
         return IdCapacity(self.dense.id_counts(room.events), room.rows)
@@ -90,10 +97,9 @@ class StaticSequencesPipeline:
         optimizer state and generators are as before afterwards. See pipeline/interface.py."""
         assert self._launched == 0, "a warm-up comes before the first batch"
         batch = self.prepare(self.dense.warm_up_batch())
-        kept = [tensor[:ROWS] for table in self.tables.table_shards() for tensor in (table.weights, table.state)]
-        kept += [*self.dense.memory(), self._guard.watch.stopped]
+        kept = [*self.dense.memory(), self._guard.watch.stopped]
         count = EAGER + 2  # which capture the graph of each slot
-        with unchanged(kept, self._ranks):
+        with unchanged(kept, self.tables.unchanged(ROWS), self._ranks):
             batches = repeat(batch, count)
             for _ in range(count):
                 self.train_step(batches)
@@ -137,6 +143,8 @@ class StaticSequencesPipeline:
     def go_on_after(self, iterations: int) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline."""
         self._before = iterations
+        if self.tables.dynamic is not None:
+            self.tables.dynamic.map.go_on_after(iterations)
 
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""
@@ -156,15 +164,20 @@ class StaticSequencesPipeline:
         memory = memory_gb(
             self._ranks,
             {
-                "tables": [table.weights for table in self.tables.table_shards()],
-                "optimizer_state": [table.state for table in self.tables.table_shards()],
+                "tables": [self.tables.memory[0]],
+                "optimizer_state": [self.tables.memory[1]],
                 "rows": [[lane.space.rows, lane.space.gradients] for lane in lanes.values()],
                 "dense_weights": self.dense.memory(),
             },
         )
         rooms: list[Any] = [{name: lane.describe() for name, lane in lanes.items()}]
         dist.broadcast_object_list(rooms)
-        return {
+        dynamic: dict[str, Any] = {}
+        if self.tables.dynamic is not None:
+            of_ranks: list[Any] = [None] * self._ranks.world_size
+            dist.all_gather_object(of_ranks, self.tables.dynamic.map.describe())
+            dynamic = {"dynamic_rows": of_ranks}
+        return dynamic | {
             "row_parts": self._ranks.world_size,
             "rooms": rooms[0],
             "cuda_graphs": {name: lane.graphs.describe() for name, lane in lanes.items() if lane.graphs is not None},
@@ -185,6 +198,8 @@ class StaticSequencesPipeline:
             torch.cuda.synchronize()
         weights: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.weights().items()}
         state: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.optimizer_state().items()}
+        if self.tables.dynamic is not None:
+            return self._with_dynamic_rows(weights, state, self.tables.dynamic)
         tables, ranks = self._config.model.tables, range(self._ranks.world_size)
         for number, (key, table) in enumerate(zip(self.dense.table_keys, self.tables.table_shards(), strict=True)):
             for of_kind, local, columns in ((weights, table.weights, tables.columns), (state, table.state, 1)):
@@ -199,6 +214,30 @@ class StaticSequencesPipeline:
                     for rank in ranks
                     if rank < tables.rows[number]
                 ]
+        return StateBlocks(weights, state)
+
+    def _with_dynamic_rows(self, weights: TensorBlocks, state: TensorBlocks, dynamic: DynamicRows) -> StateBlocks:
+        """Returns the state with the rows that were named: those of all tables as one tensor, and their ids. Rank
+        after rank, in the order of their places."""
+        entries = dynamic.entries()
+        of_ranks = [0] * self._ranks.world_size
+        dist.all_gather_object(of_ranks, len(entries))
+        count = len(entries)
+        by_ids = RowsByIds(IDS, COLUMNS, dynamic.choose, {"weights": dynamic.weights, "optimizer": dynamic.state})
+        ids = entries.view(torch.float32)  # the same bits
+        of_kinds = ((weights, IDS, ids), (weights, ROWS_KEY, dynamic.weights), (state, ROWS_KEY, dynamic.state))
+        for of_kind, key, memory in of_kinds:
+            starts = accumulate(of_ranks, initial=0)
+            of_kind[key] = [
+                TensorBlock(
+                    rank,
+                    (start, 0),
+                    (rows, memory.shape[1]),
+                    memory[:count] if rank == self._ranks.rank else None,
+                    by_ids=by_ids,
+                )
+                for rank, (start, rows) in enumerate(zip(starts, of_ranks, strict=False))
+            ]
         return StateBlocks(weights, state)
 
     def take_blocks(self, blocks: StateBlocks) -> None:

@@ -6,6 +6,7 @@ each as many as the rank with most: so a row has one number whoever owns it.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -73,3 +74,12 @@ class OwnedRows:
         for table, (first, rows) in enumerate(zip(self.first_rows, self._tables.rows, strict=True)):
             of_rank = slice(first, first + len(range(self._part, rows, self._parts)))
             yield TableShard(table, self._part, self._parts, self.weights[of_rank], self.state[of_rank])
+
+    @contextmanager
+    def unchanged(self, numbers: Tensor) -> Iterator[None]:
+        """Restores all rows bit for bit after training inside on no other rows than `numbers`, int32 [N]. What trains
+        has ended when it ends."""
+        named = numbers.long()
+        rows = self.weights[named], self.state[named]
+        yield
+        self.weights[named], self.state[named] = rows

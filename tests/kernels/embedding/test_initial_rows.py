@@ -35,9 +35,7 @@ def test_rows_are_those_of_whole_tables(columns: int, make: object) -> None:
     first = 0
     for table, (rows, own) in enumerate(zip(ROWS, OF_OWNER, strict=True)):
         expected = torch.empty(own, columns, device=DEVICE)
-        fill_initial_weights(
-            expected, seed=SEED, table=table, num_embeddings=rows, row_offset=PART, row_step=PARTS
-        )
+        fill_initial_weights(expected, seed=SEED, table=table, num_embeddings=rows, row_offset=PART, row_step=PARTS)
         number = torch.arange(first, first + own, device=DEVICE)
         expected[number % 7 == 0] = 7
         assert torch.equal(out[first : first + own], expected)
