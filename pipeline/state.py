@@ -46,8 +46,7 @@ class RowsByIds:
     """Rows that are saved with their ids, of which there are as many as there are."""
 
     key: str
-    """Key of the tensor, among the weights, that has the ids: [rows, columns], of 32 bits each, whatever they mean."""
-    columns: int
+    """Key of the tensor, among the weights, that has the ids: [rows, columns], numbers of 32 bits."""
     choose: Callable[[Tensor], Tensor]
     """Returns which of all saved rows become the first, second, ... of this rank's memory, int64 [n], ascending: of the
     ids of all, int32 [rows, columns] on the host. ValueError where these are too many."""

@@ -3,7 +3,7 @@ for each room for tokens that batches ask for and each of two slots."""
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,23 +18,21 @@ from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import COLUMNS, DynamicRows
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity, check_ids
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from dlrm_bench.pipeline.interface import check_device
-from dlrm_bench.pipeline.state import RowsByIds, StateBlocks, TensorBlock, TensorBlocks
+from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
+from dlrm_bench.pipeline.static_sequences.dynamic_state import dynamic_blocks
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
 from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
 from dlrm_bench.pipeline.static_sequences.warm_up import ROWS, unchanged
-
-ROWS_KEY, IDS = "embeddings.rows", "embeddings.ids"
-"""Keys of dynamic rows in checkpoints, and of their ids (DynamicRows.entries)."""
 
 
 class StaticSequencesPipeline:
@@ -199,7 +197,8 @@ class StaticSequencesPipeline:
         weights: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.weights().items()}
         state: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.optimizer_state().items()}
         if self.tables.dynamic is not None:
-            return self._with_dynamic_rows(weights, state, self.tables.dynamic)
+            rows = dynamic_blocks(self.tables.dynamic, self._ranks)
+            return StateBlocks(weights | rows.weights, state | rows.optimizer)
         tables, ranks = self._config.model.tables, range(self._ranks.world_size)
         for number, (key, table) in enumerate(zip(self.dense.table_keys, self.tables.table_shards(), strict=True)):
             for of_kind, local, columns in ((weights, table.weights, tables.columns), (state, table.state, 1)):
@@ -214,30 +213,6 @@ class StaticSequencesPipeline:
                     for rank in ranks
                     if rank < tables.rows[number]
                 ]
-        return StateBlocks(weights, state)
-
-    def _with_dynamic_rows(self, weights: TensorBlocks, state: TensorBlocks, dynamic: DynamicRows) -> StateBlocks:
-        """Returns the state with the rows that were named: those of all tables as one tensor, and their ids. Rank
-        after rank, in the order of their places."""
-        entries = dynamic.entries()
-        of_ranks = [0] * self._ranks.world_size
-        dist.all_gather_object(of_ranks, len(entries))
-        count = len(entries)
-        by_ids = RowsByIds(IDS, COLUMNS, dynamic.choose, {"weights": dynamic.weights, "optimizer": dynamic.state})
-        ids = entries.view(torch.float32)  # the same bits
-        of_kinds = ((weights, IDS, ids), (weights, ROWS_KEY, dynamic.weights), (state, ROWS_KEY, dynamic.state))
-        for of_kind, key, memory in of_kinds:
-            starts = accumulate(of_ranks, initial=0)
-            of_kind[key] = [
-                TensorBlock(
-                    rank,
-                    (start, 0),
-                    (rows, memory.shape[1]),
-                    memory[:count] if rank == self._ranks.rank else None,
-                    by_ids=by_ids,
-                )
-                for rank, (start, rows) in enumerate(zip(starts, of_ranks, strict=False))
-            ]
         return StateBlocks(weights, state)
 
     def take_blocks(self, blocks: StateBlocks) -> None:
