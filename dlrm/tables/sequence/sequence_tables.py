@@ -337,7 +337,6 @@ class SequenceTables:
         gradients: fp32, bf16 or fp16 [K, columns], those of unused places being ignored. watch: a LossGuard's; where a
         flag is raised, no weight or state changes.
         """
-        assert rows.placed is None or rows.placed.updated is not None, "ids of an evaluation update nothing"
         places, update = gradients, rows.sorted
         if rows.exchanged is not None:
             assert rows.exchanged.owned is not None, "ids of an evaluation update nothing"
@@ -345,11 +344,13 @@ class SequenceTables:
             distinct_sums(gradients, rows.exchanged.distinct.slots, rows.sorted.places, asked)
             dist.all_to_all_single(owned, asked, group=self._rows_group)
             places, update = owned, rows.exchanged.owned
+        named = update.rows if rows.placed is None else rows.placed.updated
+        assert named is not None, "ids of an evaluation update nothing"
         row_wise_adagrad(
             self._owned.weights,
             self._owned.state,
             places,
-            update.rows if rows.placed is None else rows.placed.updated,
+            named,
             update.places,
             self._rate,
             self._eps,

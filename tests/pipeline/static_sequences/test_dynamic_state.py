@@ -103,7 +103,7 @@ def test_trains_what_tables_in_full_train(run_ranks: Callable[..., list[Any]], f
 BEFORE, AFTER = 5, 4
 SAMPLES = 24
 """Of a global batch, on any number of ranks."""
-EVICTING = {"dynamic_rows": 600, "evict_rows": True}
+EVICTING = {"dynamic_rows": 400, "evict_rows": True}
 Found = tuple[list[float], list[Tensor], dict[str, int]]
 """Losses of the last iterations, the rows before them, and the record's facts."""
 
@@ -190,5 +190,5 @@ def test_goes_on_to_the_bit_while_rows_lose_their_places(
     for saved, read in run_ranks(2, saves_and_resumes, folder, tmp_path):
         assert all(torch.equal(*of) for of in zip(saved[1], read[1], strict=True))
         assert saved[0] == read[0]
-        assert saved[2]["evicted"] > read[2]["evicted"] > 50
+        assert saved[2]["evicted"] > read[2]["evicted"] > 20
         assert saved[2]["used"] == read[2]["used"] == EVICTING["dynamic_rows"]
