@@ -24,8 +24,8 @@ class Wanted:
     """A piece to read, and where its elements go."""
 
     piece: Piece
-    targets: list[tuple[Slices, Tensor | StoredRows]]
-    """Elements of the piece, and the memory for them."""
+    targets: Sequence[tuple[Slices | tuple[Tensor], Tensor | StoredRows]]
+    """Elements of the piece, or the numbers of some of its rows, int64 on the host, and the memory for them."""
 
 
 def write_pieces(
