@@ -230,7 +230,7 @@ class Data:
     """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise for the others.
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
-    preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: completeness and values of a
+    preprocess: the raw files of the benchmark's data set to MLPerf's formats. check: completeness and values of a
     directory's files. speed: the rate at which ranks read them. --preset NAME chooses the benchmark of that preset,
     whose flags --help then shows.
     """
