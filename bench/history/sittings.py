@@ -21,7 +21,7 @@ from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.change_points import Change, change_points
 from dlrm_bench.bench.stats.statistics import Estimate, compare
 
-_NOT_CONFIGURED = ("run_id", "results_dir", "checkpoint", "resume", "stall_timeout", "mlperf", "preset")
+_NOT_CONFIGURED = ("run_id", "results_dir", "checkpoint", "snapshot", "resume", "stall_timeout", "mlperf", "preset")
 """Fields of a configuration that make no other work of it."""
 
 
