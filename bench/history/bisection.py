@@ -134,7 +134,8 @@ def looks_of(most: int) -> list[int]:
 
 
 def _place(estimate: Estimate, half: float | None, error: float) -> Place:
-    """Returns the side of `half` that one look proves: by two tests at half of the error, or one without `half`."""
+    """Returns the side of `half` that one look proves, by two tests at half of the error each, or by one without
+    `half`."""
     if half is None:
         return "after" if estimate.p_value < error else "undecided"
     at_least, at_most = estimate.p_at_least(math.exp(half)), estimate.p_at_most(math.exp(half))
