@@ -105,6 +105,33 @@ def parts_of_epoch(train_samples: int, global_batch_size: int, evaluations: int)
     return Evaluations(every=every, first=every, at_end=True)
 
 
+class Published(NamedTuple):
+    """A published MLPerf result, from its logs."""
+
+    system: str
+    source: str
+    global_batch_size: int
+    ms_per_iteration: float
+    """Milliseconds an iteration, without evaluation."""
+    minutes: float
+    """Minutes from run_start to the target."""
+    eval_seconds: float | None = None
+    """Seconds of one evaluation."""
+
+
+class SubmissionWords(NamedTuple):
+    """Words on a benchmark in the files that a submission needs beside the source code."""
+
+    folder: str
+    """The benchmark's folder in dlrm/, with data/preprocess.py, data/dataset.py and network.py."""
+    raw: str
+    """The data that preprocessing starts from."""
+    order: str
+    """The order in which a run reads its samples."""
+    data_flags: str
+    """Flags of `dlrm-bench data` that choose the benchmark, with a space after them; empty for the default one."""
+
+
 class Ruleset(Protocol):
     """MLPerf's rules for a benchmark: the content of its log, and the values that the closed division fixes."""
 
@@ -142,6 +169,16 @@ class Ruleset(Protocol):
     @property
     def pinned_to_data(self) -> frozenset[str]:
         """Keys of which the open division too allows values of MLPerf's own data alone."""
+        ...
+
+    @property
+    def published(self) -> tuple[Published, ...]:
+        """Published results, computed as bench/mlperf/published_logs.py does."""
+        ...
+
+    @property
+    def submission_words(self) -> SubmissionWords:
+        """Words for the files of a submission."""
         ...
 
     def hyperparameters(
