@@ -6,8 +6,8 @@ With --pipeline static --precision bf16 --fp8: compares the static pipeline with
 bf16. With --rungs LADDER ONE OTHER: compares two rungs of a ladder of the preset's benchmark. --seeds N (5 by default)
 pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
 
-All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
-the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
+All runs are over the same planted samples, from other initial weights for each seed: one epoch with an evaluation at
+the end, or with --rungs as --iterations and --evaluations-per-epoch say. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
 runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU no graph is captured, and
 stock and static are fp32.
 """
@@ -58,15 +58,12 @@ def _main() -> int:
         raise ValueError(
             f"--data.path: name planted data, `dlrm-bench data generate --preset {config.preset} ...` makes it"
         )
+    # A target that a run without luck does not reach, so that each run trains on all of its samples.
+    same: dict[str, Any] = {"target_auc": best_auc, "warmup_iterations": 0}
+    if rungs is None:
+        same |= {"evaluations_per_epoch": 1, "iterations": None}
     chosen = _sides(config, cuda) if rungs is None else sides_of_rungs(config.benchmark, rungs, rest)
-    # A target that a run without luck does not reach, so that each run trains on the whole epoch.
-    whole: dict[str, Any] = {
-        "target_auc": best_auc,
-        "evaluations_per_epoch": 1,
-        "iterations": None,
-        "warmup_iterations": 0,
-    }
-    sides = {side: replace(its, **whole) for side, its in chosen.items()}
+    sides = {side: replace(its, **same) for side, its in chosen.items()}
     aucs: dict[str, list[float]] = {side: [] for side in sides}
     for seed in seeds:
         for side, its in sides.items():
