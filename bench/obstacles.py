@@ -5,8 +5,9 @@ import os
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, host_memory_bytes
 from dlrm_bench.pipeline.interface import check_device
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 
 def check_machine(config: RunConfig, ranks: Ranks) -> None:
@@ -45,4 +46,7 @@ def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
-    check_tables_fit(config.model.tables, config.optimizer.tables, device_memory_bytes(ranks), ranks.device)
+    memory = device_memory_bytes(ranks)
+    if not isinstance(config.pipeline, StaticOptions) and config.pipeline.in_host_memory() is not None:
+        memory += host_memory_bytes(ranks)
+    check_tables_fit(config.model.tables, config.optimizer.tables, memory, ranks.device)

@@ -15,6 +15,7 @@ from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
+from dlrm_bench.dlrm.tables.plan.constraints import FLAG, described
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
@@ -31,9 +32,20 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
     world_size = topology.world_size
     tables, global_batch_size = config.model.tables, config.local_batch_size * world_size
     options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
+    if not isinstance(config.pipeline, StaticOptions) and config.pipeline.constraints:
+        raise ValueError(
+            f"{FLAG}: --print-plan shows the static pipeline's plan; add --pipeline static, or leave it out"
+        )
+    constraints = options.constraints_on(tables)
     memory_bytes = int(costs.memory_bytes * HEADROOM)
     plan = plan_for(
-        config, topology, memory_bytes, options.replicates(topology.nodes), options.splits_rows(topology.nodes), costs
+        config,
+        topology,
+        memory_bytes,
+        options.replicates(topology.nodes),
+        options.splits_rows(topology.nodes),
+        costs,
+        constraints,
     )
     ids = config.data.id_statistics
     loads = rank_loads(
@@ -67,6 +79,8 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         table.add_row("all", " ".join(tables.names[table] for table in plan.replicated), "0", "", "", "", "")
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
+    if constraints:
+        console.print(f"as asked: {FLAG} {described(constraints, tables)}")
     console.print(
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"

@@ -18,6 +18,11 @@ def device_memory_bytes(ranks: Ranks) -> int:
     available bytes."""
     if ranks.device.type == "cuda":
         return torch.cuda.mem_get_info(ranks.device)[0]
+    return host_memory_bytes(ranks)
+
+
+def host_memory_bytes(ranks: Ranks) -> int:
+    """Returns a rank's share of the available bytes of its host's memory."""
     return _host_available_bytes() // ranks.local_world_size
 
 

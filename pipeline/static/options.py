@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.optimizers import Adagrad
+from dlrm_bench.dlrm.tables.plan.constraints import FLAG, Constraints, parse_constraints
+from dlrm_bench.dlrm.tables.tables import Tables
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -34,6 +36,10 @@ class StaticOptions:
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
 
+    constraints: tuple[str, ...] = ()
+    """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise`. SHARDING is
+    table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. The planner obeys or says why it cannot."""
+
     def __post_init__(self) -> None:
         require(
             not self.peer_memory or self.presort_ids,
@@ -57,6 +63,21 @@ class StaticOptions:
         collectives add parts of pooled vectors up."""
         return self.presort_ids and (nodes > 1 or not self.peer_memory)
 
+    def constraints_on(self, tables: Tables) -> Constraints:
+        """Returns the user's constraints; ValueError names a word that is none, or that this pipeline cannot obey."""
+        constraints = parse_constraints(self.constraints, tables)
+        require(
+            tables.pooled or not constraints,
+            f"{FLAG}: every pipeline splits the tables of this model by rows over all ranks; leave it out",
+        )
+        for table, constraint in constraints.items():
+            require(
+                constraint.device_share is None,
+                f"{FLAG} {tables.names[table]}={constraint}: the static pipeline places rows by how often they are "
+                "named over all tables: leave hbm out",
+            )
+        return constraints
+
     @property
     def dense(self) -> StaticDenseOptions:
         """The options of the benchmark's stage 3. FBGEMM's fused backward would update the tables once for each part of
@@ -67,6 +88,7 @@ class StaticOptions:
         """Raises ValueError, naming the flag, where the embedding stages cannot train `config`; for stage 3 see
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
+        self.constraints_on(config.model.tables)
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "

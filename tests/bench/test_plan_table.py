@@ -140,3 +140,14 @@ def test_tables_by_rows_are_alike_on_every_rank(capsys: pytest.CaptureFixture[st
         ValueError, match=r"150\.3 GB of the [\d.]+ GB that a rank has; use more GPUs or choose --preset"
     ):
         print_plan(preset("mlperf-dlrmv4"), Topology.of(4, 8))
+
+
+def test_constraints_are_obeyed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(preset("launch-bound"), "static", constraints=("0,9=column-wise:32", "20=table-wise"))
+    print_plan(config, Topology.one_node(2))
+    text = capsys.readouterr().out
+    assert "as asked: --constraints cat_0,cat_9=column-wise:32 cat_20=table-wise" in text
+    assert len(re.findall(r"cat_9\[\d+:\d+\]", text)) == 4
+    assert re.search(r"cat_20(?!\[)", text)
+    with pytest.raises(ValueError, match="--constraints: --print-plan shows the static pipeline's plan"):
+        print_plan(changed(preset("launch-bound"), "torchrec", constraints=("0=table-wise",)), Topology.one_node(2))
