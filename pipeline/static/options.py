@@ -8,6 +8,7 @@ from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.optimizers import Adagrad
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, Constraints, parse_constraints
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -32,6 +33,10 @@ class StaticOptions:
     """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
     --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
     few."""
+    table_memory: str | None = None
+    """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
+    gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the
+    device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
@@ -45,6 +50,15 @@ class StaticOptions:
             not self.peer_memory or self.presort_ids,
             "--peer-memory needs --presort-ids: FBGEMM's update takes no gradients from peer memory",
         )
+        require(
+            self.tiers is None or self.presort_ids,
+            "--table-memory needs --presort-ids: FBGEMM's update takes no rows in host memory",
+        )
+
+    @property
+    def tiers(self) -> TableMemory | None:
+        """The parsed --table-memory; ValueError names the flag where it cannot be parsed."""
+        return None if self.table_memory is None else TableMemory.parse(self.table_memory)
 
     @property
     def needs_gpu(self) -> str | None:
@@ -60,8 +74,8 @@ class StaticOptions:
 
     def splits_rows(self, nodes: int) -> bool:
         """Whether the plan may split tables by rows: the update from sorted ids skips other ranks' rows, and only
-        collectives add parts of pooled vectors up."""
-        return self.presort_ids and (nodes > 1 or not self.peer_memory)
+        collectives add parts of pooled vectors up; rows in tiers of memory are in no parts."""
+        return self.presort_ids and self.table_memory is None and (nodes > 1 or not self.peer_memory)
 
     def constraints_on(self, tables: Tables) -> Constraints:
         """Returns the user's constraints; ValueError names a word that is none, or that this pipeline cannot obey."""
@@ -97,6 +111,10 @@ class StaticOptions:
         require(
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
+        )
+        require(
+            self.table_memory is None or config.model.tables.pooled,
+            "--table-memory is for tables whose rows are pooled: leave it out for a model of sequences",
         )
         fbgemm = config.model.tables.pooled and not self.presort_ids
         require(
