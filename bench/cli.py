@@ -231,11 +231,12 @@ class Data:
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
     preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: completeness and values of a
-    directory's files. speed: the rate at which ranks read them. --preset NAME chooses the benchmark of that preset,
+    directory's files. speed: the rate at which ranks read them. counts: how often samples name each row of the tables,
+    in files or at random. --preset NAME chooses the benchmark of that preset,
     whose flags --help then shows.
     """
 
-    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed"]]
+    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed", "counts"]]
     """The action; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
