@@ -5,7 +5,12 @@ import os
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, host_memory_bytes
+from dlrm_bench.dlrm.tables.table_memory import (
+    check_tables_fit,
+    device_memory_bytes,
+    host_memory_bytes,
+    rank_memory_bytes,
+)
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.static.options import StaticOptions
 
@@ -46,7 +51,9 @@ def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
-    memory = device_memory_bytes(ranks)
-    if not isinstance(config.pipeline, StaticOptions) and config.pipeline.in_host_memory() is not None:
-        memory += host_memory_bytes(ranks)
+    if isinstance(config.pipeline, StaticOptions):
+        memory = rank_memory_bytes(ranks, config.pipeline.tiers)
+    else:
+        memory = device_memory_bytes(ranks)
+        memory += 0 if config.pipeline.in_host_memory() is None else host_memory_bytes(ranks)
     check_tables_fit(config.model.tables, config.optimizer.tables, memory, ranks.device)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_files import Wanted, read_pieces, write_pieces
 from dlrm_bench.pipeline.checkpoint_index import (
     THREADS,
@@ -128,7 +129,7 @@ def _key(kind: str, key: str) -> str:
     return f"{kind}/{key}"
 
 
-def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor]]:
+def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor | StoredRows]]:
     """Yields the tensors that this rank writes, in pieces; one rank writes a tensor that several hold."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, Piece, Place, Slices, checksum, read_piece
 
 
@@ -22,12 +23,12 @@ class Wanted:
     """A piece to read, and where its elements go."""
 
     piece: Piece
-    targets: list[tuple[Slices, Tensor]]
+    targets: list[tuple[Slices, Tensor | StoredRows]]
     """Elements of the piece, and the memory for them."""
 
 
 def write_pieces(
-    folder: Path, rank: int, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]
+    folder: Path, rank: int, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]
 ) -> list[Piece]:
     """Writes pieces, fp32 of one device, to THREADS files, which are on disk when it returns; returns the place of
     each.
@@ -47,13 +48,16 @@ def write_pieces(
         return [piece for of_file in pool.map(write, range(len(shares))) for piece in of_file]
 
 
-def _write(path: Path, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]) -> list[Piece]:
+def _write(
+    path: Path, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]
+) -> list[Piece]:
     device, offset, written = pieces[0][1].device, 0, []
     with path.open("wb") as file, _staging(max(place.nbytes for place, _ in pieces), device) as staging:
         for place, tensor in pieces:
             assert tensor.dtype == torch.float32
             host = staging[: place.nbytes]
-            host.view(torch.float32).view(place.shape).copy_(tensor, non_blocking=True)
+            values = tensor if isinstance(tensor, Tensor) else tensor.clone()
+            host.view(torch.float32).view(place.shape).copy_(values, non_blocking=True)
             _wait(device)
             data = host.numpy().data
             written.append(Piece(place, path.name, offset, checksum(data)))

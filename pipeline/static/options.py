@@ -1,6 +1,7 @@
 """Options of the static pipeline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
@@ -37,10 +38,12 @@ class StaticOptions:
     """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
     gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the
     device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
+    table_counts: Path | None = None
+    """File of counts of the rows (dlrm-bench data counts): with table_memory, those named most often are on the device
+    at first. None: the first rows of each table."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
-
     constraints: tuple[str, ...] = ()
     """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise`. SHARDING is
     table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. The planner obeys or says why it cannot."""
@@ -54,11 +57,17 @@ class StaticOptions:
             self.tiers is None or self.presort_ids,
             "--table-memory needs --presort-ids: FBGEMM's update takes no rows in host memory",
         )
+        require(
+            self.table_counts is None or self.tiers is not None,
+            f"--table-counts {self.table_counts} is for --table-memory: add that, or leave it out",
+        )
 
     @property
     def tiers(self) -> TableMemory | None:
         """The parsed --table-memory; ValueError names the flag where it cannot be parsed."""
-        return None if self.table_memory is None else TableMemory.parse(self.table_memory)
+        if self.table_memory is None:
+            return None
+        return replace(TableMemory.parse(self.table_memory), counts=self.table_counts)
 
     @property
     def needs_gpu(self) -> str | None:

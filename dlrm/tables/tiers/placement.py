@@ -128,9 +128,9 @@ class Placement:
         incoming, late, all_missing = self._in_order(at, missing, missing & named_before)
         leaving, places, moved = self._leaving(before, all_missing)
         self._exchange(incoming, leaving, places, moved)
-        for bounds, ends in ((self._moves.late, (0, late)), (self._moves.early, (late, moved))):
-            for end, value in zip(bounds.unbind(), ends, strict=True):
-                end.fill_(value) if isinstance(value, int) else end.copy_(torch.minimum(value, moved))
+        late = torch.minimum(late, moved)
+        self._moves.late[1:].copy_(late)
+        self._moves.early.copy_(torch.stack([late, moved]))
         self.counters += torch.stack([torch.ones_like(moved), all_missing, moved, all_missing - moved])
         return self._moves
 
