@@ -98,7 +98,7 @@ def _check_log(outcome: Outcome, console: Console) -> int:
 
 def snapshots_in_words(record: RunRecord) -> list[str]:
     """Returns a sentence on the snapshots that a run took in memory, if any."""
-    checkpoints = record.get("checkpoints") or {}
+    checkpoints: dict[str, Any] = record.get("checkpoints") or {}
     taken = checkpoints.get("snapshots")
     if not taken:
         return []
