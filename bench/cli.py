@@ -108,9 +108,9 @@ class LimitsCommand:
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
     rates: Path | None = None
-    """With --above alone: limits record whose measured rates are used; by default the known rates of the GPU."""
+    """Limits record whose measured rates --above alone uses; by default the known rates of the GPU."""
     batch: int | None = None
-    """With --above alone: local batch size of the iteration to bound; by default the records' own."""
+    """Local batch size of the iteration that --above alone bounds; by default the records' own."""
     nproc: int | None = None
     """Number of processes; by default one for each GPU, or two without a GPU."""
     results_dir: Path = Path("results")

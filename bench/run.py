@@ -31,6 +31,7 @@ from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.restarts import restarted, say_origin
 from dlrm_bench.bench.run_files import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
 from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.benchmarks import named
@@ -277,6 +278,7 @@ def run(
         else:
             schedule = schedule.resumed(resumed.first)
             log.go_on(resumed.state["mlperf_log"])
+        say_origin(config, resumed, ranks, log)
         BEGINNING.now("builds its pipeline")
         pipeline = build_pipeline(config, config.pipeline, ranks)
         BEGINNING.now("reads its checkpoint", by_bytes=True)
@@ -325,6 +327,7 @@ def run(
                     checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
+        checkpoints.remove_snapshots()
         pipeline.close()
     return Outcome(folder=folder, record=record)
 
@@ -356,7 +359,7 @@ def _agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
     """Makes the record folder on global rank 0; every rank learns its path, or raises rank 0's error."""
     answer: list[Any] = [None]
     if ranks.rank == 0:
-        run_id = config.run_id or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
+        run_id = restarted(config.run_id) or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
         try:
             answer = [create_run_folder(config.results_dir, run_id)]
             reserve_room(answer[0], config.iterations, ranks.world_size)

@@ -47,6 +47,7 @@ def keep_figures(this: "Run", error: NonFiniteError) -> str:
     if this.checkpoints.saves and good is not None and good > this.first:
         try:
             if good != this.checkpoints.iteration:  # that one has these weights
+                this.checkpoints.wait()
                 this.save(good, error.known[: good - this.first])
             this.checkpoints.wait()
             kept += f", these weights in {this.config.checkpoint.path}"

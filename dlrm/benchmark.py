@@ -43,7 +43,7 @@ UNMEASURED: SampleSizes = MappingProxyType({})
 
 
 class TableWork(NamedTuple):
-    """What the tables' part of an iteration moves, a rank's share."""
+    """Bytes and elements that the tables' part of an iteration moves, a rank's share."""
 
     ids: float
     """Ids that the rank sends to tables' owners."""
@@ -52,7 +52,7 @@ class TableWork(NamedTuple):
     lookup: float
     """Bytes of device memory read and written by the lookup."""
     update: float
-    """And by the table update."""
+    """Bytes of device memory read and written by the table update."""
 
 
 class Work(Protocol):
@@ -90,7 +90,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """When a run to a target evaluates, in iterations."""
+    """Iterations at which a run to a target evaluates."""
 
     every: int
     first: int
@@ -253,7 +253,7 @@ class Benchmark:
     data_command: DataCommand | None = None
     """Makes and checks its data; None where there are no files."""
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
-    """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
+    """Evaluations of a run to a target, from the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""
     sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
     """Measures the sizes of samples on which a world size trains in a range of iterations, counted from 0; None where

@@ -15,6 +15,8 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_count_picks_kernel": ("pick_rows", INPUT_DIST),
     "_write_picks_kernel": ("pick_rows", INPUT_DIST),
     "_rest_of_picks_kernel": ("pick_rows", INPUT_DIST),
+    "_exchange_rows_kernel": ("tiered_rows", INPUT_DIST),
+    "_copy_rows_kernel": ("tiered_rows", None),
     "sort_ids_count": ("sort_ids", INPUT_DIST),
     "sort_ids_pass": ("sort_ids", INPUT_DIST),
     "_regroup_kernel": ("regroup", None),

@@ -5,8 +5,8 @@ parts of them, by their index (checkpoint_index.py): the pipeline, the number of
 columns may differ from those that wrote. No rank's host memory holds more than some pieces at a time.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_files import Wanted, read_pieces, write_pieces
 from dlrm_bench.pipeline.checkpoint_index import (
     THREADS,
@@ -61,31 +62,52 @@ def pin_memory() -> None:
     del pieces
 
 
+@dataclass(frozen=True, slots=True)
+class OwnPieces:
+    """What one rank writes of a state."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of the full tensors, of all ranks."""
+    pieces: list[tuple[Place, Tensor]]
+    """Its pieces, fp32 of one device."""
+
+
+def own_pieces(blocks: StateBlocks, rank: int) -> OwnPieces:
+    """Returns the pieces of a state that `rank` writes, in the memory of the blocks."""
+    shapes = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    return OwnPieces(shapes, list(_owned(blocks, rank)))
+
+
 def write_state(
-    folder: Path, blocks: StateBlocks, rank: int, group: dist.ProcessGroup, on_piece: Callable[[], None]
+    folder: Path, state: OwnPieces, rank: int, group: dist.ProcessGroup, on_piece: Callable[[], None], nice: int = 0
 ) -> None:
     """Writes the state to `folder`, and returns once all ranks' files are on disk. Collective over `group`, of gloo.
 
     The index has the checksums of other .json files that the folder holds by then.
 
-    on_piece: called after each piece, by any thread. CheckpointError, on every rank, where any rank cannot.
+    on_piece: called after each piece, by any thread. nice: of the writing threads, as nice(1) counts. CheckpointError,
+    on every rank, where any rank cannot.
     """
     written: list[Piece] = []
 
     def write() -> None:
-        written.extend(write_pieces(folder, rank, list(_owned(blocks, rank)), on_piece))
+        written.extend(write_pieces(folder, rank, state.pieces, on_piece, nice))
 
-    _on_all_ranks(write, group)
-    of_ranks: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_ranks, written, group)
-    pieces = tuple(piece for of_rank in of_ranks for piece in of_rank)
-    shapes = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    on_all_ranks(write, group)
+    pieces = gathered(written, group)
 
     def index() -> None:
         if rank == 0:
-            write_index(folder, Index(shapes, pieces, other_files(folder)))
+            write_index(folder, Index(state.shapes, pieces, other_files(folder)))
 
-    _on_all_ranks(index, group)
+    on_all_ranks(index, group)
+
+
+def gathered(pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> tuple[Piece, ...]:
+    """Returns the pieces of all ranks, in their order. Collective over `group`; None: over all ranks."""
+    of_ranks: list[Sequence[Piece]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, pieces, group)
+    return tuple(piece for of_rank in of_ranks for piece in of_rank)
 
 
 def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> None:
@@ -102,13 +124,14 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
         read_pieces(folder, list(_wanted(index, blocks, _chosen(folder, index, blocks))))
 
     try:
-        _on_all_ranks(read, group)
+        on_all_ranks(read, group)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def _on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup) -> None:
-    """Does each rank's work; the error of the first rank that fails is raised on every rank. Collective."""
+def on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Does each rank's work; the error of the first rank that fails is raised on every rank. Collective over `group`;
+    None: over all ranks, by the default group."""
     failure: str | None = None
     try:
         work()
@@ -129,7 +152,7 @@ def _key(kind: str, key: str) -> str:
     return f"{kind}/{key}"
 
 
-def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor]]:
+def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor | StoredRows]]:
     """Yields the tensors that this rank writes, in pieces; one rank writes a tensor that several hold."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
@@ -190,7 +213,7 @@ def _wanted(index: Index, blocks: StateBlocks, chosen: Tensor | None = None) -> 
     ids."""
     by_key = {_key(kind, key): of_key for kind, of_kind in _kinds(blocks) for key, of_key in of_kind.items()}
     for piece in sorted(index.pieces, key=lambda piece: (piece.file, piece.offset)):
-        targets: list[tuple[Slices | tuple[Tensor], Tensor]] = []
+        targets: list[tuple[Slices | tuple[Tensor], Tensor | StoredRows]] = []
         for block in by_key[piece.place.tensor]:
             if block.by_ids is not None:
                 if block.local is not None and chosen is not None:

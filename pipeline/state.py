@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
+
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
@@ -20,7 +22,7 @@ class TensorBlock:
     start: tuple[int, ...]
     """Index of its first element in the full tensor."""
     shape: tuple[int, ...]
-    local: Tensor | None
+    local: Tensor | StoredRows | None
     """The memory, of this shape, on every rank that holds the block; None elsewhere."""
     row_step: int = 1
     """Distance of its rows in the full tensor."""

@@ -190,6 +190,7 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
 
 def _draw(curves: dict[str, list[Point]], path: Path) -> None:
     """Writes milliseconds over nodes, a line for each record, in the format that the path's suffix names."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
@@ -202,4 +203,5 @@ def _draw(curves: dict[str, list[Point]], path: Path) -> None:
     axes.set_xlabel("nodes")
     axes.set_ylabel("ms an iteration (model)")
     axes.legend(fontsize=7, frameon=False)
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):  # words as text: half the bytes
+        figure.savefig(path)

@@ -114,11 +114,11 @@ class ModelConfig:
     """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint); of
     fused kernels the input and attention, and compute the projection again."""
     kernels: Kernels = "plain"
-    """What makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
+    """Code that makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
     backward for each of these, with equal gradients run by run; the same results, but for dropout's masks, which come
     of a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
     network: Network = "own"
-    """What computes the dense network. own: this project's code. reference: the modules of MLPerf's reference, their
+    """Code that computes the dense network. own: this project's. reference: the modules of MLPerf's reference, their
     Triton kernels tuned on this GPU when they first run. reference-as-shipped: these with the settings that it ships,
     an MI350X's. A baseline, for the torchrec pipeline; needs --model.reference."""
     reference: Path | None = None
@@ -314,7 +314,7 @@ def mlperf_learning_rate(global_batch_size: int) -> float:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig:
-    """Where samples come from: a folder of events, by Yambda or made, and which of its windows train."""
+    """The source of the samples: a folder of events, by Yambda or made, and the windows of it that train."""
 
     path: Path = Path("data/yambda")
     """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/: MLCommons' download, what `dlrm-bench data

@@ -24,8 +24,8 @@ def programs(rows: int, tile: int) -> int:
 
 
 def add_up(partials: Tensor, dweight: Tensor, dbias: Tensor) -> None:
-    """Store the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has one order, and here
-    more programs than `column_sums`, whose rows are fewer."""
+    """Stores the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has a fixed order, and
+    runs more programs here than `column_sums`, which is for fewer rows."""
     sums = partials.sum(1)
     dweight.copy_(sums[0])
     dbias.copy_(sums[1])

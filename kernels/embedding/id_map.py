@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
-from dlrm_bench.kernels.embedding.initial_rows import MIX_1, MIX_2, GOLDEN, mix, mix_kernel
+from dlrm_bench.kernels.embedding.initial_rows import GOLDEN, MIX_1, MIX_2, mix, mix_kernel
 
 WINDOW = 128
 """Slots in which an id may stand. Of 60 million ids in twice as many slots, linear probing's longest way is about 93:

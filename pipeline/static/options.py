@@ -7,6 +7,7 @@ from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.optimizers import Adagrad
 from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,6 +40,10 @@ class StaticOptions:
     evict_rows: bool = False
     """With --dynamic-rows: where no place is left, take away those of rows that were not named for long. A row that is
     named again begins anew."""
+    table_memory: str | None = None
+    """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
+    gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the
+    device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
@@ -56,6 +61,15 @@ class StaticOptions:
             not self.evict_rows or self.dynamic_rows is not None,
             "--evict-rows takes places of --dynamic-rows away: give their number",
         )
+        require(
+            self.tiers is None or self.presort_ids,
+            "--table-memory needs --presort-ids: FBGEMM's update takes no rows in host memory",
+        )
+
+    @property
+    def tiers(self) -> TableMemory | None:
+        """The parsed --table-memory; ValueError names the flag where it cannot be parsed."""
+        return None if self.table_memory is None else TableMemory.parse(self.table_memory)
 
     @property
     def needs_gpu(self) -> str | None:
@@ -71,8 +85,8 @@ class StaticOptions:
 
     def splits_rows(self, nodes: int) -> bool:
         """Whether the plan may split tables by rows: the update from sorted ids skips other ranks' rows, and only
-        collectives add parts of pooled vectors up."""
-        return self.presort_ids and (nodes > 1 or not self.peer_memory)
+        collectives add parts of pooled vectors up; rows in tiers of memory are in no parts."""
+        return self.presort_ids and self.table_memory is None and (nodes > 1 or not self.peer_memory)
 
     @property
     def dense(self) -> StaticDenseOptions:
@@ -96,6 +110,10 @@ class StaticOptions:
         require(
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
+        )
+        require(
+            self.table_memory is None or config.model.tables.pooled,
+            "--table-memory is for tables whose rows are pooled: leave it out for a model of sequences",
         )
         fbgemm = config.model.tables.pooled and not self.presort_ids
         require(

@@ -108,7 +108,7 @@ class StaticSequencesPipeline:
         self._launched = 0
 
     def prepare(self, batch: Any) -> Prepared:
-        """Returns the batch padded in pinned memory: one buffer is all that travels."""
+        """Returns the batch padded in pinned memory, one buffer to copy."""
         return self.dense.prepare(batch, self._runs.room.events)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:

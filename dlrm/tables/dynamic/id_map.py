@@ -63,8 +63,8 @@ class IdMap:
     def place(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """places[n] = the place of ids[n], which a new id is given; -1 of ids below 0, and where no place is left.
 
-        ids: int32 or int64 [N], equal ones next to each other, places: int32 [N]. Returns the places that are new, int32 [N],
-        each once and -1 elsewhere; and how many distinct ids have none, int64 [1].
+        ids: int32 or int64 [N], equal ones next to each other, places: int32 [N]. Returns the places that are new,
+        int32 [N], each once and -1 elsewhere; and how many distinct ids have none, int64 [1].
         """
         find_ids(ids, self._map, places)
         self._name(places)
