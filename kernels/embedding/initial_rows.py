@@ -30,8 +30,9 @@ MIX_2 = signed(0x94D049BB133111EB)
 
 
 class RowsOfTables(NamedTuple):
-    """Which rows of which tables an owner's row numbers are, and how their initial weights are distributed, for T
-    tables: number first_rows[t] + i is row row_part + i * row_parts of table t."""
+    """Rows of tables by an owner's numbers, and the distribution of their initial weights, for T tables.
+
+    Number first_rows[t] + i is row row_part + i * row_parts of table t."""
 
     first_rows: Tensor
     """int64 [T], ascending, each once."""
@@ -101,7 +102,7 @@ def triton_initial_rows(out: Tensor, targets: Tensor, numbers: Tensor, of: RowsO
 
 @jit
 def mix_kernel(x, mix_1: tl.constexpr, mix_2: tl.constexpr):
-    """For kernels: SplitMix64's hash of int64 numbers; mix_1, mix_2: its factors."""
+    """Computes SplitMix64's hash of int64 numbers, for kernels; mix_1, mix_2: its factors."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * mix_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * mix_2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

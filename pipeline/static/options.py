@@ -38,8 +38,8 @@ class StaticOptions:
     --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
     places."""
     evict_rows: bool = False
-    """With --dynamic-rows: where no place is left, take away those of rows that were not named for long. A row that is
-    named again begins anew."""
+    """Take places away from rows that were not named for long, where --dynamic-rows leaves none for new ones. A row
+    that is named again begins anew."""
     table_memory: str | None = None
     """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
     gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the

@@ -1,4 +1,4 @@
-"""Which place in a memory of fixed size belongs to an id, and which ids lose theirs.
+"""Places of ids in a memory of fixed size, given out and taken away.
 
 Places are given out from a stack, to the new ids of a batch in ascending order: the same batches give the same places
 in every run. Where ids lose their places, they are those that were last named longest ago, of a window of places that
