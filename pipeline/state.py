@@ -27,8 +27,7 @@ class TensorBlock:
     row_step: int = 1
     """Distance of its rows in the full tensor."""
     by_ids: "RowsByIds | None" = None
-    """Where the rows of the tensor have ids: what chooses those that a rank reads, which may be others than it wrote,
-    and more or less."""
+    """Choice of the rows that a rank reads, where these have ids: others than it wrote, and more or less of them."""
 
     @property
     def index(self) -> tuple[slice, ...]:

@@ -45,8 +45,8 @@ class StaticOptions:
     --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
     places."""
     evict_rows: bool = False
-    """With --dynamic-rows: where no place is left, take away those of rows that were not named for long. A row that is
-    named again begins anew."""
+    """Take places away from rows that were not named for long, where --dynamic-rows leaves none for new ones. A row
+    that is named again begins anew."""
     table_counts: Path | None = None
     """File of counts of the rows (dlrm-bench data counts): with table_memory, those named most often are on the device
     at first. None: the first rows of each table."""
