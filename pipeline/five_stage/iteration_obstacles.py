@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import KeyedJaggedTensor
 
 from .sharded_modules import Sharded
+from .trimmed.ebc import TrimmedEBC
 from .trimmed.ec_sharder import TrimmedEC
-from .trimmed.sharder import TrimmedEBC
 
 OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """FBGEMM's fused optimizers whose update takes no number from the host but the learning rate."""
@@ -32,12 +32,11 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
                 f"{one.name} is a {one.kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
                 "TrimmedEBCSharder(multi_hot_sizes), an EmbeddingCollection by TrimmedECSharder(sequence_lengths)"
             )
-        by_dist = one.module.trimmed_features()
-        waiting = [*by_dist.get("dynamic", ()), *by_dist.get("torchrec", ())]
-        if waiting:
+        if waiting := one.module.reading_features():
             return (
                 f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the sizes of all "
-                "features to the sharder, plan tables table-wise, column-wise or data-parallel, or set rows_to_all"
+                "features to the sharder, plan tables table-wise, column-wise or data-parallel, or give those of bags "
+                "that are split by rows a row_capacity"
             )
         if len(one.module.declared.per_batch) > 1:
             return f"batches of {one.name} are of several sizes (batch_ids): a graph is of one, so declare the largest"
