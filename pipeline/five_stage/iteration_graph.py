@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
+from . import reasons
 from .batch_fields import map_fields
 from .capture_errors import told
 from .captured import copied, of_graph
@@ -34,7 +35,7 @@ from .in_flight import InFlight
 from .input_dist import Distribution, InputDist
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_slots import BatchForm, Slot, Staging, fields_of
-from .overflows import OVERFLOW, Overflows
+from .overflows import Overflows
 from .replicated_tables import ReplicatedTables
 from .sharded_modules import Sharded
 from .step_graph import WARM_UP
@@ -43,10 +44,10 @@ from .table_rates import TableRates
 
 logger = logging.getLogger(__name__)
 
-FIRST = f"the first {WARM_UP} iterations run eagerly"
+FIRST = reasons.FIRST(count=WARM_UP)
 STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
 _SLOTS = 2
-_UPDATE = ("all-reduce of dense gradients", "dense update")
+UPDATE = ("all-reduce of dense gradients", "dense update")
 
 
 class IterationGraph:
@@ -105,7 +106,7 @@ class IterationGraph:
 
     def describe(self) -> dict[str, Any]:
         """Returns what the graph holds, how often it was captured and replayed, and what ran without it."""
-        stages = [*STAGES, *(_UPDATE if self.updates else ())]
+        stages = [*STAGES, *(UPDATE if self.updates else ())]
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
         more: dict[str, Any] = {"follows_table_rates": self._rates.followed}
         if self._overflows.possible:
@@ -154,17 +155,17 @@ class IterationGraph:
             return FIRST
         why = self.failure or self._dense.failure
         if why is None and changed is not None:
-            why = f"within {WARM_UP} batches something had changed: {changed}"
+            why = reasons.CHANGED(count=WARM_UP, change=changed)
         why = why or why_no_update
         if why is None and not (now.fits and (ahead is None or ahead.fits)):
-            why = "it, or the next batch, had another form than the first one on some rank"
+            why = reasons.OTHER_FORM()
         if why is None and (autocast := _autocast(self._device)) != self._autocast:
-            why = f"autocast was {autocast}, and {self._autocast} for the first batches"
+            why = reasons.AUTOCAST(now=autocast, first=self._autocast)
         if why is None and not self._graphs and self._rehearsed >= len(self._slots) > 0:
             self._capture()
             why = self.failure
         if why is None and self._overflows.possible and self._overflows.of(index := self._by_capacity(now, ahead)):
-            self._slots[index].holds, why = None, OVERFLOW
+            self._slots[index].holds, why = None, reasons.OVERFLOW()
         if why is not None:
             self._eager[why] = self._eager.get(why, 0) + 1
         return why

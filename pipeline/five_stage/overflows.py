@@ -9,8 +9,6 @@ import torch
 
 from .sharded_modules import Sharded
 
-OVERFLOW = "more of its ids named rows of one rank than TrimmedEBCSharder's row_capacity has room for, on some rank"
-
 
 class Overflows:
     """The overflows of the batches in slots, the same on all ranks.

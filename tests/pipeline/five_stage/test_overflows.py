@@ -11,7 +11,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import TrainPipelineSparseDist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.overflows import OVERFLOW
+from dlrm_bench.pipeline.five_stage import reasons
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import CPU_PLACES, GPU_PLACES
@@ -80,14 +80,14 @@ def test_batches_with_more_ids_than_room_run_eagerly_on_all_ranks(
 ) -> None:
     # An eager one, the second rehearsal, one between replays, two in a row, and the last one.
     for described in run_ranks(world_size, overflowing, (1, 4, 7, 9, 10, STEPS - 1), of_ranks, rtol):
-        assert described["eager"] == {OVERFLOW: 5}
+        assert described["eager"] == {reasons.OVERFLOW(): 5}
         assert described["replays"] == STEPS - EAGER - 5
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES[1:])
 def test_overflows_are_told_by_a_gpu(run_ranks: Callable[..., Any], world_size: int, gpu: bool) -> None:
     for described in run_ranks(world_size, overflowing, (7, 9, 10), (1,), ON_GPU, gpu=gpu):
-        assert described["eager"] == {OVERFLOW: 3}
+        assert described["eager"] == {reasons.OVERFLOW(): 3}
 
 
 def two_towers() -> any_models.Loss:
