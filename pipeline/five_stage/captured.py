@@ -24,7 +24,7 @@ class FeaturesRead:
     def __getattr__(self, name: str) -> NoReturn:
         raise ValueError(
             f"the dense part reads the batch's KJT (.{name}), which a CUDA graph cannot: its shape changes with every "
-            "batch; give what is needed of it as a tensor field of the batch"
+            "batch; give the values that it needs as a tensor field of the batch"
         )
 
 

@@ -42,7 +42,7 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
         if len(one.module.declared.per_batch) > 1:
             return f"batches of {one.name} are of several sizes (batch_ids): a graph is of one, so declare the largest"
         if getattr(one.module, "gives_ids", False):
-            return f"{one.name} gives ids with its vectors (need_indices): give the model what it needs of them"
+            return f"{one.name} gives ids with its vectors (need_indices): give the model the ids that it needs"
     whys = (_of_kernel(name, kernel) for name, kernel in lookup_kernels(modules))
     return next((why for why in whys if why is not None), None)
 

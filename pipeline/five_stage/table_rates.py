@@ -70,7 +70,7 @@ class TableRates:
         if self._moved_in_a_row >= CAPTURES_IN_A_ROW:
             self.failure = (
                 f"the tables' learning rate has changed with each of {CAPTURES_IN_A_ROW} steps, and FBGEMM reads it on "
-                "the host: here a graph must be captured anew for every rate, so change it in larger steps"
+                "the host: here a graph must be captured again for every rate, so change it in larger steps"
             )
         return not moved
 

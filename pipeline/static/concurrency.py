@@ -19,7 +19,7 @@ AGREEMENT = Stream(
     priority=Priority.FILL,
     carries="the ranks' agreement whether the next batch overflows any list of picked ids; no sort waits for it",
 )
-LOCAL = Stream(name="local", carries="the lookup of replicated tables, and what of stage 3 needs no pooled vectors")
+LOCAL = Stream(name="local", carries="lookups of replicated tables, and the part of stage 3 without pooled vectors")
 SECOND_HALF = Stream(name="second half", carries="the chain of the second half of a batch in two halves")
 SECOND_LOOKUP = Stream(
     name="second lookup", priority=Priority.FILL, carries="the lookup of the second half, beside the first half's chain"
