@@ -231,11 +231,11 @@ class Data:
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
     preprocess: the raw files of the benchmark's data set to MLPerf's formats. check: completeness and values of a
-    directory's files. speed: the rate at which ranks read them. --preset NAME chooses the benchmark of that preset,
-    whose flags --help then shows.
+    directory's files. speed: the rate at which ranks read them. rows: the rows of sequence tables that a training
+    names. --preset NAME chooses the benchmark of that preset, whose flags --help then shows.
     """
 
-    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed"]]
+    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed", "rows"]]
     """The action; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:

@@ -68,6 +68,10 @@ def pytest_collection_finish() -> None:
         launching._PRELOADED.append("tests.dlrm.dlrmv4.compiled_loops")
 
 
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest's own last collections would look through all that was imported, for seconds
+
+
 class _ResultPickler(pickle.Pickler):
     """Pickles a view as its own elements, not as all of the memory that it is a view of."""
 

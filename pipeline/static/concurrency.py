@@ -19,6 +19,12 @@ AGREEMENT = Stream(
     priority=Priority.FILL,
     carries="the ranks' agreement whether the next batch overflows any list of picked ids; no sort waits for it",
 )
+TIERS = Stream(
+    name="tiers",
+    priority=Priority.FILL,
+    carries="where rows are on two tiers: the sort of the next batch's ids, the places of its rows, and the rows that "
+    "come to the device beside this batch",
+)
 LOCAL = Stream(name="local", carries="lookups of replicated tables, and the part of stage 3 without pooled vectors")
 SECOND_HALF = Stream(name="second half", carries="the chain of the second half of a batch in two halves")
 SECOND_LOOKUP = Stream(
@@ -63,7 +69,7 @@ def pipeline_barriers(parts: int, nodes: int) -> tuple[Barrier, ...]:
 
 def pipeline_streams() -> tuple[Stream, ...]:
     """Returns all streams of the static pipeline, stage 3's left out."""
-    return MAIN, INPUT_DIST, AGREEMENT, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT, WEIGHTS_SEEN
+    return MAIN, INPUT_DIST, AGREEMENT, TIERS, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT, WEIGHTS_SEEN
 
 
 def _pooled(part: int, nodes: int) -> Barrier:

@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.optimizers import Adagrad
+from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -30,6 +32,18 @@ class StaticOptions:
     """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
     --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
     few."""
+    table_memory: str | None = None
+    """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
+    gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the
+    device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
+    dynamic_rows: int | None = None
+    """Have memory for so many rows of all tables on each rank, in place of all rows: a row is made when a batch first
+    names it, with the weights and state that it would have had. For tables whose rows are looked up one by one. Without
+    --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
+    places."""
+    evict_rows: bool = False
+    """Where no place is left of --dynamic-rows, take away the places of rows named longest ago. A row that is named again
+    begins anew."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""
@@ -39,6 +53,23 @@ class StaticOptions:
             not self.peer_memory or self.presort_ids,
             "--peer-memory needs --presort-ids: FBGEMM's update takes no gradients from peer memory",
         )
+        require(
+            self.tiers is None or self.presort_ids,
+            "--table-memory needs --presort-ids: FBGEMM's update takes no rows in host memory",
+        )
+        require(
+            self.dynamic_rows is None or 0 < self.dynamic_rows <= MOST_PLACES,
+            f"--dynamic-rows is {self.dynamic_rows}: a rank has from 1 to {MOST_PLACES} places",
+        )
+        require(
+            not self.evict_rows or self.dynamic_rows is not None,
+            "--evict-rows takes places of --dynamic-rows away: give their number",
+        )
+
+    @property
+    def tiers(self) -> TableMemory | None:
+        """The parsed --table-memory; ValueError names the flag where it cannot be parsed."""
+        return None if self.table_memory is None else TableMemory.parse(self.table_memory)
 
     @property
     def needs_gpu(self) -> str | None:
@@ -54,8 +85,8 @@ class StaticOptions:
 
     def splits_rows(self, nodes: int) -> bool:
         """Whether the plan may split tables by rows: the update from sorted ids skips other ranks' rows, and only
-        collectives add parts of pooled vectors up."""
-        return self.presort_ids and (nodes > 1 or not self.peer_memory)
+        collectives add parts of pooled vectors up; rows in tiers of memory are in no parts."""
+        return self.presort_ids and self.table_memory is None and (nodes > 1 or not self.peer_memory)
 
     @property
     def dense(self) -> StaticDenseOptions:
@@ -68,6 +99,10 @@ class StaticOptions:
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
         require(
+            self.dynamic_rows is None or not config.model.tables.pooled,
+            "--dynamic-rows is for tables whose rows are looked up one by one, which DLRMv4 has: leave it out",
+        )
+        require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "
             f"{optimizer.name}",
@@ -75,6 +110,10 @@ class StaticOptions:
         require(
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
+        )
+        require(
+            self.table_memory is None or config.model.tables.pooled,
+            "--table-memory is for tables whose rows are pooled: leave it out for a model of sequences",
         )
         fbgemm = config.model.tables.pooled and not self.presort_ids
         require(

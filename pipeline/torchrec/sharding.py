@@ -189,7 +189,7 @@ def _fill_tables(sharded: DistributedModelParallel, rows: Mapping[str, int], see
     state: dict[str, Tensor] = sharded.state_dict()
     for table, (name, num_embeddings) in enumerate(rows.items()):
         for part in tensor_blocks(state[name], state[name]):
-            if part.local is not None:
+            if isinstance(part.local, Tensor):
                 row, column = part.start
                 fill_initial_weights(
                     part.local,

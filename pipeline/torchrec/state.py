@@ -74,6 +74,6 @@ def _of_rows(name: str, blocks: list[TensorBlock]) -> list[TensorBlock]:
             "move states with --optimizer.embedding adagrad"
         )
     return [
-        TensorBlock(b.owner, b.start, (b.shape[0], 1), b.local.view(-1, 1) if b.local is not None else None)
+        TensorBlock(b.owner, b.start, (b.shape[0], 1), b.local.view(-1, 1) if isinstance(b.local, Tensor) else None)
         for b in blocks
     ]
