@@ -42,7 +42,7 @@ class StaticOptions:
     --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
     places."""
     evict_rows: bool = False
-    """Where no place is left of --dynamic-rows, take away the places of rows named longest ago. A row that is named again
+    """Take the places of the rows named longest ago, where --dynamic-rows has none left. A row that is named again
     begins anew."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
