@@ -178,6 +178,11 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             "--checkpoint.every and --snapshot.every: choose one; snapshots are written to --checkpoint.path as well",
         )
         require(
+            self.snapshot.every is None or getattr(self.pipeline, "dynamic_rows", None) is None,
+            "--snapshot.every: a snapshot's memory has a fixed layout, and --dynamic-rows makes ever more rows; leave "
+            "it out, and save with --checkpoint.every",
+        )
+        require(
             not self.resumes_newest or self.snapshot.every is not None or self.checkpoint.path is not None,
             "--resume auto looks for snapshots and checkpoints: give --snapshot.every or --checkpoint.path",
         )

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from dlrm_bench.dlrm.config import TrainingConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
     from dlrm_bench.dlrm.dense.static_dense import StaticDense
     from dlrm_bench.dlrm.dense.static_sequences import StaticSequences
@@ -295,6 +298,9 @@ class Benchmark:
     sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
     """Measures the sizes of samples on which a world size trains in a range of iterations, counted from 0; None where
     the configuration says all that `work` asks for."""
+    table_ids: "Callable[[TrainingConfig, HostBatch], Sequence[NDArray[np.int32]]] | None" = None
+    """Returns the ids that a batch of its data names in each table, [any]; None where the model makes ids of what a
+    batch holds."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""

@@ -27,8 +27,7 @@ class TensorBlock:
     row_step: int = 1
     """Distance of its rows in the full tensor."""
     by_ids: "RowsByIds | None" = None
-    """Choice of the rows that a rank reads, where rows have ids: other rows than it wrote, and more or fewer, are
-    possible."""
+    """Choice of the rows that a rank reads, where these have ids: others than it wrote, and more or less of them."""
 
     @property
     def index(self) -> tuple[slice, ...]:

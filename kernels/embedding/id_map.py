@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
-from dlrm_bench.kernels.embedding.initial_rows import _MIX_1, _MIX_2, GOLDEN, mix, mix_kernel
+from dlrm_bench.kernels.embedding.initial_rows import GOLDEN, MIX_1, MIX_2, mix, mix_kernel
 
 WINDOW = 128
 """Slots in which an id may stand. Of 60 million ids in twice as many slots, linear probing's longest way is about 93:
@@ -114,14 +114,14 @@ def plain_insert_ids(ids: Tensor, places: Tensor, slots: IdSlots, slot_of: Tenso
 def triton_find_ids(ids: Tensor, slots: IdSlots, places: Tensor) -> None:
     """Computes `find_ids` in one kernel."""
     if len(ids):
-        sizes = (len(ids), len(slots.ids) - 1, WINDOW, _STEP, _FIND, GOLDEN, _MIX_1, _MIX_2)
+        sizes = (len(ids), len(slots.ids) - 1, WINDOW, _STEP, _FIND, GOLDEN, MIX_1, MIX_2)
         _find_ids_kernel[(cdiv(len(ids), _FIND),)](ids, *slots, places, *sizes, num_warps=4)
 
 
 def triton_insert_ids(ids: Tensor, places: Tensor, slots: IdSlots, slot_of: Tensor) -> None:
     """Computes `insert_ids` in one kernel."""
     if len(ids):
-        sizes = (len(ids), len(slots.ids) - 1, WINDOW, EMPTY, _NEVER, _INSERT, GOLDEN, _MIX_1, _MIX_2)
+        sizes = (len(ids), len(slots.ids) - 1, WINDOW, EMPTY, _NEVER, _INSERT, GOLDEN, MIX_1, MIX_2)
         _insert_ids_kernel[(cdiv(len(ids), _INSERT),)](ids, *slots, places, slot_of, *sizes, num_warps=4)
 
 

@@ -25,13 +25,14 @@ def signed(x: int) -> int:
 
 GOLDEN = signed(0x9E3779B97F4A7C15)
 """Step of SplitMix64's counter."""
-_MIX_1 = signed(0xBF58476D1CE4E5B9)
-_MIX_2 = signed(0x94D049BB133111EB)
+MIX_1 = signed(0xBF58476D1CE4E5B9)
+MIX_2 = signed(0x94D049BB133111EB)
 
 
 class RowsOfTables(NamedTuple):
-    """Rows of T tables that an owner's row numbers stand for, and the distribution of their initial weights: number
-    first_rows[t] + i is row row_part + i * row_parts of table t."""
+    """Rows of tables by an owner's numbers, and the distribution of their initial weights, for T tables.
+
+    Number first_rows[t] + i is row row_part + i * row_parts of table t."""
 
     first_rows: Tensor
     """int64 [T], ascending, each once."""
@@ -52,8 +53,8 @@ def shift_right(x: Tensor, bits: int) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """Returns SplitMix64's hash of int64 numbers."""
-    x = (x ^ shift_right(x, 30)) * _MIX_1
-    x = (x ^ shift_right(x, 27)) * _MIX_2
+    x = (x ^ shift_right(x, 30)) * MIX_1
+    x = (x ^ shift_right(x, 27)) * MIX_2
     return x ^ shift_right(x, 31)
 
 
@@ -94,14 +95,14 @@ def triton_initial_rows(out: Tensor, targets: Tensor, numbers: Tensor, of: RowsO
         return
     tile, tables = max(1, _TILE_ELEMENTS // columns), len(of.keys)
     tensors = (out, targets, numbers, of.first_rows, of.keys, of.scales, of.bounds)
-    sizes = (count, of.row_part, of.row_parts, tables, next_power_of_2(tables), columns, tile, GOLDEN, _MIX_1, _MIX_2)
+    sizes = (count, of.row_part, of.row_parts, tables, next_power_of_2(tables), columns, tile, GOLDEN, MIX_1, MIX_2)
     # Without fusion: a product and a difference that are rounded one after the other, as PyTorch's are.
     _initial_rows_kernel[(cdiv(count, tile),)](*tensors, *sizes, num_warps=4, enable_fp_fusion=False)
 
 
 @jit
 def mix_kernel(x, mix_1: tl.constexpr, mix_2: tl.constexpr):
-    """Returns, within a kernel, SplitMix64's hash of int64 numbers; mix_1, mix_2: its factors."""
+    """Computes SplitMix64's hash of int64 numbers, for kernels; mix_1, mix_2: its factors."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * mix_1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * mix_2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -35,7 +35,7 @@ _OF_IDS = len(EVENT_TABLES) + 1
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class NamedRowsConfig:
-    """Windows and samples whose rows are counted."""
+    """Data whose rows are counted, and the training that they are extrapolated to."""
 
     directory: Annotated[Path, tyro.conf.Positional]
     """Folder of data."""
@@ -58,7 +58,7 @@ class NamedRows:
 
     samples: int
     rows: tuple[int, ...]
-    """Number of rows of each table."""
+    """Number of each table's."""
 
 
 def count_rows(config: NamedRowsConfig, model: ModelConfig) -> list[NamedRows]:

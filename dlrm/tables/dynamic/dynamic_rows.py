@@ -31,7 +31,7 @@ class DynamicRows:
         self._part, self._parts, device = ranks.rank, ranks.world_size, ranks.device
         numbers = RowNumbers(tables, ranks)
         self.count, self.first_rows = numbers.count, numbers.first_rows
-        """Numbers of RowNumbers; a row's number is its id in the map."""
+        """Numbers as in RowNumbers; a row's is its id in the map."""
         self.map = IdMap(places, evicts, device)
         self.weights = torch.zeros(places, tables.columns, device=device)
         """fp32 [places, columns]."""

@@ -1,9 +1,9 @@
-"""Map of ids to places in a memory of fixed size, and the choice of ids that lose theirs.
+"""Places of ids in a memory of fixed size, given out and taken away.
 
 Places are given out from a stack, to the new ids of a batch in ascending order: the same batches give the same places
-in every run. Of a window of places that moves on with every batch, the ids named longest ago lose their places, as many
-as the batch's new ids lack; never an id that the batches in flight name, which are the last two. Placing a batch again
-changes nothing, so that a run that resumes before it continues to the bit.
+in every run. Where ids lose their places, they are those that were last named longest ago, of a window of places that
+moves on with every batch, as many as the batch's new ids lack; never one that the batches in flight name, which are the
+last two. A batch that is placed again changes nothing, so that a run that resumes before it continues to the bit.
 """
 
 from typing import NamedTuple
@@ -46,22 +46,25 @@ class IdMap:
         self._free_count = torch.full((1,), places, dtype=torch.int64, device=device)
         self._batch = torch.zeros(1, dtype=torch.int32, device=device)
         self._window = torch.arange(min(places, max(places // _WINDOW_SHARE, _LEAST_WINDOW)), device=device)
-        self.made, self.evicted = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        """Ids that were given a place and that lost theirs, int64 [1] each. An id that comes back counts again."""
+        self.made, self.evicted, self.returned = torch.zeros(3, 1, dtype=torch.int64, device=device)
+        """Ids that were given a place, that lost theirs, and of the first those that had lost one before, int64 [1]
+        each, since the run began. An id that comes back each time counts again."""
+        self._lost = torch.zeros(self._slots + 1 if evicts else 0, dtype=torch.bool, device=device)
+        """Whether an id has lost its place: ids modulo the slots, so that more may count as returned, and none less."""
 
     def next_batch(self, is_new: Tensor | None) -> None:
         """Counts a batch, before its ids are placed. is_new: int32 [1] on the device, 0 for one that was counted."""
         self._batch += 1 if is_new is None else is_new
 
     def find(self, ids: Tensor, places: Tensor) -> None:
-        """places[n] = the place of ids[n], -1 where it has none. ids, places: int32 [N]."""
+        """places[n] = the place of ids[n], -1 where it has none. ids: int32 or int64 [N], places: int32."""
         find_ids(ids, self._map, places)
 
     def place(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """places[n] = the place of ids[n], which a new id is given; -1 of ids below 0, and where no place is left.
 
-        ids: int32 [N], equal ones next to each other, places: int32 [N]. Returns the places that are new, int32 [N],
-        each once and -1 elsewhere; and how many distinct ids have none, int64 [1].
+        ids: int32 or int64 [N], equal ones next to each other, places: int32 [N]. Returns the places that are new,
+        int32 [N], each once and -1 elsewhere; and how many distinct ids have none, int64 [1].
         """
         find_ids(ids, self._map, places)
         self._name(places)
@@ -75,6 +78,8 @@ class IdMap:
         fresh = torch.where(given, self._free[(self._free_count - 1 - nth).clamp_(min=0)], -1)
         insert_ids(ids, fresh, self._map, self._slot_of)
         count = given.sum()
+        if self._evicts:
+            self.returned += (given & self._lost[ids % self._slots]).sum()
         self._free_count -= count
         self.made += count
         first = torch.where(opens, torch.arange(len(ids), device=self._device), 0).cummax(0).values
@@ -99,7 +104,9 @@ class IdMap:
         nth = torch.arange(len(window), device=self._device)
         taken = nth < count
         place = torch.where(taken, window[order], self.places)
-        self._ids.index_fill_(0, torch.where(taken, self._slot_of[place].long(), self._slots), EMPTY)
+        slot = torch.where(taken, self._slot_of[place].long(), self._slots)
+        self._lost.index_fill_(0, torch.where(taken, self._ids[slot] % self._slots, self._slots), True)
+        self._ids.index_fill_(0, slot, EMPTY)
         self._slot_of.index_fill_(0, place, -1)
         self._free.index_copy_(0, torch.where(taken, self._free_count + nth, self.places), place.int())
         self._free_count += count
@@ -109,7 +116,7 @@ class IdMap:
         """Returns everything that placing ids changes."""
         return [
             self._ids, self._map.places, self._slot_of, self._last, self._free, self._free_count, self._batch,
-            self.made, self.evicted,
+            self.made, self.evicted, self.returned, self._lost,
         ]  # fmt: skip
 
     # Entries: these wait for the device
@@ -144,8 +151,8 @@ class IdMap:
             insert_ids(entries.ids[some], place[some], self._map, self._slot_of)
         full = int((place < 0).sum()) - holes
         assert full == 0, f"{full} ids found no slot"
-        self.made.fill_(count - holes)
-        self.evicted.zero_()
+        for counted in (self.made, self.evicted, self.returned, self._lost):
+            counted.zero_()
 
     def go_on_after(self, batches: int) -> None:
         """Counts from `batches` on, one of which may have been placed already."""
@@ -157,5 +164,6 @@ class IdMap:
 
     def describe(self) -> dict[str, int]:
         """Returns what a record says of it."""
-        counts = {"places": self.places, "used": self.places - int(self._free_count)}
-        return counts | {"made": int(self.made), "evicted": int(self.evicted)}
+        counts = {"made": self.made, "evicted": self.evicted, "returned": self.returned}
+        used = self.places - int(self._free_count)
+        return {"places": self.places, "used": used} | {name: int(count) for name, count in counts.items()}

@@ -56,7 +56,7 @@ class OwnedRows:
         self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
         numbers = RowNumbers(tables, ranks)
         self.count, self.first_rows = numbers.count, numbers.first_rows
-        """Numbers of RowNumbers; all of these rows have memory."""
+        """Numbers as in RowNumbers; there is memory for all rows."""
         self.weights = torch.zeros(self.count, tables.columns, device=ranks.device)
         self.state = torch.zeros(self.count, 1, device=ranks.device)
         for shard in self.shards():

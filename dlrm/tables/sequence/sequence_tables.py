@@ -45,7 +45,7 @@ from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import Watch
 
 _NO_PLACE = 1 << 30
-"""Number, above any excess, on which ranks agree where a new row has no place on any of them."""
+"""Number that ranks agree on in place of an excess where a new row has no place on any of them: above any excess."""
 
 
 @dataclass(frozen=True, slots=True)
