@@ -47,7 +47,7 @@ _DEVICE_METRICS = (
 _TORCHREC_SUGGESTIONS = {
     judge.SYNC: "TorchRec reads sizes that it needs on the host here: with bags of fixed sizes a trimmed input dist "
     "does without, otherwise read them through pinned memory (pipeline/five_stage: TrimmedEBCSharder, pinned_d2h)",
-    judge.FROM_LIST: "TorchRec makes this tensor anew from a list for each batch: with bags of fixed sizes a trimmed "
+    judge.FROM_LIST: "TorchRec makes this tensor from a list for each batch: with bags of fixed sizes a trimmed "
     "input dist does without (pipeline/five_stage: TrimmedEBCSharder)",
     judge.SHAPE: "how many ids a rank gets of a table that is split by rows changes with the batch: plan tables "
     "table-wise or column-wise (ParameterConstraints) where shapes have to stay",
@@ -221,8 +221,8 @@ REMEDIES = (
     ),
 )
 UNKNOWN = (
-    "remedies overlap: what they take away adds up only where a line says 'together'.",
-    "what is launched by no loop is in no finding; dense network and input dist of TorchRec's pipelines are measured "
+    "remedies overlap: their gains add up only where a line says 'together'.",
+    "launches outside of loops are in no finding; dense network and input dist of TorchRec's pipelines are measured "
     "as wholes.",
 )
 _SHAPES = "shapes change from batch to batch: such batches run without the graph"

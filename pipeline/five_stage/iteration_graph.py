@@ -322,7 +322,7 @@ class IterationGraph:
         self.captures += 1
         if self.captures > 1:
             if error is not None:
-                raise RuntimeError(f"an iteration that was captured before cannot be captured anew: {error}")
+                raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
         everyone: list[str | None] = [None] * self._group.size()
         dist.all_gather_object(everyone, error, group=self._group)
