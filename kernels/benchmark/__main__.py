@@ -32,7 +32,7 @@ from dlrm_bench.kernels.benchmark.single_ids import (
     gather_rows_cases,
     row_wise_adagrad_cases,
 )
-from dlrm_bench.kernels.benchmark.tiers import tiered_rows_cases
+from dlrm_bench.kernels.benchmark.tiers import plan_moves_cases, tiered_rows_cases
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
 from dlrm_bench.kernels.benchmark.tokens import (
     column_sums_cases,
@@ -357,6 +357,7 @@ CASES = {
     "distinct_rows": distinct_rows_cases,
     "gather_rows": gather_rows_cases,
     "tiered_rows": tiered_rows_cases,
+    "plan_moves": plan_moves_cases,
     "distinct_sums": distinct_sums_cases,
     "row_wise_adagrad": row_wise_adagrad_cases,
     "id_map": id_map_cases,
