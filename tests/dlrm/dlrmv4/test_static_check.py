@@ -41,7 +41,7 @@ def test_models_are_refused(flag: str, changes: dict[str, Any], options: dict[st
 def test_snapshots_are_of_a_state_of_fixed_size() -> None:
     config = replace(preset("smoke-dlrmv4"), pipeline=PIPELINES["static"](dynamic_rows=100))
     with pytest.raises(
-        ValueError, match="--snapshot.every: a snapshot's memory has a fixed layout, and --dynamic-rows"
+        ValueError, match=r"--snapshot\.every: a snapshot's memory has a fixed layout, and --dynamic-rows"
     ):
         replace(config, snapshot=SnapshotConfig(every=5))
 
