@@ -230,12 +230,13 @@ class Data:
     """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise for the others.
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
-    preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: completeness and values of a
-    directory's files. speed: the rate at which ranks read them. rows: of DLRMv4's tables, those that a training names.
-    --preset NAME chooses the benchmark of that preset, whose flags --help then shows.
+    preprocess: the raw files of the benchmark's data set to MLPerf's formats. check: completeness and values of a
+    directory's files. speed: the rate at which ranks read them. rows: the rows of sequence tables that a training
+    names. counts: how often samples name each row of pooled tables, in files or at random. --preset NAME chooses the
+    benchmark of that preset, whose flags --help then shows.
     """
 
-    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed", "rows"]]
+    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed", "rows", "counts"]]
     """The action; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:

@@ -4,7 +4,6 @@ import os
 import sys
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.mlperf.log import MLPerfLog
 from dlrm_bench.bench.saved_state import Resumed
 from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
@@ -23,14 +22,14 @@ def restarted(run_id: str | None) -> str | None:
     return run_id if run_id is None or RESTARTS == "0" else f"{run_id}-restart-{RESTARTS}"
 
 
-def say_origin(config: RunConfig, resumed: Resumed | None, ranks: Ranks, log: MLPerfLog) -> None:
-    """Prints on rank 0, and notes in the log, what --resume auto has found; without this flag does nothing."""
+def say_origin(config: RunConfig, resumed: Resumed | None, ranks: Ranks) -> str | None:
+    """Returns a line on what --resume auto has found, and prints it on rank 0; None without this flag."""
     if not config.resumes_newest:
-        return
+        return None
     line = "--resume auto: there is no snapshot or checkpoint yet: training begins"
     if resumed is not None:
         place = "snapshot in memory" if resumed.folder.parent == config.snapshot.folder else "checkpoint"
         line = f"--resume auto: goes on from the {place} {resumed.folder}, after iteration {resumed.first:,}"
-    log.note(line)
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
+    return line

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from dlrm_bench.dlrm.config import TrainingConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
     from dlrm_bench.dlrm.dense.static_dense import StaticDense
     from dlrm_bench.dlrm.dense.static_sequences import StaticSequences
@@ -105,6 +108,33 @@ def parts_of_epoch(train_samples: int, global_batch_size: int, evaluations: int)
     return Evaluations(every=every, first=every, at_end=True)
 
 
+class Published(NamedTuple):
+    """A published MLPerf result, from its logs."""
+
+    system: str
+    source: str
+    global_batch_size: int
+    ms_per_iteration: float
+    """Milliseconds an iteration, without evaluation."""
+    minutes: float
+    """Minutes from run_start to the target."""
+    eval_seconds: float | None = None
+    """Seconds of one evaluation."""
+
+
+class SubmissionWords(NamedTuple):
+    """Words on a benchmark in the files that a submission needs beside the source code."""
+
+    folder: str
+    """The benchmark's folder in dlrm/, with data/preprocess.py, data/dataset.py and network.py."""
+    raw: str
+    """The data that preprocessing starts from."""
+    order: str
+    """The order in which a run reads its samples."""
+    data_flags: str
+    """Flags of `dlrm-bench data` that choose the benchmark, with a space after them; empty for the default one."""
+
+
 class Ruleset(Protocol):
     """MLPerf's rules for a benchmark: the content of its log, and the values that the closed division fixes."""
 
@@ -142,6 +172,16 @@ class Ruleset(Protocol):
     @property
     def pinned_to_data(self) -> frozenset[str]:
         """Keys of which the open division too allows values of MLPerf's own data alone."""
+        ...
+
+    @property
+    def published(self) -> tuple[Published, ...]:
+        """Published results, computed as bench/mlperf/published_logs.py does."""
+        ...
+
+    @property
+    def submission_words(self) -> SubmissionWords:
+        """Words for the files of a submission."""
         ...
 
     def hyperparameters(
@@ -258,6 +298,9 @@ class Benchmark:
     sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
     """Measures the sizes of samples on which a world size trains in a range of iterations, counted from 0; None where
     the configuration says all that `work` asks for."""
+    table_ids: "Callable[[TrainingConfig, HostBatch], Sequence[NDArray[np.int32]]] | None" = None
+    """Returns the ids that a batch of its data names in each table, [any]; None where the model makes ids of what a
+    batch holds."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""

@@ -64,11 +64,11 @@ def pin_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnPieces:
-    """What one rank writes of a state."""
+    """Pieces of a state that one rank writes."""
 
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the full tensors, of all ranks."""
-    pieces: list[tuple[Place, Tensor]]
+    pieces: Sequence[tuple[Place, Tensor | StoredRows]]
     """Its pieces, fp32 of one device."""
 
 

@@ -36,6 +36,7 @@ OWN_TOKENS = CONTEXT_TOKENS + 1
 AttentionScale = Literal["longest", "maximum"]
 LastLayer = Literal["all", "candidates"]
 DropoutSeed = Literal["rank", "same"]
+Deal = Literal["stride", "users"]
 Kernels = Literal["plain", "fused"]
 Network = Literal["own", "reference", "reference-as-shipped"]
 
@@ -321,6 +322,10 @@ class DataConfig:
     preprocess` makes of Yambda, or what `data generate` makes. The last window evaluates."""
     train_windows: int | None = None
     """Number of training windows, from the first one on; by default all but the last."""
+    deal: Deal = "stride"
+    """Dealing of a global batch's samples to the ranks. stride: rank r has every world_size-th from the r-th on, as in
+    the reference. users: neighbouring samples of few users, so that a rank reads fewer rows, with sums of
+    tokens and of their squares that exceed the mean by 3 % at most. Steps have the same samples."""
     drop_last_evaluation: bool = True
     """Leave out of an evaluation what does not fill a global batch, as the reference does: at 4,096 samples, 2,012 of
     the 2,058,204 that it logs. Otherwise every sample counts."""
@@ -332,6 +337,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         for flag in ("prefetch_batches", "reader_threads"):
             require(getattr(self, flag) > 0, f"--data.{flag.replace('_', '-')} must be positive")
+        require(self.deal in ("stride", "users"), f"--data.deal is {self.deal!r}: choose stride or users")
         require(
             self.train_windows is None or self.train_windows > 0,
             f"--data.train-windows is {self.train_windows}: it must be positive",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dlrm_bench.dlrm.benchmark import Published, SubmissionWords
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.dataset import Dataset
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, mlperf_learning_rate
@@ -22,6 +23,19 @@ train_samples = TRAIN_SAMPLES
 counts_samples = True
 reference_names = ("hstu",)
 """Its name in the reference's own logs; the rules allow 'dlrmv4' alone."""
+submission_words = SubmissionWords(
+    "dlrmv4",
+    "Yambda's parquet files",
+    "windows of a day in turn, each by user and then by time",
+    "--preset mlperf-dlrmv4 ",
+)
+published = (
+    Published("8 x MI350X", "reference, AMD v6.1", 8192, 730.9, 159.6, 84.9),
+    Published("16 x MI350X", "reference, AMD v6.1", 16384, 782.4, 112.0, 44.5),
+    Published("32 x MI350X", "reference, AMD v6.1", 32768, 848.9, 83.3, 24.4),
+)
+"""Means over the 20 logs of each batch in mlcommons/training, recommendation/rcp_logs, which are no submissions but the
+runs behind the reference convergence points. Their iterations include the first, which compile."""
 pinned_to_data = frozenset(
     (
         "train_samples",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # public, but not in __all__
 
 RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""How often torchrun has started its ranks again; part of the keys in the store, which outlives them."""
+"""Number of times that torchrun has started its ranks again; part of the keys in the store, which outlives them."""
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -19,6 +19,11 @@ def device_memory_bytes(ranks: Ranks) -> int:
     available bytes."""
     if ranks.device.type == "cuda":
         return torch.cuda.mem_get_info(ranks.device)[0]
+    return host_memory_bytes(ranks)
+
+
+def host_memory_bytes(ranks: Ranks) -> int:
+    """Returns a rank's share of the available bytes of its host's memory."""
     return host_available_bytes() // ranks.local_world_size
 
 
@@ -27,7 +32,7 @@ def rank_memory_bytes(ranks: Ranks, memory: TableMemory | None) -> int:
     all rows, of its share of the host's available bytes."""
     if memory is None or ranks.device.type != "cuda":  # without a GPU both tiers are the same memory
         return device_memory_bytes(ranks)
-    return memory.capacity(device_memory_bytes(ranks), host_available_bytes() // ranks.local_world_size)
+    return memory.capacity(device_memory_bytes(ranks), host_memory_bytes(ranks))
 
 
 def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:

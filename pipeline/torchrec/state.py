@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
@@ -38,6 +39,13 @@ def state_blocks(
             blocks = tensor_blocks(value, _sums(state.get(key, {})))
             of_optimizer[name] = blocks if isinstance(table_optimizer, Adagrad) else _of_rows(name, blocks)
     return StateBlocks(of_weights, of_optimizer)
+
+
+def forget_cached_rows(model: nn.Module) -> None:
+    """Empties the GPU's caches of tables in host memory, whose rows have just been replaced there."""
+    for module in model.modules():
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            module.reset_cache_states()
 
 
 def tensor_blocks(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[TensorBlock]:

@@ -152,3 +152,14 @@ def test_rows_made_when_named_take_what_they_were_given(capsys: pytest.CaptureFi
     more = replace(config, pipeline=StaticOptions(dynamic_rows=70_000_000))
     with pytest.raises(ValueError, match=r"--dynamic-rows 70000000: rows, state and map take 148\.0 GB of the 133\.9"):
         print_plan(more, Topology.of(2, 8))
+
+
+def test_constraints_are_obeyed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(preset("launch-bound"), "static", constraints=("0,9=column-wise:32", "20=table-wise"))
+    print_plan(config, Topology.one_node(2))
+    text = capsys.readouterr().out
+    assert "as asked: --constraints cat_0,cat_9=column-wise:32 cat_20=table-wise" in text
+    assert len(re.findall(r"cat_9\[\d+:\d+\]", text)) == 4
+    assert re.search(r"cat_20(?!\[)", text)
+    with pytest.raises(ValueError, match="--constraints: --print-plan shows the static pipeline's plan"):
+        print_plan(changed(preset("launch-bound"), "torchrec", constraints=("0=table-wise",)), Topology.one_node(2))

@@ -5,6 +5,7 @@ A row is its weights and its optimizer state, which move together.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 _GB = 10**9
 LEAST_ROWS = 2
@@ -16,9 +17,12 @@ class TableMemory:
     """Device memory for the rows of each rank: a share of its rows, or bytes; one of the two."""
 
     share: float | None = None
-    """Of the rank's rows, above 0 and at most 1."""
+    """Share of the rank's rows, above 0 and at most 1."""
     device_bytes: int | None = None
-    """For weights and optimizer state of the rank's rows, at most."""
+    """Largest number of bytes for weights and optimizer state of the rank's rows."""
+    counts: Path | None = None
+    """File of counts (row_counts.py) that says which rows are on the device at first; None for the first rows of each
+    table."""
 
     def __post_init__(self) -> None:
         assert (self.share is None) != (self.device_bytes is None), "a share or bytes"
