@@ -16,6 +16,7 @@ from dlrm_bench.bench.tier_table import print_tiers
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, described
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Shard
@@ -102,6 +103,9 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
     """Prints what each rank holds of tables that are split by rows over all of them, and what it exchanges in an
     iteration; ValueError where that does not fit."""
     tables, ranks = config.model.tables, topology.world_size
+    if isinstance(config.pipeline, StaticOptions) and config.pipeline.dynamic_rows is not None:
+        _print_dynamic_rows(config, topology, costs, config.pipeline.dynamic_rows)
+        return
     states = config.optimizer.tables.state_columns(tables.columns)
     table = Table(
         title=f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: "
@@ -125,6 +129,32 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
         )
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
+    _print_rank(config, topology, costs, needed)
+
+
+def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, places: int) -> None:
+    """Prints what each rank has memory for where rows are made when they are first named."""
+    tables, ranks = config.model.tables, topology.world_size
+    needed, available = 1e-9 * bytes_of(places, tables.columns), 1e-9 * costs.memory_bytes * HEADROOM
+    if needed > available:
+        raise ValueError(
+            f"--dynamic-rows {places}: rows, state and map take {needed:.1f} GB of the {available:.1f} GB that a rank "
+            "has; use more ranks with fewer rows each"
+        )
+    share = min(1.0, places * ranks / sum(tables.rows))
+    Console(width=120, markup=False, highlight=False).print(
+        f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: rows "
+        f"are made when they are first named, {places:,} of each rank's at most, {share:.1%} of all "
+        f"{sum(tables.rows):,}; {needed:.1f} GB a rank with state and map, where all rows would take "
+        f"{tables.bytes / ranks / 1e9:.1f}. How many a training names: dlrm-bench data rows --preset {config.preset}"
+    )
+    _print_rank(config, topology, costs, needed)
+
+
+def _print_rank(config: RunConfig, topology: Topology, costs: GpuCosts, needed: float) -> None:
+    """Prints what memory a rank has left, and what leaves it in an iteration. needed: GB of tables and state."""
+    ranks, available = topology.world_size, 1e-9 * costs.memory_bytes * HEADROOM
+    console = Console(width=120, markup=False, highlight=False)
     console.print(
         f"a rank of {costs.measured_on}: {available - needed:.1f} of {available:.1f} GB are left for the dense network"
     )

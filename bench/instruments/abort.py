@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dlrm_bench.dlrm.runtime.command_line import told_to_torchrun
-from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
-RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""Part of the keys in the store: a restarted worker group must not read its predecessor's keys."""
 _KEY = f"dlrm/abort/{RESTARTS}"
 # SIGBUS repeats in a thread that reads a mapped file which was cut short, for as long as the process lives; the
 # expansion of 1-hot ids reads such a file without Python's interpreter lock, so other threads run on.

@@ -174,7 +174,8 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
     table = Table(title="beside published results: other programs", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("system", "program", "global batch", "published, ms", "model, ms", "bound by"):
         table.add_column(name, justify="right" if name.endswith(("ms", "batch")) else "left")
-    results = [(p.system, p.source, p.global_batch_size, p.ms_per_iteration) for p in PUBLISHED]
+    known = PUBLISHED.get(of_static[0].benchmark.name, ())
+    results = [(p.system, p.source, p.global_batch_size, p.ms_per_iteration) for p in known]
     for system, program, batch, ms in [*results, _TORCHREC_H100]:
         gpus, _, gpu = system.partition(" x ")
         if gpu != "H100" or int(gpus) <= 8:

@@ -19,7 +19,7 @@ class GpuRates:
     cache: float
     """Bytes that the L2 cache holds."""
     source: str
-    """Where the rates are from, in a sentence."""
+    """The source of the rates, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

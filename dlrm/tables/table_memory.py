@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_available_bytes
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
@@ -39,6 +40,21 @@ def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:
     least = torch.tensor([rank_memory_bytes(ranks, memory)], dtype=torch.int64, device=ranks.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(int(least) * HEADROOM)
+
+
+def check_places_fit(columns: int, places: int, available_bytes: int, device: torch.device) -> None:
+    """Raise ValueError, on every rank, if memory for `places` dynamic rows of fp32 exceeds that of any rank.
+
+    available_bytes: this rank's.
+    """
+    least = torch.tensor([available_bytes], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    needed, available = bytes_of(places, columns), int(least) * HEADROOM
+    if needed > available:
+        raise ValueError(
+            f"--dynamic-rows {places} does not fit: rows, state and map need {needed / 1e9:.1f} GB of a rank, which "
+            f"has {available / 1e9:.1f} GB; use more GPUs with fewer rows each"
+        )
 
 
 def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes: int, device: torch.device) -> None:

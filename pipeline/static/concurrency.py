@@ -1,8 +1,8 @@
 """The streams and barriers of the static pipeline, each with its work or the accesses that it orders.
 
-Those of stage 3 are in the benchmark's own room (dlrm/dcnv2/concurrency.py). CONCURRENCY.md draws one iteration and
-describes for each buffer its writers, its readers and their order; tests/pipeline/static/test_barriers.py shows that no
-barrier is missing and none is idle.
+Those of stage 3 are in the concurrency.py of the benchmark's room. CONCURRENCY.md draws one iteration and describes for
+each buffer its writers, its readers and their order; tests/pipeline/static/test_barriers.py shows that no barrier is
+missing and none is idle.
 """
 
 from dlrm_bench.dlrm.runtime.peer_memory import Barrier

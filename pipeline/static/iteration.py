@@ -51,7 +51,7 @@ class Stages:
     dense: StaticDense
     """Stages 3 and 5."""
     memory: PeerMemory | None
-    """Where both exchange through peer memory."""
+    """Peer memory, where both exchange through it; else None."""
 
 
 class Iteration:

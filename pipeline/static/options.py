@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.optimizers import Adagrad
+from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, Constraints, parse_constraints
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
@@ -38,6 +39,14 @@ class StaticOptions:
     """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
     gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the
     device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
+    dynamic_rows: int | None = None
+    """Have memory for so many rows of all tables on each rank, in place of all rows: a row is made when a batch first
+    names it, with the weights and state that it would have had. For tables whose rows are looked up one by one. Without
+    --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
+    places."""
+    evict_rows: bool = False
+    """Take places away from rows that were not named for long, where --dynamic-rows leaves none for new ones. A row
+    that is named again begins anew."""
     table_counts: Path | None = None
     """File of counts of the rows (dlrm-bench data counts): with table_memory, those named most often are on the device
     at first. None: the first rows of each table."""
@@ -56,6 +65,14 @@ class StaticOptions:
         require(
             self.tiers is None or self.presort_ids,
             "--table-memory needs --presort-ids: FBGEMM's update takes no rows in host memory",
+        )
+        require(
+            self.dynamic_rows is None or 0 < self.dynamic_rows <= MOST_PLACES,
+            f"--dynamic-rows is {self.dynamic_rows}: a rank has from 1 to {MOST_PLACES} places",
+        )
+        require(
+            not self.evict_rows or self.dynamic_rows is not None,
+            "--evict-rows takes places of --dynamic-rows away: give their number",
         )
         require(
             self.table_counts is None or self.tiers is not None,
@@ -112,6 +129,10 @@ class StaticOptions:
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
         self.constraints_on(config.model.tables)
+        require(
+            self.dynamic_rows is None or not config.model.tables.pooled,
+            "--dynamic-rows is for tables whose rows are looked up one by one, which DLRMv4 has: leave it out",
+        )
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "

@@ -35,5 +35,7 @@ def test_raw_events_to_checked_data(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "all well" in capsys.readouterr().out
     assert main(["data", "fill", *of_preset, days]) == 2
     assert "dlrm-bench data fill does not know --preset smoke-dlrmv4" in capsys.readouterr().err
+    assert main(["data", "rows", days]) == 2
+    assert "name one of its presets, --preset mlperf-dlrmv4" in capsys.readouterr().err
     assert main(["data", "check", "--preset", "nothing", days]) == 2
     assert "--preset 'nothing' is unknown" in capsys.readouterr().err

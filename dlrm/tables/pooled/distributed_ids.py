@@ -39,7 +39,7 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted: SortedIds | None = None
-    """Where the table update takes sorted ids, and this batch is for an update."""
+    """Sorted ids, where the table update takes such and this batch is for an update; else None."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
     picked: PickedIds | None = None
@@ -47,7 +47,7 @@ class DistributedIds:
     overflow: Tensor | None = None
     """The ranks' agreement on this batch, see Overflows; where the plan splits rows, and ids are for an update."""
     placed: PlacedIds | None = None
-    """Where rows are on two tiers; lookup and update then take these."""
+    """Places of the rows that are on two tiers, which lookup and update then take; else None."""
 
     @property
     def ids(self) -> Tensor:

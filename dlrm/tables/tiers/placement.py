@@ -30,9 +30,9 @@ from torch import Tensor
 _ROWS_AT_A_TIME = 1 << 24  # when places are first made: bounds the memory for that
 _NUMBERS = 255
 _MOST = 255
-_COUNT_OF_THE_RAREST = 4
-"""The count with which the rarest of the device's rows begins where counts are given: rows that are named once or
-twice in the first batches do not take its place."""
+HEAD_START = 4
+"""The count with which the device's rows begin where they are known to be the most frequent ones: rows that are named
+once or twice in the first batches, before most of the device's are named at all, do not take their places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +88,19 @@ class Placement:
     """What `counters` counts: batches; rows that they name and that were in host memory, those of them that came to the
     device, and those that were used where they are."""
 
-    def __init__(self, sizes: PlacementSizes, device: torch.device, resident: Callable[[int, int], Tensor]) -> None:
-        """resident(start, stop): which of these rows are on the device at first, bool [stop - start]; P in all."""
+    def __init__(
+        self,
+        sizes: PlacementSizes,
+        device: torch.device,
+        resident: Callable[[int, int], Tensor],
+        head_start: int = 0,
+    ) -> None:
+        """resident(start, stop): which of these rows are on the device at first, bool [stop - start]; P in all.
+        head_start: the count with which they begin."""
         self.sizes = sizes
         # One more of each, which rows and places that do not exist are written to.
         self.place = torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device)
-        """int32 [R + 1]: where each row is."""
+        """int32 [R + 1]: where each row is; last -1, the place of padding."""
         self._occupant = torch.zeros(sizes.device_rows + 1, dtype=torch.int32, device=device)
         self._guest = torch.zeros(sizes.device_rows, dtype=torch.bool, device=device)
         self._named = torch.zeros(sizes.rows + 1, dtype=torch.uint8, device=device)
@@ -108,7 +115,7 @@ class Placement:
         slots = torch.zeros(2, sizes.window, dtype=torch.int32, device=device)
         bounds = torch.zeros(2, 2, dtype=torch.int32, device=device)
         self._moves = Moves(*slots.unbind(), *bounds.unbind())
-        self._settle(resident)
+        self._settle(resident, head_start)
 
     @torch.no_grad()
     def plan(self, rows: Tensor) -> Moves:
@@ -118,14 +125,14 @@ class Placement:
         rows: int32 [N], ascending, those below 0 padding.
         """
         sizes = self.sizes
-        before, at = self._number.clone(), torch.where(rows < 0, sizes.rows, rows)
+        before, at = self._number.clone(), torch.where(rows < 0, sizes.rows, rows).long()
         self._number.copy_(before % _NUMBERS + 1)
         named_before = self._named[at] == before
         first = torch.ones_like(rows, dtype=torch.bool)
         torch.ne(rows[1:], rows[:-1], out=first[1:])
-        missing = first & (rows >= 0) & (self.place[at] >= sizes.device_rows)
+        missing = first & (self.place[at] >= sizes.device_rows)
         self._count_named(at)
-        incoming, late, all_missing = self._in_order(at, missing, missing & named_before)
+        incoming, late, all_missing = self._in_order(rows, missing, missing & named_before)
         leaving, places, moved = self._leaving(before, all_missing)
         self._exchange(incoming, leaving, places, moved)
         late = torch.minimum(late, moved)
@@ -135,8 +142,8 @@ class Placement:
         return self._moves
 
     def places(self, rows: Tensor, out: Tensor) -> None:
-        """Writes the places of rows, int32 of any shape, to `out`; of those below 0 themselves."""
-        torch.where(rows < 0, rows, self.place[torch.where(rows < 0, self.sizes.rows, rows)], out=out)
+        """Writes the places of rows, int32 [N], to `out`; -1 of those below 0."""
+        torch.index_select(self.place, 0, torch.where(rows < 0, self.sizes.rows, rows), out=out)
 
     def _count_named(self, at: Tensor) -> None:
         """Notes that this batch names the rows `at`, and halves a part of all counts."""
@@ -149,7 +156,7 @@ class Placement:
         count = self._count[at]
         self._count[at] = count + (count < _MOST).to(torch.uint8)
 
-    def _in_order(self, at: Tensor, missing: Tensor, late: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_order(self, rows: Tensor, missing: Tensor, late: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the missing rows that fit into the window, late ones first, [window]; and the numbers of late and of
         all missing ones."""
         window, early = self.sizes.window, missing & ~late
@@ -157,7 +164,7 @@ class Placement:
         late_count = late_before[-1]
         rank = torch.where(late, late_before, late_count + early_before) - 1
         return (
-            _compacted(at, missing & (rank < window), rank, window, self.sizes.rows),
+            _compacted(rows, missing & (rank < window), rank, window, self.sizes.rows),
             late_count,
             late_count + early_before[-1],
         )
@@ -197,7 +204,7 @@ class Placement:
         self._moves.device.copy_(places)
         self.place[leaving] = host
         self.place[incoming] = places
-        self.place[sizes.rows] = 0
+        self.place[sizes.rows] = -1
         self._occupant[places] = incoming
 
     def forget(self) -> None:
@@ -206,16 +213,18 @@ class Placement:
 
     # Construction
 
-    def _settle(self, resident: Callable[[int, int], Tensor]) -> None:
+    def _settle(self, resident: Callable[[int, int], Tensor], head_start: int) -> None:
         """Gives all rows their first places, in the order of the rows."""
         on_device, in_host, device = 0, self.sizes.device_rows, self.place.device
         for rows in pieces(self.sizes.rows, _ROWS_AT_A_TIME):
             stays = resident(rows.start, rows.stop).to(device)
+            self._count[rows] = stays.to(torch.uint8) * head_start
             of_device, of_host = stays.cumsum(0), (~stays).cumsum(0)
             self.place[rows] = torch.where(stays, of_device + (on_device - 1), of_host + (in_host - 1)).int()
             staying = stays.nonzero().view(-1) + rows.start
             self._occupant[on_device : on_device + len(staying)] = staying.int()
             on_device, in_host = on_device + int(of_device[-1]), in_host + int(of_host[-1])
+        self.place[self.sizes.rows] = -1
         assert on_device == self.sizes.device_rows, f"{on_device} rows for {self.sizes.device_rows} places"
 
 

@@ -27,8 +27,10 @@ class TieredRows:
         columns: int,
         device: torch.device,
         resident: Callable[[int, int], Tensor],
+        head_start: int = 0,
     ) -> None:
-        """resident: as Placement takes it. Collective. ValueError, on every rank, where any cannot have the memory."""
+        """resident, head_start: as Placement takes them. Collective. ValueError, on every rank, where any cannot have
+        the memory."""
         memory, error = None, None
         try:
             host = host_zeros(sizes.rows - sizes.device_rows, columns, device)
@@ -38,7 +40,7 @@ class TieredRows:
         _raise_on_all_ranks(error)
         assert memory is not None
         self.memory = memory
-        self.placement = Placement(sizes, device, resident)
+        self.placement = Placement(sizes, device, resident, head_start)
         self._moves: Moves | None = None
 
     def bring(self, rows: Tensor) -> None:
