@@ -25,7 +25,6 @@ from dlrm_bench.kernels.benchmark.input_dist import (
     pick_rows_cases,
     sort_ids_cases,
 )
-from dlrm_bench.kernels.benchmark.replicated import row_sums_cases
 from dlrm_bench.kernels.benchmark.single_ids import (
     distinct_rows_cases,
     distinct_sums_cases,
@@ -52,7 +51,6 @@ from dlrm_bench.kernels.dense.small_mlp import small_mlp
 from dlrm_bench.kernels.embedding import regroup
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
-from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
