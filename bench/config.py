@@ -94,6 +94,9 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     loss_interval: int = 100
     """Number of iterations between two reads of the losses; a non-finite loss stops every rank before any weight
     changes."""
+    train_metrics: bool = False
+    """Compute NE and calibration of the training's batches, over each --loss-interval, on the device; iterations.npz
+    has them, and the record the last ones."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: Path | None = None
     """Continue from this checkpoint, or from the checkpoint with most samples in this folder. Checksums show damage,
@@ -150,6 +153,11 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             f"--stall-timeout is {self.stall_timeout}: it must be at least one second",
         )
         require(self.loss_interval > 0, "--loss-interval must be positive")
+        require(
+            not self.train_metrics or self.pipeline.name != "static",
+            "--train-metrics: the static pipeline gives no predictions of its training steps; choose --pipeline "
+            "torchrec or five-stage",
+        )
         for flag, path in (
             ("--results-dir", self.results_dir),
             ("--data.path", self.data.path),
