@@ -168,7 +168,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
                 "2",
                 *_FP32,
             ),
-            "What of TorchRec's input dist is constant, and its launches from the first thread.",
+            "The constant part of TorchRec's input dist, and its launches from the first thread.",
         ),
         Rung("static-fp32", (*_STATIC, *_FP32), "TorchRec's modules: fixed shapes straight on FBGEMM."),
     ),
