@@ -245,13 +245,13 @@ def series_marks(record: Record) -> plots.SeriesMarks:
 def published(shown: Sequence[Family], logs: Sequence[Side]) -> list[Picture]:
     """Returns a picture for each benchmark, of results of one global batch beside one another, published ones and ours;
     none of a benchmark where none compares."""
-    drawn = (_published(name, shown, logs) for name in dict.fromkeys(row.benchmark for row in PUBLISHED))
+    drawn = (_published(name, shown, logs) for name in PUBLISHED)
     return [picture for picture in drawn if picture is not None]
 
 
 def _published(benchmark: str, shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
-    known = [row for row in PUBLISHED if row.benchmark == benchmark]
-    unnamed: list[list[str]] = [[]] if benchmark == PUBLISHED[0].benchmark else []  # logs from before there was another
+    known = PUBLISHED[benchmark]
+    unnamed: list[list[str]] = [[]] if benchmark == next(iter(PUBLISHED)) else []  # logs from before there was another
     same_work = [log for log in logs if log.settings["benchmark"] in (*unnamed, [benchmark])]
     ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown, benchmark)
     rows: list[tuple[str, float, bool]] = []

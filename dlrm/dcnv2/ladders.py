@@ -132,6 +132,19 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
             "fp8", (*_FULL[-1].flags, "--fp8"), "Nearly half of the largest products' time, by factors of eight bits."
         ),
     ),
+    "tiers": (
+        Rung(
+            "stock-uvm-caching",
+            (*_TF32, "--constraints", "0-25=hbm:0.5"),
+            "Half of each table's rows on the GPU by TorchRec's FUSED_UVM_CACHING, the others in host memory.",
+        ),
+        Rung(
+            "half-in-host-memory",
+            (*_FULL[-1].flags, "--table-memory", "0.5"),
+            "Reads of rows in host memory within the iteration: they come to the GPU beside the batch before.",
+        ),
+        Rung("all-on-the-gpu", _FULL[-1].flags, "Host memory: all rows are on the GPU."),
+    ),
     "reading": (
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),
         Rung("files", (*_READING, "multi_hot"), "Nothing: the same on batches from the day files of --data.path."),

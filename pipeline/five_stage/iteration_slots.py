@@ -1,6 +1,6 @@
 """Memory that graphs of whole iterations read: batches as they come, and batches whose ids have been distributed.
 
-Lengths are no part of it: of declared multi-hot sizes they are the same for every batch.
+It leaves out lengths: those of declared multi-hot sizes are the same in every batch.
 """
 
 import copy
@@ -33,7 +33,7 @@ class BatchForm:
 
     @property
     def vary(self) -> list[bool]:
-        """For each KJT, whether its lengths are others in every batch."""
+        """Whether the lengths of each KJT change from batch to batch."""
         return [not even for even in self._even]
 
     def fits(self, batch: Any) -> bool:
@@ -84,7 +84,7 @@ def fields_of(batch: Any) -> list[Tensor]:
 
 
 def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies tensors [of any shapes and types] into others of the same ones, with a launch for each type."""
+    """Copies tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for to, of in zip(into, tensors, strict=True):
         pair = by_type.setdefault(of.dtype, ([], []))
@@ -133,17 +133,17 @@ class Slot:
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
-        """What the model gives to each module in place of its KJT."""
+        """Stand-ins that the model gives to each module in place of its KJT."""
         self._fields = _tensors(leaves(self.batch, set(map(id, stand_ins.values()))))
         self.contexts = [_own_context(context) for context in distribution.contexts]
         """TorchRec's, for each module's compute_and_output_dist."""
         self.features = [KJTList([_over(kjt) for kjt in of]) for of in distribution.features]
-        """What each module looks up."""
+        """Features that each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 
     def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
-        """Copies a batch and what its input dist has made, on the current stream."""
+        """Copies a batch and the result of its input dist, on the current stream."""
         into = [*self._fields, *_ids(self.features), *_lengths(self.contexts)]
         copy_by_type(into, [*fields, *_ids(distribution.features), *_lengths(distribution.contexts)])
 
@@ -168,7 +168,7 @@ def _before(context: Any) -> list[KeyedJaggedTensor]:
 
 
 def _own_context(context: Any) -> Any:
-    """Returns a context like this one, with the lengths of sequences in memory of its own."""
+    """Returns a context like this one, with the lengths of sequences in separate memory."""
     if not _before(context):
         return context
     own = copy.copy(context)
@@ -179,7 +179,7 @@ def _own_context(context: Any) -> Any:
 
 
 def _over(kjt: KeyedJaggedTensor, lengths_too: bool = False) -> KeyedJaggedTensor:
-    """Returns the same KJT over new ids and weights; lengths and offsets are the same memory, or new too."""
+    """Returns the KJT with new memory for ids and weights, and the same or new memory for lengths and offsets."""
     weights = kjt.weights_or_none()
     return KeyedJaggedTensor(
         keys=kjt.keys(),

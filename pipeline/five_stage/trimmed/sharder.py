@@ -3,7 +3,7 @@
     DistributedModelParallel(model, sharders=[TrimmedEBCSharder(multi_hot_sizes={"f0": 3, "f1": 1})], ...)
 
 is all that a user changes: planner, plan, state_dict, KJT in, KeyedTensor out, fused optimizers, codecs and pipelines
-stay. What a batch takes, a rank, for each sharding type alone or all together:
+stay. Collectives and host reads of a rank for a batch, by sharding type:
 
 | sharding types | features | collectives | host reads |
 |---|---|---|---|
@@ -16,11 +16,11 @@ stay. What a batch takes, a rank, for each sharding type alone or all together:
 
 Weights of bags travel beside their ids, in the same all-to-all.
 
-So one undeclared feature makes its whole sharding type dynamic: to split the type would cost another collective and
-save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and 7,
-5 and 12 for a mixed plan; later versions read more often.
+One undeclared feature makes its whole sharding type dynamic, because splitting the type would cost another collective
+and save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and
+7, 5 and 12 for a mixed plan; later versions read more often.
 
-Where TW is the only type with an exchange, the pooled vectors' way back is trimmed too: see output_dist.
+Where TW is the only type with an exchange, the output dist of pooled vectors is trimmed too: see output_dist.
 """
 
 import logging
@@ -68,9 +68,9 @@ _BY_ROW = ShardingType.ROW_WISE.value
 class TrimmedEBC(ShardedEmbeddingBagCollection):
     """See the module. Made by TrimmedEBCSharder.
 
-    `input_dist` and both waits of what it returns belong on one stream, as in TorchRec's pipelines: the first wait
-    launches the values' all-to-all, the second makes that stream wait. Batches in flight share nothing that is written,
-    but for the memory of CUDA graphs, which that stream orders; there the first wait does everything.
+    `input_dist` and both waits of its result belong on one stream, as in TorchRec's pipelines: the first wait launches
+    the values' all-to-all, the second makes that stream wait. Batches in flight share no written memory except that of
+    CUDA graphs, which that stream orders; with graphs the first wait does everything.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return Sizes(self._multi_hot_sizes)
 
     def trimmed_features(self) -> dict[str, list[str]]:
-        """Features by what their input dist is: "static", "dynamic" or TorchRec's own ("torchrec").
+        """Features by the kind of their input dist: "static", "dynamic" or TorchRec's own ("torchrec").
 
-        A feature that tables of several sharding types read may stand in several.
+        A feature that tables of several sharding types read may appear under several.
         """
         static, dynamic, others = self._groups()
         names = {"static": _names(static), "dynamic": _names(dynamic)}
@@ -127,23 +127,24 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return graphed
 
     def close(self) -> None:
-        """Destroys the CUDA graphs; later batches go without. NCCL waits for the last graph with its collectives before
-        it lets go of a communicator. FiveStagePipeline closes what it trained."""
+        """Destroys the CUDA graphs; later batches run without. NCCL destroys a communicator only after the last graph
+        that holds its collectives. FiveStagePipeline closes the modules that it trained."""
         for graphed in self.graphed():
             graphed.close()
 
     @property
     def input_dist_waits(self) -> bool:
-        """Whether the host waits for the device between the steps of an input dist, as far as the first one told."""
+        """Whether the host waits for the device between the steps of an input dist; True before the first batch."""
         return self._static is None or self._dynamic is not None or bool(self._stock)
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's, trimmed. ValueError where the input is not what the first one was, or not as it was declared.
+        """TorchRec's input dist, trimmed. ValueError where the input differs in form from the first one, or from its
+        declaration.
 
-        Lengths are trusted, and on all ranks the same stride, unless the sharder was told to validate. Only the number
-        of values is always looked at, and lengths that the host has.
+        Lengths, and the same stride on all ranks, are trusted unless the sharder validates. Always checked are the
+        number of values, and lengths that the host has.
         """
         features = maybe_td_to_kjt(features)
         problem = self._misfit(features)
@@ -176,7 +177,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return KJTListSplitsAwaitable(awaitables, ctx, self._module_fqn, self._sharding_types)
 
     def _create_output_dist(self) -> None:
-        """TorchRec's, but trimmed where there is one sharding type whose tables are exchanged."""
+        """TorchRec's output dist, trimmed where the tables of one sharding type alone are exchanged."""
         super()._create_output_dist()
         exchanged = [index for index, kind in enumerate(self._sharding_types) if kind != _LOCAL]
         if len(exchanged) == 1 and TrimmedOutputDist.can_replace(stock := self._output_dists[exchanged[0]]):
@@ -237,7 +238,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return sum(sizes[key] for key in keys) if all(key in sizes for key in keys) else None
 
     def _misfit(self, features: KeyedJaggedTensor) -> str | None:
-        """Returns what is so wrong with an input that its lengths cannot be checked."""
+        """Returns a fault of an input for which its lengths cannot be checked; None without one."""
         if features.variable_stride_per_key():
             return "TrimmedEBCSharder has no variable batch per feature: use EmbeddingBagCollectionSharder"
         keys, weights = features.keys(), features.weights_or_none()
@@ -252,7 +253,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return None
 
     def _wrong_number(self, features: KeyedJaggedTensor) -> str | None:
-        """Returns what the host, without a read, knows to be wrong with the lengths."""
+        """Returns a fault of the lengths that the host knows without a read; None without one."""
         keys, sizes, stride = features.keys(), self._multi_hot_sizes, features.stride()
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
             if key in sizes and length != stride * sizes[key]:
@@ -284,7 +285,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             raise ValueError("; ".join(problems))
 
     def _broken_promise(self, features: KeyedJaggedTensor) -> str | None:
-        """The first bag whose length is not the declared one."""
+        """Returns the first bag whose length is not the declared one."""
         lengths = features.lengths().view(len(features.keys()), -1).cpu()
         for key, of_key in zip(features.keys(), lengths, strict=True):
             size = self._multi_hot_sizes.get(key)
@@ -311,16 +312,16 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
     ) -> None:
         """multi_hot_sizes: ids in every bag of a feature; leave out features whose bags vary.
 
-        rows_to_all: send every rank all ids of row-wise tables, of declared sizes, to look up those that are its own
-        and the others with weight zero. That needs no read of the device, and takes as many times the lookups as there
-        are ranks: for small batches, or few ranks.
+        rows_to_all: send all ids of row-wise tables of declared sizes to every rank, which looks up its own rows, and
+        the others with weight zero. It needs no read of the device, and multiplies lookups by the number of ranks: for
+        small batches, or few ranks.
 
-        validate: look at every length of every batch before anything is exchanged, and at the ranks' batch sizes. Costs
-        reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on
-        GPUs replay each all-to-all, and what is around it, as a CUDA graph, where sizes are declared, for batches of
-        the first one's size; all of it is then on the caller's stream, and `close` of what this makes belongs before
-        the end of the process group. ValueError where a size is not a positive integer, or a switch neither True nor
-        False.
+        validate: check every length of every batch, and the ranks' batch sizes, before anything is exchanged. It costs
+        reads of the device and one more collective: for finding a broken declaration, not for timing. cuda_graph: on
+        GPUs replay each all-to-all, and the kernels around it, as a CUDA graph, where sizes are declared, for batches
+        of the first one's size; all of it then runs on the caller's stream, and `close` of the sharded module belongs
+        before the end of the process group. ValueError where a size is not a positive integer, or a switch neither
+        True nor False.
         """
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         wrong = {name: size for name, size in multi_hot_sizes.items() if type(size) is not int or size < 1}
