@@ -85,8 +85,8 @@ class Placement:
     """See above."""
 
     COUNTED = ("batches", "misses", "moved", "in_place")
-    """What `counters` counts: batches; rows that they name and that were in host memory, those of them that came to the
-    device, and those that were used where they are."""
+    """Names of the numbers in `counters`: batches; rows that they name and that were in host memory; those of them that
+    came to the device, and those that were used in place."""
 
     def __init__(
         self,

@@ -78,8 +78,9 @@ def test_misses_are_those_of_batches_beside_the_best_placement(share: float) -> 
 def test_rows_of_mlperf_missed_with_the_hottest_of_all_tables_on_the_device(
     share: float, of_512: float, of_6912: float
 ) -> None:
-    """Rows of a GPU of two, each with half of the rows. Expected are figures of a simulation of these ids, which the
-    prediction meets within 5 % at a quarter and a tenth, and by 16 % fewer at the half, where few rows are missed."""
+    """A GPU's half of the rows that two miss. Expected are a simulation's figures. The prediction is 16 % below them at
+    the half and up to 6 % above at less; test_row_rates.py has it beside rates that are counted row by row, and of a
+    table of 40 million rows with three ids a sample it was within 2 % of those."""
     shards = [(Shard(0, table, 0, 128), rates) for table, rates in enumerate(mlperf_rates())]
     device_rows = int(share * sum(MLPERF.rows))
     for samples, rows in ((1024, of_512), (13_824, of_6912)):
@@ -89,14 +90,14 @@ def test_rows_of_mlperf_missed_with_the_hottest_of_all_tables_on_the_device(
 
 @pytest.mark.parametrize(("share", "of_512", "of_6912"), [(0.5, 7045, 94_035), (0.2, 13_035, 180_647)])
 def test_rows_of_mlperf_missed_with_the_same_share_of_each_table(share: float, of_512: float, of_6912: float) -> None:
-    """Of the large tables; within 4 % at the half, and 13 % more at a fifth, of a simulation's figures."""
+    """Of the large tables: within 10 % of a simulation's figures."""
     rates = mlperf_rates()
     for samples, rows in ((1024, of_512), (13_824, of_6912)):
         missed = sum(
             missed_rows([(Shard(0, table, 0, 128), rates[table])], int(share * MLPERF.rows[table]), samples)
             for table in LARGE
         )
-        assert missed / 2 == pytest.approx(rows, rel=0.14 if share == 0.2 else 0.05)
+        assert missed / 2 == pytest.approx(rows, rel=0.1)
 
 
 def test_halves_of_columns_miss_the_same_rows_of_half_the_bytes() -> None:
