@@ -204,7 +204,7 @@ class Placement:
         self._moves.device.copy_(places)
         self.place[leaving] = host
         self.place[incoming] = places
-        self.place[sizes.rows] = -1
+        self.place[sizes.rows :] = -1  # of an index alone, CUDA would copy the number from the host
         self._occupant[places] = incoming
 
     def forget(self) -> None:
@@ -224,7 +224,7 @@ class Placement:
             staying = stays.nonzero().view(-1) + rows.start
             self._occupant[on_device : on_device + len(staying)] = staying.int()
             on_device, in_host = on_device + int(of_device[-1]), in_host + int(of_host[-1])
-        self.place[self.sizes.rows] = -1
+        self.place[self.sizes.rows :] = -1
         assert on_device == self.sizes.device_rows, f"{on_device} rows for {self.sizes.device_rows} places"
 
 
