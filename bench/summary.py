@@ -98,9 +98,8 @@ def _check_log(outcome: Outcome, console: Console) -> int:
 
 def snapshots_in_words(record: RunRecord) -> list[str]:
     """Returns a sentence on the snapshots that a run took in memory, if any."""
-    checkpoints = record.get("checkpoints") or {}
-    taken = checkpoints.get("snapshots")
-    if not taken:
+    checkpoints = record.get("checkpoints")
+    if checkpoints is None or not (taken := checkpoints.get("snapshots")):
         return []
     pauses = sorted(snapshot["paused_s"] for snapshot in taken)
     left_out = checkpoints.get("left_out", 0)

@@ -266,8 +266,10 @@ class Checkpointing(TypedDict):
 
     saved: "list[SavedCheckpoint]"
     resumed: "ResumedFrom | None"
-    snapshots: "NotRequired[list[TakenSnapshot]]"
+    snapshots: NotRequired["list[TakenSnapshot]"]
     """Those in memory."""
+    prepared_s: NotRequired[float]
+    """Seconds before the training to make, map and register the memory of snapshots."""
     left_out: NotRequired[int]
     """Number of snapshots that were due while the only memory for them was not yet on disk."""
 

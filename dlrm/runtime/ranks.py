@@ -3,6 +3,7 @@
 import os
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,9 @@ class Ranks:
     def init_process_group(self) -> None:
         """Starts NCCL on GPUs, gloo on CPUs; sets the current GPU."""
         store = None if RESTARTS == "0" else _store_of_this_start()
-        known = {} if store is None else {"store": store, "rank": self.rank, "world_size": self.world_size}
+        known: dict[str, Any] = (
+            {} if store is None else {"store": store, "rank": self.rank, "world_size": self.world_size}
+        )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             dist.init_process_group("nccl", device_id=self.device, **known)
