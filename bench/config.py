@@ -147,7 +147,7 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
         require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
         require(
             self.max_time is None or (self.min_time is not None and self.max_time >= self.min_time),
-            f"--max-time {self.max_time} ends a run that goes on after --min-time ({self.min_time}): give it as much",
+            f"--max-time {self.max_time} ends a run that continues after --min-time ({self.min_time}): give it as much",
         )
         require(
             self.warmup_time is None or 0 <= self.warmup_time < math.inf, "--warmup-time must be a number of seconds"

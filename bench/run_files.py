@@ -131,7 +131,7 @@ def restore_log(this: "Run") -> None:
             why = f"lacks lines ({this.log.failure})" if this.log.failure else "was changed during the run"
             folder = _temporary_folder(this)
         (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
-        text = f"{this.folder / LOG_NAME} {why}: what the run logged is in {folder / LOG_NAME}"
+        text = f"{this.folder / LOG_NAME} {why}: the run's log is in {folder / LOG_NAME}"
         print(f"warning: {text}", file=sys.stderr, flush=True)
     except OSError as error:
         _rescued(this, lambda _: None, error)

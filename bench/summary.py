@@ -84,7 +84,7 @@ def _check_log(outcome: Outcome, console: Console) -> int:
     verdict = check_compliance(outcome.folder / LOG_NAME, ruleset, benchmark.ruleset.pinned_to_data)
     if verdict.of_data:
         console.print(
-            f"compliance   all is well but for {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
+            f"compliance   all passes except {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
             "those of MLPerf's own data alone",
             soft_wrap=True,
         )

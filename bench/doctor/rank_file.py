@@ -153,6 +153,8 @@ class RankFile(TypedDict):
     """Folders of installed packages and of Python's own modules."""
     loop: list[Frame]
     """Stack at which an iteration begins, innermost frame first."""
+    keeps_out: NotRequired[list[str]]
+    """What keeps the iteration of the pipeline's model out of one CUDA graph."""
     plain: NotRequired[Plain]
     sampled: NotRequired[Sampled]
     traced: NotRequired[Window]

@@ -166,6 +166,7 @@ def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield (
             f"{p['remedy']}: {' and '.join(which)}, {p['removes_ms']:.3f} ms{ends}; {p['at_best_ms']:.3f} ms an "
             f"iteration at best, if all of it is on the critical path ({p['caution']})"
+            + "".join(f"\n  first: {what}" for what in p["keeps_out"])
         )
 
 

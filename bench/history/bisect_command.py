@@ -67,7 +67,7 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
             else:
                 stderr_console().print(step_in_words(found), soft_wrap=True, markup=False, highlight=False)
     except BaseException as error:
-        error.add_note(f"what ran is kept; go on with dlrm-bench bisect --resume {folder}")
+        error.add_note(f"finished runs are kept; continue with dlrm-bench bisect --resume {folder}")
         raise
     assert finding is not None
     console.print(steps_table(finding))
@@ -173,7 +173,7 @@ def _plan_to_resume(folder: Path) -> Plan:
     check_form(file, content, Plan, (_SCHEMA,))
     plan: Plan = content
     if plan["node"] != this_node():
-        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: bisect anew here")
+        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: start a new bisection here")
     return plan
 
 

@@ -266,7 +266,7 @@ class Checkpointing(TypedDict):
 
     saved: "list[SavedCheckpoint]"
     resumed: "ResumedFrom | None"
-    snapshots: "NotRequired[list[TakenSnapshot]]"
+    snapshots: NotRequired["list[TakenSnapshot]"]
     """Those in memory."""
     left_out: NotRequired[int]
     """Number of snapshots that were due while the only memory for them was not yet on disk."""

@@ -67,7 +67,7 @@ def _ladder(family: Family, place: str) -> Iterator[Picture]:
         yield Picture(
             kind="ladder",
             name=f"{place}-ladder",
-            alt="Median latency of each rung and what it saves of the one before it",
+            alt="Median latency of each rung, and the time that it saves of the rung before",
             caption=f"{family.name}: median latency of an iteration on each rung, what it saves or loses against the "
             f"rung before, and in brackets against the first. {family.title()}, interleaved.{alone}",
             draw=partial(plots.waterfall, ladder),
@@ -99,7 +99,7 @@ def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
         yield Picture(
             kind="kernels",
             name=f"{place}-kernels",
-            alt=f"The longest kernels of an iteration of {label}, beside what they could take",
+            alt=f"The longest kernels of an iteration of {label}, beside their ceilings",
             caption=f"{family.name}, {label}: the longest kernels of an iteration{ceilings}.",
             draw=partial(plots.work, rows),
         )

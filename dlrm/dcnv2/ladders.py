@@ -73,7 +73,7 @@ _IN_ORDER = (
     Rung(
         "graph-dists",
         (*_ONE_THREAD, "--graph-dists", *_TF32),
-        "Nearly all launches of the three all-to-alls and what is around them: three graphs replay them.",
+        "Nearly all launches of the three all-to-alls and of the kernels around them: three graphs replay them.",
     ),
 )
 _FULL = (

@@ -323,8 +323,8 @@ class DataConfig:
     train_windows: int | None = None
     """Number of training windows, from the first one on; by default all but the last."""
     deal: Deal = "stride"
-    """How the samples of a global batch are dealt to the ranks. stride: rank r has every world_size-th from the r-th
-    on, as in the reference. users: neighbouring samples of few users, so that a rank reads fewer rows, with sums of
+    """Dealing of a global batch's samples to the ranks. stride: rank r has every world_size-th from the r-th on, as in
+    the reference. users: neighbouring samples of few users, so that a rank reads fewer rows, with sums of
     tokens and of their squares that exceed the mean by 3 % at most. Steps have the same samples."""
     drop_last_evaluation: bool = True
     """Leave out of an evaluation what does not fill a global batch, as the reference does: at 4,096 samples, 2,012 of

@@ -32,11 +32,11 @@ class RowCounts:
 
     path: Path
     rows: tuple[int, ...]
-    """Of each table."""
+    """Number of rows of each table."""
     samples: int
     """Samples whose ids were counted."""
     data: Mapping[str, Any]
-    """What the samples were drawn from, as the command that counted wrote it: preset, seed and fields of the data."""
+    """Source of the samples, as written by the command that counted: preset, seed and fields of the data."""
 
     def of_table(self, table: int) -> Counts:
         """Returns how often each row of a table was named, unsigned [rows]. ValueError names a damaged file."""

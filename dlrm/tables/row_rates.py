@@ -1,4 +1,4 @@
-"""How often the ids of a sample name each row of a table: from the distribution of random ids, or from counts.
+"""Rates at which the ids of a sample name each row of a table: from the distribution of random ids, or from counts.
 
 Rows of one rate are a class, so that the forty million rows of a table are some ten thousand numbers.
 """

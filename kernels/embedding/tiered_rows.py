@@ -89,7 +89,7 @@ class CopyRows(NamedTuple):
     which: int
     """0: weights, 1: state."""
     column: int
-    """Of the first of c columns."""
+    """Index of the first of c columns."""
     rows: Tensor
     """fp32 [N, c], contiguous, on the device."""
     writes: bool

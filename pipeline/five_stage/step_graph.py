@@ -16,8 +16,11 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.sgd import sgd
 
+from . import reasons
 from .cuda_graph import destroy, record
 
+NATIVE = (Adagrad, SGD)
+"""torch's optimizers whose functions are captured themselves; others are with their option `capturable`."""
 WARM_UP = 3
 """Eager steps with the same hyperparameters and memory before one is captured."""
 CHANGED = (
@@ -29,12 +32,10 @@ CHANGED = (
 def why_never(optimizer: Optimizer) -> str | None:
     """Says what keeps all steps of this optimizer out of a graph; None if nothing does."""
     kind = type(optimizer).__name__
-    if type(optimizer) not in (Adagrad, SGD) and not all("capturable" in group for group in optimizer.param_groups):
-        return (
-            f"it is {kind}'s, which has no option `capturable`; Adam, AdamW, SGD and Adagrad are captured as they are"
-        )
+    if type(optimizer) not in NATIVE and not all("capturable" in group for group in optimizer.param_groups):
+        return reasons.NOT_CAPTURABLE(kind=kind)
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
-        return f"{kind} has complex parameters"
+        return reasons.COMPLEX(kind=kind)
     return None
 
 

@@ -22,10 +22,10 @@ AGREEMENT = Stream(
 TIERS = Stream(
     name="tiers",
     priority=Priority.FILL,
-    carries="where rows are on two tiers: the sort of the next batch's ids, the places of its rows, and what of these "
-    "comes to the device beside this batch",
+    carries="where rows are on two tiers: the sort of the next batch's ids, the places of its rows, and the rows that "
+    "come to the device beside this batch",
 )
-LOCAL = Stream(name="local", carries="the lookup of replicated tables, and what of stage 3 needs no pooled vectors")
+LOCAL = Stream(name="local", carries="lookups of replicated tables, and the part of stage 3 without pooled vectors")
 SECOND_HALF = Stream(name="second half", carries="the chain of the second half of a batch in two halves")
 SECOND_LOOKUP = Stream(
     name="second lookup", priority=Priority.FILL, carries="the lookup of the second half, beside the first half's chain"

@@ -1,7 +1,7 @@
 """One iteration on the static EBC: five stages of fixed shapes on several streams.
 
 1 input dist               of the next batch, beside stages 2 to 5; the sort of its ids beside the table update
-2 embedding forward        beside it the lookup of replicated tables, and what of stage 3 needs no pooled vectors
+2 embedding forward        beside it the lookup of replicated tables, and the part of stage 3 without pooled vectors
 3 dense forward/backward   the benchmark's, see dlrm/dense/static_dense.py
 4 embedding backward       beside the weight gradients that stage 3 has left
 5 dense update             the benchmark's, beside 3 and 4

@@ -111,7 +111,7 @@ class Check:
             texts += [f"==== {package.system}: {verdict.checker}\n{verdict.text}" for verdict in verdicts]
         if self.log is not None:
             self.log.write_text("\n".join(texts), encoding="utf-8")
-        but = " but for what MLPerf's own data decides" if self.made_data else ""
+        but = " except for values that MLPerf's own data decides" if self.made_data else ""
         console.print(f"accepted{but}" if accepted else "not accepted: mend the errors and check again")
         return 0 if accepted else EXIT_FAILED
 

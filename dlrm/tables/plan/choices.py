@@ -1,5 +1,4 @@
-"""What the constraints leave the planner to choose: the width of each table's shards, and which tables are
-replicated."""
+"""Choices that the constraints leave to the planner: the width of each table's shards, and the replicated tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -71,8 +71,8 @@ class Placement:
     """See above."""
 
     COUNTED = ("batches", "misses", "moved", "in_place")
-    """What the state's `counters` count: batches; rows that they name and that were in host memory, those of them that
-    came to the device, and those that were used where they are."""
+    """Names of the state's `counters`: batches; rows that they name and that were in host memory; those of them that
+    came to the device, and those that were used in place."""
 
     def __init__(
         self,

@@ -17,9 +17,9 @@ class TableMemory:
     """Device memory for the rows of each rank: a share of its rows, or bytes; one of the two."""
 
     share: float | None = None
-    """Of the rank's rows, above 0 and at most 1."""
+    """Share of the rank's rows, above 0 and at most 1."""
     device_bytes: int | None = None
-    """For weights and optimizer state of the rank's rows, at most."""
+    """Largest number of bytes for weights and optimizer state of the rank's rows."""
     counts: Path | None = None
     """File of counts (row_counts.py) that says which rows are on the device at first; None for the first rows of each
     table."""

@@ -89,7 +89,7 @@ class StoredRows:
 
     @property
     def device(self) -> torch.device:
-        """Of the tensors that it reads and takes."""
+        """The device of the tensors that it reads and takes."""
         return self._rows.memory.device.device
 
     @property

@@ -97,6 +97,10 @@ class TrimmedEC(ShardedEmbeddingCollection):
         names = sorted({name for config in self._embedding_configs for name in config.feature_names})
         return {"static" if self.why_not_trimmed is None else "torchrec": names}
 
+    def reading_features(self) -> list[str]:
+        """Returns features whose input dist reads the device."""
+        return self.trimmed_features().get("torchrec", [])
+
     @property
     def input_dist_waits(self) -> bool:
         """Whether the host waits for the device between the steps of an input dist."""
