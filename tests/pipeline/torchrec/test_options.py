@@ -26,6 +26,14 @@ def test_graphs_of_iterations_need_fixed_sizes_and_one_thread(graph: Any) -> Non
     assert FiveStageSwitches(cuda_graph=graph, trim_input_dist=True).graphs_iterations
 
 
+@pytest.mark.parametrize("changed", [{"cuda_graph": "dense"}, {"row_capacity": 0.5}])
+def test_a_capacity_of_rows_is_for_graphs_of_iterations(changed: Any) -> None:
+    of_graphs: Any = {"cuda_graph": "iteration", "trim_input_dist": True, "row_capacity": 1.0}
+    assert FiveStageSwitches(**of_graphs).row_capacity == 1.0
+    with pytest.raises(ValueError, match="beside --cuda-graph iteration"):
+        FiveStageSwitches(**(of_graphs | changed))
+
+
 def test_only_the_fused_schedule_needs_a_gpu() -> None:
     said = TorchRecOptions(schedule="fused-sparse-dist").needs_gpu
     assert said is not None
