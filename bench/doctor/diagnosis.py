@@ -86,7 +86,7 @@ class Diagnosis(TypedDict):
     versions: dict[str, str]
     world_size: int
     found_by: str
-    """How iterations were found: mark, progress (of a pipeline) or optimizer (its step)."""
+    """The sign by which iterations were found: mark, progress (of a pipeline) or optimizer (its step)."""
     iterations: int
     """Those that were timed."""
     iteration_ms: float

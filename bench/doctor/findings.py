@@ -61,7 +61,7 @@ class Finding(TypedDict):
     detail: str
     """Further facts; empty for most."""
     reads: list["Read"]
-    """For a metric: the lines of its library at which the host waits."""
+    """Lines of a metric's library at which the host waits; empty for other findings."""
     worst_ms: float | None
     """The rank with the most: its time."""
     waits: float
@@ -85,7 +85,7 @@ class Seen:
     copies: Counter[str] = field(default_factory=Counter)
     calls: list[Call] = field(default_factory=list)
     reads: Counter[Line] = field(default_factory=Counter)
-    """For a metric: lines of its library that wait."""
+    """Lines of a metric's library that wait; empty for other findings."""
     left_out: Estimate | None = None
     """Time that leaving it out removes, by samples; None where these cannot tell."""
     detail: str = ""

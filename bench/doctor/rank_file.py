@@ -165,12 +165,12 @@ class RankFile(TypedDict):
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank's file is."""
+    """Returns the path of a rank's file."""
     return folder / f"rank{rank}.json"
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Where a rank's trace is."""
+    """Returns the path of a rank's trace."""
     return folder / f"rank{rank}_trace.json.gz"
 
 

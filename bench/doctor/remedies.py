@@ -1,4 +1,4 @@
-"""What to do about findings, and what an iteration would take then, as far as the measured parts can say."""
+"""Remedies for findings, and the predicted time of an iteration with each, as far as the measured parts can say."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ _DEVICE_METRICS = (
 _TORCHREC_SUGGESTIONS = {
     judge.SYNC: "TorchRec reads sizes that it needs on the host here: with bags of fixed sizes a trimmed input dist "
     "does without, otherwise read them through pinned memory (pipeline/five_stage: TrimmedEBCSharder, pinned_d2h)",
-    judge.FROM_LIST: "TorchRec makes this tensor anew from a list for each batch: with bags of fixed sizes a trimmed "
+    judge.FROM_LIST: "TorchRec makes this tensor from a list for each batch: with bags of fixed sizes a trimmed "
     "input dist does without (pipeline/five_stage: TrimmedEBCSharder)",
     judge.SHAPE: "how many ids a rank gets of a table that is split by rows changes with the batch: plan tables "
     "table-wise or column-wise (ParameterConstraints) where shapes have to stay",
@@ -56,7 +56,7 @@ _TORCHREC_SUGGESTIONS = {
 
 _REC_METRICS = "torchrec/metrics/"
 _SPLITS = "five_stage/splits_exchange.py"
-"""Where the five-stage pipeline reads the sizes of an input dist that is TorchRec's."""
+"""The file in which the five-stage pipeline reads the sizes of TorchRec's own input dist."""
 _SPLITS_SUGGESTION = (
     "sizes that the host needs to exchange ids: with bags of fixed sizes a trimmed input dist does without "
     "(pipeline/five_stage: TrimmedEBCSharder)"
@@ -65,7 +65,7 @@ Part = Literal["dense_ms", "input_dist_ms", "record_streams_ms", "stages_ms"]
 
 
 class Prediction(TypedDict):
-    """What a change would take away."""
+    """The time and the findings that a change would take away."""
 
     remedy: str
     findings: list[int]
@@ -85,23 +85,23 @@ class Prediction(TypedDict):
 
 
 class Remedy(NamedTuple):
-    """A change, the findings and the part that it takes away, and what would keep it from doing so."""
+    """A change, the findings and the part of an iteration that it takes away, and its conditions."""
 
     name: str
     removes: Callable[[Finding], bool]
     caution: str
     parts: tuple[Part, ...] = ()
-    """Findings that are within one of them, where it was measured, are not counted again."""
+    """Parts that the change takes away; findings within a measured part are not counted again."""
     graphs: bool = False
     """Whether it replays the dense network."""
     trims: bool = False
-    """Whether it takes away what the input dist reads and makes of lists."""
+    """Whether it takes away the input dist's reads, and its tensors made of lists."""
     anywhere: bool = False
     """Whether it is for scripts without TorchRec too."""
 
 
 def suggestion(place: Place) -> str:
-    """What to do about findings at a place."""
+    """Returns the remedy for findings at a place."""
     library = place.library[0].file if place.library else ""
     if _REC_METRICS in library:
         return _DEVICE_METRICS
@@ -221,8 +221,8 @@ REMEDIES = (
     ),
 )
 UNKNOWN = (
-    "remedies overlap: what they take away adds up only where a line says 'together'.",
-    "what is launched by no loop is in no finding; dense network and input dist of TorchRec's pipelines are measured "
+    "remedies overlap: their gains add up only where a line says 'together'.",
+    "launches outside of loops are in no finding; dense network and input dist of TorchRec's pipelines are measured "
     "as wholes.",
 )
 _SHAPES = "shapes change from batch to batch: such batches run without the graph"
@@ -239,7 +239,7 @@ def predict(
     pipelined: bool,
     keeps_out: Sequence[str] = (),
 ) -> list[Prediction]:
-    """What each remedy would take away here, most first.
+    """Returns the predicted gain of each remedy, the largest first.
 
     graphs: whether the script replays CUDA graphs already. pipelined: whether a TorchRec pipeline, or one in its place,
     runs the iterations; without one, and without a finding in TorchRec, the five-stage pipeline has no place there.

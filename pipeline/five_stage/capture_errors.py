@@ -1,4 +1,4 @@
-"""Why a capture failed, told by the line of the user's model that it failed in."""
+"""Reasons of failed captures, with the line of the user's model in which the capture failed."""
 
 import linecache
 import re

@@ -10,8 +10,8 @@ graph           staging 0 -> dist n+1 -> slot 1   staging 1 -> dist n+2 -> slot 
                 slot 0 -> train on n              slot 1 -> train on n+1
 ```
 
-The pipeline keeps every batch as it came, too: whatever no graph takes runs eagerly, from the batch itself. Before the
-capture the graphs' work runs eagerly on the stream that will capture it, and trains.
+The pipeline also keeps every batch as it came: a batch that no graph takes runs eagerly, from itself. Before the
+capture the graphs' work runs eagerly on the capture stream, and trains.
 """
 
 import logging
@@ -53,8 +53,8 @@ UPDATE = ("all-reduce of dense gradients", "dense update")
 class IterationGraph:
     """Trains on batches of the first one's form; see the module.
 
-    What a replay would not notice is looked for before every iteration: changes of the model (see FrozenModel), of the
-    optimizers' numbers and memory. The graphs are then captured anew, on all ranks at once: such changes are the same
+    Before every iteration it looks for changes that a replay would not notice: of the model (see FrozenModel), of the
+    optimizers' numbers and memory. All ranks then capture the graphs again at once, because such changes are the same
     on all of them. Learning rates may change with every step (see TableRates and StepWork).
     """
 
@@ -88,7 +88,7 @@ class IterationGraph:
         self._iterations = self.captures = self.replays = 0
         self._eager: dict[str, int] = {}
         self.failure: str | None = None
-        """Why nothing is captured, if so, the same on all ranks."""
+        """Reason why nothing is captured, the same on all ranks; None while there is none."""
 
     @property
     def updates(self) -> bool:
@@ -116,7 +116,7 @@ class IterationGraph:
     # Batches
 
     def begin(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> str | None:
-        """Takes the form of the first batch; says what keeps such batches out of a graph."""
+        """Takes the form of the first batch; returns what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
             self._form = BatchForm(batch, features, [one.module.declared for one in modules])
@@ -129,7 +129,7 @@ class IterationGraph:
         return self._form is not None and self._form.fits(batch)
 
     def stage(self, batch: InFlight[Any]) -> None:
-        """Copies the batch after the next one to where the next call's graph will read it, on the current stream,
+        """Copies the batch after the next one into the staging of the next call's graph, on the current stream,
         which comes after the last graph but one."""
         if self._graphs and batch.fits:
             self._stage(1 - self._turn, batch)
@@ -141,8 +141,9 @@ class IterationGraph:
     # An iteration
 
     def why_not_now(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> str | None:
-        """Says what keeps this iteration out of a graph; None where `train` is to be called. Once an iteration, in the
-        place of what else asks the dense part for changes. Captures where it is time to; `failure` says if not."""
+        """Returns what keeps this iteration out of a graph; None where `train` is to be called. Called once an
+        iteration, in place of the dense part's own look for changes. Captures when it is time; `failure` has the reason
+        if that fails."""
         self._iterations += 1
         if self.updates:
             self._dense.gradients.publish()
@@ -241,7 +242,7 @@ class IterationGraph:
         return next(staged, 1 - self._turn)
 
     def _rehearse(self, index: int) -> None:
-        """Runs what is to be captured, on the stream that is to capture it, and trains by that."""
+        """Runs the work to be captured, on the capture stream, which trains."""
         with self._streams.on("iteration", after=self._streams.mark()):
             self._work(index)
         self._streams.wait(self._streams.mark("iteration"))
@@ -297,8 +298,8 @@ class IterationGraph:
     # Captures
 
     def _capture(self) -> None:
-        """Captures both graphs, which runs nothing. The first time it is collective: all ranks have them, or none has,
-        and says why. Later ones are not, as a rank without tables may have no reason to: RuntimeError where they fail.
+        """Captures both graphs, which runs nothing. The first time is collective: all ranks have them, or none, and
+        each says why. Later times are not, as a rank without tables may have no reason: RuntimeError where they fail.
         """
         self._prepare()
         torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
@@ -321,7 +322,7 @@ class IterationGraph:
         self.captures += 1
         if self.captures > 1:
             if error is not None:
-                raise RuntimeError(f"an iteration that was captured before cannot be captured anew: {error}")
+                raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
         everyone: list[str | None] = [None] * self._group.size()
         dist.all_gather_object(everyone, error, group=self._group)

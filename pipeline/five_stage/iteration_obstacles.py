@@ -1,4 +1,4 @@
-"""What keeps a model's sharded modules out of the graph of a whole iteration, each named with what to do about it."""
+"""Obstacles that keep a model's sharded modules out of the graph of a whole iteration, each with its remedy."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
 
 
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
-    """Says what keeps the modules out of the graph, as far as it is known before the first batch."""
+    """Returns what keeps the modules out of the graph, as far as known before the first batch."""
     for one in modules:
         if one.has_processors:
             return reasons.PROCESSED(module=one.name)
@@ -43,7 +43,7 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
 
 
 def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJaggedTensor]) -> str | None:
-    """Says what of the first batch keeps it out of the graph. features: of each module."""
+    """Returns what keeps the first batch out of the graph. features: of each module."""
     for one, kjt in zip(modules, features, strict=True):
         if kjt.variable_stride_per_key():
             return reasons.VARIABLE_BATCH(module=one.name)

@@ -1,6 +1,6 @@
 """Memory that graphs of whole iterations read: batches as they come, and batches whose ids have been distributed.
 
-Lengths are no part of it: of declared multi-hot sizes they are the same for every batch.
+It leaves out lengths: those of declared multi-hot sizes are the same in every batch.
 """
 
 import copy
@@ -95,7 +95,7 @@ def fields_of(batch: Any) -> list[Tensor]:
 
 
 def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies tensors [of any shapes and types] into others of the same ones, with a launch for each type."""
+    """Copies tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for to, of in zip(into, tensors, strict=True):
         pair = by_type.setdefault(of.dtype, ([], []))
@@ -150,7 +150,7 @@ class Slot:
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
-        """What the model gives to each module in place of its KJT."""
+        """Stand-ins that the model gives to each module in place of its KJT."""
         self._fields = _tensors(leaves(self.batch, set(map(id, stand_ins.values()))))
         self.contexts = [_own_context(context) for context in distribution.contexts]
         """TorchRec's, for each module's compute_and_output_dist."""
@@ -194,7 +194,7 @@ def _before(context: Any) -> list[KeyedJaggedTensor]:
 
 
 def _own_context(context: Any) -> Any:
-    """Returns a context like this one, with the lengths of sequences in memory of its own."""
+    """Returns a context like this one, with the lengths of sequences in separate memory."""
     if not _before(context):
         return context
     own = copy.copy(context)

@@ -40,8 +40,8 @@ def why_never(optimizer: Optimizer) -> str | None:
 
 
 class StepWork:
-    """What one optimizer's step launches, on memory and with numbers that are looked at before every step: a graph may
-    hold it, its own (StepGraph) or that of an iteration."""
+    """Launches of one optimizer's step, on memory and with numbers that are compared before every step. Its own graph
+    (StepGraph) may hold them, or that of an iteration."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """optimizer: one for which why_never finds nothing."""
@@ -52,7 +52,7 @@ class StepWork:
         self._tensors: list[Tensor] = []
         """Those of `_memory`."""
         self._layouts: list[Any] = []
-        """Where they lie, and how: a parameter that is the same may be given other memory (`parameter.data = ...`)."""
+        """Their addresses and layouts: the same parameter may be given other memory (`parameter.data = ...`)."""
         self._steps = self._unchanged = 0
         self._counts: list[Tensor] = []
         self._on_device: list[Tensor] = []
@@ -219,8 +219,8 @@ class StepWork:
 
     @contextmanager
     def _as_capturable(self, twins: dict[int, Tensor]) -> Iterator[None]:
-        """Within it the optimizer has what a capture needs: the option, step counts and learning rates on the device.
-        twins: the counts, by parameter's id."""
+        """Gives the optimizer, within the block, what a capture needs: the option, step counts and learning rates on
+        the device. twins: the counts, by parameter's id."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         before = [(group["capturable"], group["lr"]) for group in groups]
         counts = [(p, state[p]["step"]) for group in groups for p in group["params"] if id(p) in twins]

@@ -25,7 +25,7 @@ class TableRates:
         self._marked: list[MarkedArguments] = []
         self._moved_in_a_row = 0
         self.failure: str | None = None
-        """Why graphs cannot follow the rates, if so."""
+        """Reason why graphs cannot follow the rates; None while they can."""
 
     @property
     def followed(self) -> bool:

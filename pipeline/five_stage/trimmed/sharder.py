@@ -3,7 +3,7 @@
     DistributedModelParallel(model, sharders=[TrimmedEBCSharder(multi_hot_sizes={"f0": 3, "f1": 1})], ...)
 
 is all that a user changes: planner, plan, state_dict, KJT in, KeyedTensor out, fused optimizers, codecs and pipelines
-stay. What a batch takes, a rank, for each sharding type alone or all together:
+stay. Collectives and host reads of a rank for a batch, by sharding type:
 
 | sharding types | features | collectives | host reads |
 |---|---|---|---|
@@ -17,11 +17,11 @@ stay. What a batch takes, a rank, for each sharding type alone or all together:
 
 Weights of bags travel beside their ids, in the same all-to-all.
 
-So one undeclared feature makes its whole sharding type dynamic: to split the type would cost another collective and
-save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and 7,
-5 and 12 for a mixed plan; later versions read more often.
+One undeclared feature makes its whole sharding type dynamic, because splitting the type would cost another collective
+and save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and
+7, 5 and 12 for a mixed plan; later versions read more often.
 
-Where TW is the only type with an exchange, the pooled vectors' way back is trimmed too: see output_dist.
+Where TW is the only type with an exchange, the output dist of pooled vectors is trimmed too: see output_dist.
 """
 
 from collections.abc import Mapping
@@ -51,9 +51,9 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
     ) -> None:
         """multi_hot_sizes: ids in every bag of a feature; leave out features whose bags vary.
 
-        rows_to_all: send every rank all ids of row-wise tables, of declared sizes, to look up those that are its own
-        and the others with weight zero. That needs no read of the device, and takes as many times the lookups as there
-        are ranks: for small batches, or few ranks.
+        rows_to_all: send all ids of row-wise tables of declared sizes to every rank, which looks up its own rows, and
+        the others with weight zero. It needs no read of the device, and multiplies lookups by the number of ranks: for
+        small batches, or few ranks.
 
         row_capacity: within FiveStagePipeline's graphs of whole iterations, room for the ids of row-wise and
         table-row-wise tables, of declared sizes, for each pair of ranks: 1.0 if ids are spread evenly over the rows, as
