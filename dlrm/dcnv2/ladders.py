@@ -139,9 +139,14 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
             "Half of each table's rows on the GPU by TorchRec's FUSED_UVM_CACHING, the others in host memory.",
         ),
         Rung(
+            "stock-uvm-prefetch",
+            (*_TF32, "--constraints", "0-25=hbm:0.5", "--schedule", "prefetch-sparse-dist"),
+            "Reads of missing rows within the iteration, by TorchRec's PrefetchTrainPipelineSparseDist.",
+        ),
+        Rung(
             "half-in-host-memory",
             (*_FULL[-1].flags, "--table-memory", "0.5"),
-            "Reads of rows in host memory within the iteration: they come to the GPU beside the batch before.",
+            "TorchRec's modules, and its optimizer state in host memory: rows come with it, beside the batch before.",
         ),
         Rung("all-on-the-gpu", _FULL[-1].flags, "Host memory: all rows are on the GPU."),
     ),
