@@ -1,7 +1,6 @@
 """One run: set up, train to the target, log, record. This is the only training loop of the project."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from dlrm_bench.bench.instruments.schedule import Schedule, epoch_iterations, pl
 from dlrm_bench.bench.instruments.stall import StallWatch
 from dlrm_bench.bench.instruments.telemetry import RunMonitor
 from dlrm_bench.bench.machine.description import describe_machine, platform_name
+from dlrm_bench.bench.machine.host_memory import drop_page_cache
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.mlperf.division import counted_samples, division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
@@ -379,7 +379,7 @@ def _log_init(
     config: RunConfig, ranks: Ranks, log: MLPerfLog, machine: Machine, dataset: Dataset, schedule: Schedule
 ) -> None:
     if config.mlperf.clear_cache and ranks.local_rank == 0:
-        _drop_page_cache()
+        drop_page_cache()
     log.cache_clear(config.mlperf.clear_cache)
     log.init_start()
     division, obstacles = division_of(config, dataset, schedule.global_batch_size)
@@ -393,11 +393,3 @@ def _log_init(
         train_samples = dataset.train_samples or round(schedule.iterations_per_epoch * schedule.global_batch_size)
         sizes = (schedule.global_batch_size, train_samples, dataset.eval_samples)
         log.hyperparameters(ruleset.hyperparameters(config, *sizes))
-
-
-def _drop_page_cache() -> None:
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError as error:
-        raise ValueError(f"--mlperf.clear-cache needs root on every node: {error}") from error

@@ -87,9 +87,7 @@ class PiecesInMemory:
             for _ in pool.map(copy, pairs):
                 pass
 
-    def _fill_from_gpu(
-        self, pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], on_piece: Callable[[], None]
-    ) -> None:
+    def _fill_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
         """Copies each second tensor to the first one's registered memory, by the copy engine, on a stream of its
         own."""
         if self._stream is None:  # one for all times: a stream keeps memory for copies of strided pieces
