@@ -98,14 +98,14 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     iterations: int | None = None
     """Number of training iterations, warm-up included; by default as many as --min-time needs, or else one epoch."""
     min_time: float | None = None
-    """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
-    or the epoch ends."""
+    """Seconds that the iterations after the warm-up take before training ends, if the epoch does not end first; without
+    --iterations and --target-auc."""
     warmup_time: float | None = None
-    """With --min-time: the warm-up has as many iterations more as it takes to last this many seconds. A GPU's power cap
+    """Seconds that the warm-up lasts at least, for which it gets more iterations; with --min-time. A GPU's power cap
     sets in after about one."""
     max_time: float | None = None
-    """With --min-time: train beyond it while the timed iterations are not steady, until these have taken this many
-    seconds. Steady means that the medians of their eighths differ by 2 % at most, or by no more than chance."""
+    """Seconds of timed iterations at most: training goes on beyond --min-time while they are not steady. Steady means
+    that the medians of their eighths differ by 2 % at most, or by no more than chance."""
     warmup_iterations: int = 50
     """Number of first iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None
@@ -115,6 +115,9 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     loss_interval: int = 100
     """Number of iterations between two reads of the losses; a non-finite loss stops every rank before any weight
     changes."""
+    train_metrics: bool = False
+    """Compute NE and calibration of the training's batches, over each --loss-interval, on the device; iterations.npz
+    has them, and the record the last ones."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     resume: Path | None = None
@@ -147,7 +150,7 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
         require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
         require(
             self.max_time is None or (self.min_time is not None and self.max_time >= self.min_time),
-            f"--max-time {self.max_time} ends a run that goes on after --min-time ({self.min_time}): give it as much",
+            f"--max-time {self.max_time} ends a run that continues after --min-time ({self.min_time}): give it as much",
         )
         require(
             self.warmup_time is None or 0 <= self.warmup_time < math.inf, "--warmup-time must be a number of seconds"
@@ -178,8 +181,18 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             "--checkpoint.every and --snapshot.every: choose one; snapshots are written to --checkpoint.path as well",
         )
         require(
+            self.snapshot.every is None or getattr(self.pipeline, "dynamic_rows", None) is None,
+            "--snapshot.every: a snapshot's memory has a fixed layout, and --dynamic-rows makes ever more rows; leave "
+            "it out, and save with --checkpoint.every",
+        )
+        require(
             not self.resumes_newest or self.snapshot.every is not None or self.checkpoint.path is not None,
             "--resume auto looks for snapshots and checkpoints: give --snapshot.every or --checkpoint.path",
+        )
+        require(
+            not self.train_metrics or self.pipeline.name != "static",
+            "--train-metrics: the static pipeline gives no predictions of its training steps; choose --pipeline "
+            "torchrec or five-stage",
         )
         for flag, path in (
             ("--results-dir", self.results_dir),

@@ -1,7 +1,6 @@
 """One run: set up, train to the target, log, record. This is the only training loop of the project."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from dlrm_bench.bench.instruments.schedule import Schedule, epoch_iterations, pl
 from dlrm_bench.bench.instruments.stall import StallWatch
 from dlrm_bench.bench.instruments.telemetry import RunMonitor
 from dlrm_bench.bench.machine.description import describe_machine, platform_name
+from dlrm_bench.bench.machine.host_memory import drop_page_cache
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.mlperf.division import counted_samples, division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
@@ -45,9 +45,10 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.data.metrics import distributed_auc
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.interface import Pipeline
+from dlrm_bench.pipeline.interface import GivesOutputs, Pipeline
 
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
+    from dlrm_bench.bench.instruments.train_metrics import TrainMetrics
     from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline
 
 LOGGER = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Run:
     bar: StillBar
     folder: Path
     checkpoints: Checkpoints
+    metrics: "TrainMetrics | None" = None
+    """NE and calibration beside the loss, where they are asked for."""
     first: int = 0
     """Number of iterations before this run's first: those of the checkpoint that it resumes."""
     losses_before: list[LossStretch] = field(default_factory=list)
@@ -93,6 +96,8 @@ class Run:
                 if scheduled and (value := rate(iteration)) is not None:
                     self.pipeline.set_learning_rate(value)
                 self.losses.add(self.pipeline.train_step(batches))
+                if self.metrics is not None:
+                    self.metrics.add()
                 self.clock.lap()
                 evaluates, saves = self.schedule.evaluates_after(iteration), self.checkpoints.due_after(iteration)
                 if evaluates or saves:
@@ -303,6 +308,7 @@ def run(
             ),
             folder=folder,
             checkpoints=checkpoints,
+            metrics=_train_metrics(config, ranks, pipeline) if config.train_metrics else None,
         )
         if resumed is not None:
             this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
@@ -339,6 +345,13 @@ def run(
     return Outcome(folder=folder, record=record)
 
 
+def _train_metrics(config: RunConfig, ranks: Ranks, pipeline: Pipeline) -> "TrainMetrics":
+    from dlrm_bench.bench.instruments.train_metrics import TrainMetrics  # and TorchRec's metrics, where asked for
+
+    assert isinstance(pipeline, GivesOutputs), "see RunConfig"
+    return TrainMetrics(pipeline.keep_outputs(), ranks.device, config.loss_interval, config.local_batch_size)
+
+
 def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:
     """Writes into the log, and warns on rank 0, what makes a figure of the run doubtful. too_large: by tensor."""
     notes = []
@@ -366,7 +379,7 @@ def _log_init(
     config: RunConfig, ranks: Ranks, log: MLPerfLog, machine: Machine, dataset: Dataset, schedule: Schedule
 ) -> None:
     if config.mlperf.clear_cache and ranks.local_rank == 0:
-        _drop_page_cache()
+        drop_page_cache()
     log.cache_clear(config.mlperf.clear_cache)
     log.init_start()
     division, obstacles = division_of(config, dataset, schedule.global_batch_size)
@@ -380,11 +393,3 @@ def _log_init(
         train_samples = dataset.train_samples or round(schedule.iterations_per_epoch * schedule.global_batch_size)
         sizes = (schedule.global_batch_size, train_samples, dataset.eval_samples)
         log.hyperparameters(ruleset.hyperparameters(config, *sizes))
-
-
-def _drop_page_cache() -> None:
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError as error:
-        raise ValueError(f"--mlperf.clear-cache needs root on every node: {error}") from error

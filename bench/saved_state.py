@@ -97,7 +97,7 @@ def checkpoint_in(path: Path) -> Path:
     if any((folder / STATE_JSON).is_file() for folder in path.glob("iteration-*")):
         raise ValueError(
             f"{path} has checkpoints of an earlier version, which this one does not read: resume with the version that "
-            "wrote them, or train anew"
+            "wrote them, or train from the start"
         )
     raise ValueError(f"{path} has no complete checkpoint")
 

@@ -84,7 +84,7 @@ def _check_log(outcome: Outcome, console: Console) -> int:
     verdict = check_compliance(outcome.folder / LOG_NAME, ruleset, benchmark.ruleset.pinned_to_data)
     if verdict.of_data:
         console.print(
-            f"compliance   all is well but for {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
+            f"compliance   all passes except {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
             "those of MLPerf's own data alone",
             soft_wrap=True,
         )
@@ -99,7 +99,8 @@ def _check_log(outcome: Outcome, console: Console) -> int:
 def snapshots_in_words(record: RunRecord) -> list[str]:
     """Returns a sentence on the snapshots that a run took in memory, if any."""
     checkpoints = record.get("checkpoints")
-    if checkpoints is None or not (taken := checkpoints.get("snapshots")):
+    taken = checkpoints.get("snapshots") if checkpoints else None
+    if not checkpoints or not taken:
         return []
     pauses = sorted(snapshot["paused_s"] for snapshot in taken)
     left_out = checkpoints.get("left_out", 0)

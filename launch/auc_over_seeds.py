@@ -3,12 +3,13 @@
 torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke --data.path DIR [--field value ...]
 
 With --pipeline static --precision bf16 --fp8: compares the static pipeline with products in eight bits with the one in
-bf16. --seeds N (5 by default) pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
+bf16. With --rungs LADDER ONE OTHER: compares two rungs of a ladder of the preset's benchmark. --seeds N (5 by default)
+pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
 
-All runs are one epoch over the same planted samples, from other initial weights for each seed, with one evaluation at
-the end. Each leaves a record; the summary, auc_over_seeds.json beside them, has the mean of the differences between
-runs of one seed and its 95 % interval by Student's t, from the second seed on. On the CPU no graph is captured, and
-stock and static are fp32.
+All runs are over the same planted samples, from other initial weights for each seed: one epoch with an evaluation at
+the end, or with --rungs as --iterations and --evaluations-per-epoch say. Each leaves a record; the summary,
+auc_over_seeds.json beside them, has the mean of the differences between runs of one seed and its 95 % interval by
+Student's t, from the second seed on. On the CPU no graph is captured, and stock and static are fp32.
 """
 
 import argparse
@@ -50,16 +51,19 @@ def main() -> int:
 def _main() -> int:
     found = Ranks.from_environment()
     ranks = _Joined(**{field.name: getattr(found, field.name) for field in fields(Ranks)})
-    seeds, rest = parse_seeds(sys.argv[1:])
+    seeds, rungs, rest = parse_seeds(sys.argv[1:])
     config, cuda = parse(rest), ranks.device.type == "cuda"
     best_auc = named(config.benchmark).parts().open_data(config).best_auc
     if best_auc is None:
         raise ValueError(
             f"--data.path: name planted data, `dlrm-bench data generate --preset {config.preset} ...` makes it"
         )
-    # A target that a run without luck does not reach, so that each run trains on the whole epoch.
-    config = replace(config, target_auc=best_auc, evaluations_per_epoch=1, iterations=None, warmup_iterations=0)
-    sides = _sides(config, cuda)
+    # A target that a run without luck does not reach, so that each run trains on all of its samples.
+    same: dict[str, Any] = {"target_auc": best_auc, "warmup_iterations": 0}
+    if rungs is None:
+        same |= {"evaluations_per_epoch": 1, "iterations": None}
+    chosen = _sides(config, cuda) if rungs is None else sides_of_rungs(config.benchmark, rungs, rest)
+    sides = {side: replace(its, **same) for side, its in chosen.items()}
     aucs: dict[str, list[float]] = {side: [] for side in sides}
     for seed in seeds:
         for side, its in sides.items():
@@ -79,17 +83,30 @@ def _main() -> int:
     return 0
 
 
-def parse_seeds(arguments: list[str]) -> tuple[range, list[str]]:
-    """Returns the seeds of a command line, and its other words. ValueError names a bad flag."""
+def parse_seeds(arguments: list[str]) -> tuple[range, list[str] | None, list[str]]:
+    """Returns the seeds of a command line, the words after --rungs, and its other words. ValueError names a bad
+    flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--rungs", nargs=3)
     chosen, rest = parser.parse_known_args(arguments)
     if chosen.seeds < 2:
         raise ValueError(f"--seeds is {chosen.seeds}: an interval needs at least 2")
     if chosen.first_seed < 0:
         raise ValueError(f"--first-seed is {chosen.first_seed}: choose 0 or more")
-    return range(chosen.first_seed, chosen.first_seed + chosen.seeds), rest
+    return range(chosen.first_seed, chosen.first_seed + chosen.seeds), chosen.rungs, rest
+
+
+def sides_of_rungs(benchmark: str, names: list[str], arguments: list[str]) -> dict[str, RunConfig]:
+    """Returns the configurations of two rungs by their names, which come after their ladder's in `names`. arguments:
+    flags of both. ValueError where there is no such ladder or rung, or both are the same."""
+    ladder, one, other = names
+    rungs = {rung.name: rung for rung in named(benchmark).ladders.get(ladder, ())}
+    if one == other or not {one, other} <= rungs.keys():
+        ladders = {name: [rung.name for rung in of] for name, of in named(benchmark).ladders.items()}
+        raise ValueError(f"--rungs {' '.join(names)}: name a ladder and two of its rungs; {benchmark} has {ladders}")
+    return {name: parse([*arguments, *rungs[name].flags]) for name in (one, other)}
 
 
 def _sides(config: RunConfig, cuda: bool) -> dict[str, RunConfig]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, Piece, Place, Slices, checksum, read_piece
 
 
@@ -23,12 +24,16 @@ class Wanted:
     """A piece to read, and where its elements go."""
 
     piece: Piece
-    targets: list[tuple[Slices, Tensor]]
-    """Elements of the piece, and the memory for them."""
+    targets: Sequence[tuple[Slices | tuple[Tensor], Tensor | StoredRows]]
+    """Elements of the piece, or the numbers of some of its rows, int64 on the host, and the memory for them."""
 
 
 def write_pieces(
-    folder: Path, rank: int, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None], nice: int = 0
+    folder: Path,
+    rank: int,
+    pieces: Sequence[tuple[Place, Tensor | StoredRows]],
+    on_piece: Callable[[], None],
+    nice: int = 0,
 ) -> list[Piece]:
     """Writes pieces, fp32 of one device, to THREADS files, which are on disk when it returns; returns the place of
     each.
@@ -52,17 +57,22 @@ def write_pieces(
         return [piece for of_file in pool.map(write, range(len(shares))) for piece in of_file]
 
 
-def _write(path: Path, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]) -> list[Piece]:
+def _write(
+    path: Path, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]
+) -> list[Piece]:
     device, offset, written = pieces[0][1].device, 0, []
-    ready = all(tensor.device.type == "cpu" and tensor.is_contiguous() for _, tensor in pieces)
+    ready = all(
+        isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous() for _, tensor in pieces
+    )
     size = 0 if ready else max(place.nbytes for place, _ in pieces)
     with path.open("wb") as file, _staging(size, device) as staging:
         for place, tensor in pieces:
             assert tensor.dtype == torch.float32
-            host = tensor
+            values = tensor if isinstance(tensor, Tensor) else tensor.clone()
+            host = values
             if not ready:
                 host = staging[: place.nbytes].view(torch.float32).view(place.shape)
-                host.copy_(tensor, non_blocking=True)
+                host.copy_(values, non_blocking=True)
                 _wait(device)
             data = host.detach().view(-1).numpy().data.cast("B")
             written.append(Piece(place, path.name, offset, checksum(data)))

@@ -111,7 +111,7 @@ def read_index(folder: Path) -> Index:
     if not path.exists() and (folder / ".metadata").exists():
         raise CheckpointError(
             f"{folder} is a checkpoint of an earlier version, whose index is a pickle, which may run code: it is not "
-            "read; resume with the version that wrote it, or train anew"
+            "read; resume with the version that wrote it, or train from the start"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, CheckpointError, Piece, Place
 
 _IN_FLIGHT = 8
@@ -66,7 +67,7 @@ class PiecesInMemory:
         return data.view(torch.float32).view(piece.place.shape)
 
     @torch.no_grad()
-    def fill(self, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]) -> None:
+    def fill(self, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
         """Copies pieces, in the order of their places, and returns once all are copied.
 
         on_piece: called for each piece, by any thread.
@@ -77,16 +78,16 @@ class PiecesInMemory:
             self._fill_from_gpu(pairs, on_piece)
             return
 
-        def copy(pair: tuple[Tensor, Tensor]) -> None:
+        def copy(pair: tuple[Tensor, Tensor | StoredRows]) -> None:
             with torch.no_grad():  # which each thread sets for itself
-                pair[0].copy_(pair[1])
+                pair[0].copy_(_values(pair[1]))
             on_piece()
 
         with ThreadPoolExecutor(THREADS) as pool:
             for _ in pool.map(copy, pairs):
                 pass
 
-    def _fill_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor]], on_piece: Callable[[], None]) -> None:
+    def _fill_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
         """Copies each second tensor to the first one's registered memory, by the copy engine, on a stream of its
         own."""
         if self._stream is None:  # one for all times: a stream keeps memory for copies of strided pieces
@@ -100,7 +101,7 @@ class PiecesInMemory:
 
         with torch.cuda.stream(self._stream):
             for here, there in pairs:
-                here.copy_(there, non_blocking=True)
+                here.copy_(_values(there), non_blocking=True)
                 copied = torch.cuda.Event()
                 copied.record()
                 in_flight.append(copied)
@@ -141,3 +142,7 @@ def _register(file: Tensor, device: torch.device) -> Tensor:
             "--snapshot.every out"
         )
     return file
+
+
+def _values(piece: Tensor | StoredRows) -> Tensor:
+    return piece if isinstance(piece, Tensor) else piece.clone()

@@ -91,15 +91,18 @@ class AbortWatch:
     def _watch_signals(self) -> None:
         launcher = _launcher()
         awaited: list[socket.socket | int] = [self._wakeup] if launcher is None else [self._wakeup, launcher]
-        ready, _, _ = select.select(awaited, [], [])
-        if self._wakeup not in ready:
-            self._end("its torchrun was killed", 1, announce=True)
-            return
-        received = self._wakeup.recv(1)
-        if received:
-            number = signal.Signals(received[0])
-            cause = f": {_unreadable_map()}" if number is signal.SIGBUS else ""
-            self._end(f"stopped by {number.name}{cause}", 128 + number, announce=True)
+        while True:
+            ready, _, _ = select.select(awaited, [], [])
+            if self._wakeup not in ready:
+                self._end("its torchrun was killed", 1, announce=True)
+                return
+            received = self._wakeup.recv(1)
+            if not received:
+                return
+            if received[0] in _SIGNALS:  # others have handlers of their own, such as a profiler's timer
+                number = signal.Signals(received[0])
+                cause = f": {_unreadable_map()}" if number is signal.SIGBUS else ""
+                self._end(f"stopped by {number.name}{cause}", 128 + number, announce=True)
 
     def _watch_ranks(self) -> None:
         try:

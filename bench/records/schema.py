@@ -147,8 +147,8 @@ class LatencySummary(TypedDict):
     """[low, high] of the median by this one run; None where it has too few iterations. Readers compute it from the raw
     times: older versions of the harness made narrower ones."""
     drift: NotRequired[float | None]
-    """Of the slowest and the fastest eighth: the later one's median over the earlier one's, minus 1; None where there
-    are too few iterations. Older records lack this field and the next, or have the last quarter's over the first's."""
+    """Median of the later of the slowest and the fastest eighth over that of the earlier one, minus 1; None for too few
+    iterations. Older records lack this field and the next, or have the last quarter's over the first's."""
     steady: NotRequired[bool | None]
     """Whether that change is no more than chance: see bench/stats/series.py."""
 
@@ -329,6 +329,15 @@ class Training(TypedDict):
     epoch_num: float
     """Fraction of the epoch trained; for random batches, of the planned iterations (0 in older records)."""
     status: TrainingStatus
+    train_metrics: NotRequired["TrainMetricValues"]
+    """Of the last --loss-interval iterations that were whole, with --train-metrics."""
+
+
+class TrainMetricValues(TypedDict):
+    """TorchRec's windowed metrics of training batches; None where they are not finite, or no interval was whole."""
+
+    ne: float | None
+    calibration: float | None
 
 
 class Losses(TypedDict):

@@ -1,4 +1,4 @@
-"""Who this process is among all processes of a run."""
+"""The place of this process among all processes of a run."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # public, but not in __all__
 
 RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""How often torchrun has started its ranks again; part of the keys in the store, which outlives them."""
+"""Number of times that torchrun has started its ranks again; part of the keys in the store, which outlives them."""
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -76,9 +76,9 @@ class Ranks:
     def init_process_group(self) -> None:
         """Starts NCCL on GPUs, gloo on CPUs; sets the current GPU."""
         store = None if RESTARTS == "0" else _store_of_this_start()
-        known: dict[str, Any] = (
-            {} if store is None else {"store": store, "rank": self.rank, "world_size": self.world_size}
-        )
+        known: dict[str, Any] = {}
+        if store is not None:
+            known = {"store": store, "rank": self.rank, "world_size": self.world_size}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             dist.init_process_group("nccl", device_id=self.device, **known)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, silu_attention_cases
+from dlrm_bench.kernels.benchmark.dynamic_rows import id_map_cases, initial_rows_cases
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import (
     HOT_ROWS,
-    ONE_HOT_ROWS,
     fetch_cases,
     gather_segments_cases,
     history_events_cases,
@@ -30,7 +30,9 @@ from dlrm_bench.kernels.benchmark.single_ids import (
     gather_rows_cases,
     row_wise_adagrad_cases,
 )
-from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
+from dlrm_bench.kernels.benchmark.sorted_ids import row_sums_cases, sorted_adagrad_cases
+from dlrm_bench.kernels.benchmark.tiers import plan_moves_cases, tiered_rows_cases
+from dlrm_bench.kernels.benchmark.timing import Case, print_times
 from dlrm_bench.kernels.benchmark.tokens import (
     column_sums_cases,
     flat_adam_cases,
@@ -49,43 +51,13 @@ from dlrm_bench.kernels.dense.small_mlp import small_mlp
 from dlrm_bench.kernels.embedding import regroup
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
-from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
-from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
-from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
 BF16 = torch.bfloat16
-
-
-def sorted_adagrad_cases() -> Iterator[Case]:
-    memory = torch.empty(2 * HOT_ROWS * 128, device="cuda").uniform_(0, 1)
-    rate = torch.tensor([0.004], device="cuda")
-    for batch in (55296, 4096):
-        for tables, hot, widths in (
-            ([HOT_ROWS], 100, (16, 32, 64, 128)),
-            ([HOT_ROWS], 12, (128,)),
-            (ONE_HOT_ROWS, 1, (128,)),
-        ):
-            ids, bags = sorted_ids_case(tables, batch, hot)
-            name = f"G {batch}, {len(tables)} table(s), hot {hot}"
-            ordered = torch.empty_like(ids), torch.empty_like(bags)
-            sort_ids(ids, SortTable(torch.zeros_like(ids), bags, sum(tables)), *ordered)
-            distinct = len(torch.unique_consecutive(ordered[0]))
-            for columns in widths:
-                rows = sum(tables)
-                weights, state = memory[: 2 * rows * columns].view(rows, 2, columns).unbind(1)
-                for dtype in (BF16,) if columns < 128 else (BF16, torch.float32):
-                    grad = torch.randn(batch, len(tables) * columns, device="cuda").to(dtype)
-                    yield Case(
-                        "sorted_adagrad",
-                        f"{name}, C {columns}, {grad.dtype}",
-                        len(ids) * (8 + columns * grad.itemsize) + distinct * columns * 16,
-                        partial(sorted_adagrad, weights, state, grad, *ordered, rate, 1e-8),
-                    )
 
 
 def push_segments_cases() -> Iterator[Case]:
@@ -263,21 +235,6 @@ def small_mlp_cases() -> Iterator[Case]:
         yield Case("small_mlp", f"B {batch}, 13-512-256-128", moved, run)
 
 
-def row_sums_cases() -> Iterator[Case]:
-    for batch in (6912, 512):
-        ids, bags = sorted_ids_case([3, 63, 10, 4, 14, 108], batch, 1)
-        ordered = torch.empty_like(ids), torch.empty_like(bags)
-        sort_ids(ids, SortTable(torch.zeros_like(ids), bags, 202), *ordered)
-        starts = row_starts(ordered[0], 202)
-        grad, out = torch.randn(len(ids), 128, device="cuda").to(BF16), torch.empty(202, 128, device="cuda")
-        yield Case(
-            "row_sums",
-            f"B {batch}, 6 tables, C 128, bf16",
-            grad.nbytes + out.nbytes,
-            partial(row_sums, grad, ordered[1], starts, out),
-        )
-
-
 def flat_adagrad_cases() -> Iterator[Case]:
     count = 16_044_544
     master, state = torch.rand(2, count, device="cuda").unbind()
@@ -369,8 +326,12 @@ CASES = {
     "pick_rows": pick_rows_cases,
     "distinct_rows": distinct_rows_cases,
     "gather_rows": gather_rows_cases,
+    "tiered_rows": tiered_rows_cases,
+    "plan_moves": plan_moves_cases,
     "distinct_sums": distinct_sums_cases,
     "row_wise_adagrad": row_wise_adagrad_cases,
+    "id_map": id_map_cases,
+    "initial_rows": initial_rows_cases,
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,

@@ -249,7 +249,7 @@ def test_a_log_that_is_deleted_or_changed_during_a_run_is_written_again(data, tm
     assert ended.statuses == [0, 0], ended
     assert len(read_record(run).losses) == 3
     log = run / LOG_NAME if how == "log_deleted" else next(tmp_path.glob("dlrm-bench-*/x")) / LOG_NAME
-    assert f"warning: {run / LOG_NAME} {says} during the run: what the run logged is in {log}" in ended.outputs[0]
+    assert f"warning: {run / LOG_NAME} {says} during the run: the run's log is in {log}" in ended.outputs[0]
     assert [read_events(log)[i]["key"] for i in (0, -1)] == ["cache_clear", "epoch_stop"]
     assert how == "log_deleted" or (run / LOG_NAME).read_text() == "mine\n"
 

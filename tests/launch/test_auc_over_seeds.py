@@ -17,9 +17,28 @@ def test_the_interval_is_that_of_the_differences() -> None:
 def test_seeds_are_flags_beside_those_of_a_run() -> None:
     assert auc_over_seeds.parse_seeds(["--preset", "smoke", "--seed", "3"]) == (
         range(5),
+        None,
         ["--preset", "smoke", "--seed", "3"],
     )
-    assert auc_over_seeds.parse_seeds(["--seeds", "10", "--fp8", "--first-seed", "5"]) == (range(5, 15), ["--fp8"])
+    assert auc_over_seeds.parse_seeds(["--seeds", "10", "--fp8", "--first-seed", "5"]) == (
+        range(5, 15),
+        None,
+        ["--fp8"],
+    )
+
+
+def test_two_rungs_of_a_ladder_are_the_sides() -> None:
+    names = ["static", "stock", "static"]
+    _, rungs, rest = auc_over_seeds.parse_seeds(["--preset", "smoke-dlrmv4", "--rungs", *names])
+    assert rungs == names
+    sides = auc_over_seeds.sides_of_rungs("dlrmv4", names, rest)
+    assert {name: (its.pipeline.name, its.model.kernels) for name, its in sides.items()} == {
+        "stock": ("torchrec", "plain"),
+        "static": ("static", "fused"),
+    }
+    for wrong in (["static", "stock", "sttaic"], ["none", "stock", "static"], ["static", "stock", "stock"]):
+        with pytest.raises(ValueError, match=f"--rungs {' '.join(wrong)}: name a ladder and two of its rungs"):
+            auc_over_seeds.sides_of_rungs("dlrmv4", wrong, rest)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.collect import NO_ROOM, collect
 from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
 from dlrm_bench.dlrm.dlrmv4.data.crosses import context_rows
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.limits import CONTEXT, Limits, Rows
-from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import (
     CANDIDATE,
     CONTEXT_ROWS,
@@ -87,6 +85,13 @@ class BatchBuilder:
         packed.samples.numpy()[:] = samples
         return packed
 
+    def users_and_lengths(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns of anchors, given as for `build`, each one's user and the events of its history, [samples]."""
+        anchors = self._cache.positions[numbers]
+        samples = np.empty((SAMPLE_ROWS, len(anchors)), dtype=np.int32)
+        self._collect(anchors, samples)
+        return self._cache.uid[anchors], samples[LENGTH].astype(np.int64)
+
     def _collect(
         self, anchors: NDArray[np.int64], samples: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], int]:
@@ -113,10 +118,6 @@ class BatchBuilder:
         room = np.empty(events, dtype=np.int64), np.empty(events, dtype=np.uint8)
         self._scratch.events = room
         return room
-
-    def steps(self, order: Order, rank: int, first: int = 0, *, depth: int = 4, threads: int = 2) -> Prefetcher[Packed]:
-        """A rank's batches from step `first` to the order's end, kept ready `depth` ahead by reader threads."""
-        return Prefetcher(range(first, len(order)), lambda step: self.build(order.batch(step, rank)), depth, threads)
 
 
 def compile_ahead() -> None:

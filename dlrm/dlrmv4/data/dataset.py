@@ -11,6 +11,7 @@ from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dlrmv4.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.deal import RankSamples
 from dlrm_bench.dlrm.dlrmv4.data.generate import read_generated
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
@@ -54,7 +55,7 @@ class EventDataset:
                 "evaluates"
             )
         self.maps = ItemMaps.open(data.path, rows)
-        self._rows, self._drop_last = rows, data.drop_last_evaluation
+        self._rows, self._drop_last, self._deal = rows, data.drop_last_evaluation, data.deal
         self._train_windows = (0, data.train_windows or windows)
         self._eval_windows = (windows, windows + 1)
         self.train_samples: int | None = int(self._index.windows[: self._train_windows[1], 1].sum())
@@ -70,7 +71,7 @@ class EventDataset:
                 f"none of {self._train_windows[1]} windows has the {world_size} * {local_batch_size} samples of one "
                 "global batch: lower --local-batch-size"
             )
-        return WindowBatches(self._builder(pin), order, rank, tail=False)
+        return WindowBatches(self._samples(order, rank, pin), tail=False)
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> "WindowBatches":
         """See Dataset; ValueError if the last global batch is left out and there is no other."""
@@ -80,19 +81,19 @@ class EventDataset:
                 f"the {self.eval_samples} samples of evaluation do not fill one global batch of {world_size} * "
                 f"{local_batch_size}: lower --local-batch-size, or choose --no-data.drop-last-evaluation"
             )
-        return WindowBatches(self._builder(pin), order, rank, tail=not self._drop_last)
+        return WindowBatches(self._samples(order, rank, pin), tail=not self._drop_last)
 
-    def _builder(self, pin: bool) -> BatchBuilder:
-        return BatchBuilder(self._cache, self.maps, self._rows, pin=pin)
+    def _samples(self, order: Order, rank: int, pin: bool) -> RankSamples:
+        return RankSamples(BatchBuilder(self._cache, self.maps, self._rows, pin=pin), order, rank, self._deal)
 
 
 class WindowBatches(Sequence[WindowBatch]):
     """One rank's batches of an order, each built on demand, by any thread."""
 
-    def __init__(self, builder: BatchBuilder, order: Order, rank: int, tail: bool) -> None:
+    def __init__(self, samples: RankSamples, tail: bool) -> None:
         """tail: for an order of one window, add the samples beyond whole global batches, as a last one on every
         rank."""
-        self._builder, self._order, self._rank = builder, order, rank
+        self._samples, order = samples, samples.order
         left = order.anchors - len(order) * order.world_size * order.local_batch
         self._numbers = range(len(order) + (tail and left > 0))
 
@@ -109,13 +110,13 @@ class WindowBatches(Sequence[WindowBatch]):
             part._numbers = self._numbers[at]
             return part
         number = self._numbers[at]
-        if number < len(self._order):
-            return WindowBatch(self._builder.build(self._order.batch(number, self._rank)), self._order.local_batch)
+        if number < len(self._samples.order):
+            return WindowBatch(self._samples.build(number), self._samples.order.local_batch)
         return self._last()
 
     def _last(self) -> WindowBatch:
         """Returns the tail, filled up by the window's first sample: a rank may have none of the tail."""
-        order = self._order
-        own = order.tail(order.first, self._rank)
+        order = self._samples.order
+        own = order.tail(order.first, self._samples.rank)
         first = order.index.select(order.first, np.zeros(order.local_batch - len(own), dtype=np.int64))
-        return WindowBatch(self._builder.build(np.concatenate([own, first])), len(own))
+        return WindowBatch(self._samples.builder.build(np.concatenate([own, first])), len(own))

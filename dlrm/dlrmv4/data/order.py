@@ -55,6 +55,12 @@ class Order:
         first = number * self.local_batch * self.world_size + rank
         return self.index.select(window, first + self.world_size * np.arange(self.local_batch))
 
+    def global_batch(self, step: int) -> NDArray[np.int64]:
+        """The anchors of all ranks in a step, [world_size * local_batch], in order of user and time."""
+        window, number = self.place(step)
+        size = self.local_batch * self.world_size
+        return self.index.select(window, number * size + np.arange(size))
+
     def tail(self, window: int, rank: int) -> NDArray[np.int64]:
         """A rank's share of the anchors that a window's steps leave out, [0 to local_batch].
 

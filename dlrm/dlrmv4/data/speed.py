@@ -15,8 +15,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.dlrmv4.config import Deal
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.deal import RankSamples
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
@@ -35,6 +38,8 @@ class SpeedConfig:
     """Number of ranks among which a window's samples are distributed; the first one's are built."""
     first_window: int = 0
     """First window; the last one evaluates, and is left out."""
+    deal: Deal = "stride"
+    """Dealing of samples to the ranks (--data.deal)."""
     reader_threads: int = 2
     """Threads that build."""
     seconds: float = 10.0
@@ -73,22 +78,23 @@ def speed(config: SpeedConfig) -> Speed:
             f"{config.directory} has {len(order)} batches of {config.world_size} x {config.local_batch_size} samples "
             f"from window {config.first_window} on: choose smaller ones"
         )
-    builder = BatchBuilder(cache, ItemMaps.open(config.directory))
+    samples = RankSamples(BatchBuilder(cache, ItemMaps.open(config.directory)), order, 0, config.deal)
     warm = 2
     for step in range(warm):
-        builder.build(order.batch(step, 0))  # compiles
+        samples.build(step)  # compiles
     sizes, tokens = [], 0
-    with builder.steps(order, 0, warm, depth=2 * config.reader_threads, threads=config.reader_threads) as batches:
+    ahead = 2 * config.reader_threads
+    with Prefetcher(range(warm, len(order)), samples.build, ahead, config.reader_threads) as batches:
         begin, cpu = time.perf_counter(), time.process_time()
         for packed in islice(batches, len(order) - warm):
             sizes.append(packed.layout.end)
             tokens += packed.tokens
             if time.perf_counter() - begin > config.seconds:
                 break
-        samples = len(sizes) * config.local_batch_size
+        count = len(sizes) * config.local_batch_size
         wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
     mb = np.array(sizes) / 1e6
-    return Speed(len(sizes), samples / wall, 1e6 * cpu / samples, tokens / samples, mb.mean(), mb.max())
+    return Speed(len(sizes), count / wall, 1e6 * cpu / count, tokens / count, mb.mean(), mb.max())
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dlrmv4.data import plain
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
+from dlrm_bench.dlrm.dlrmv4.data.deal import RankSamples
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import PackedLayout, expand
@@ -43,7 +45,7 @@ def test_steps_of_every_rank_equal_the_plain_samples(tmp_path, limits, seed):
     index = prepare_windows(cache)
     order = Order(index, 0, len(index), 2, 13)
     for rank in range(2):
-        with builder.steps(order, rank, first=1, threads=2) as batches:
+        with Prefetcher(range(1, len(order)), RankSamples(builder, order, rank).build, 4, 2) as batches:
             seen = list(batches)
         assert len(seen) == len(order) - 1 > 2
         for step, packed in enumerate(seen, 1):

@@ -1,0 +1,150 @@
+"""The place of each row in two tiers of memory, and which rows move when a batch is known: bookkeeping without data.
+
+Places 0 .. P - 1 are on the device, P .. R - 1 in host memory; each of the R rows has one, and no place is empty. Rows
+only ever exchange places, one of the host's with one of the device's: what comes in is written where what leaves was.
+
+Of the device's rows G are guests: a ring of places, through which rows that come in pass. The others are residents.
+Batch b + 1 is planned while batch b trains:
+
+- Missing are the rows that b + 1 names and that are in host memory. Those that b does not name come first thing,
+  `early`. A row that b names too is updated in host memory beside this: it comes after that update, `late`.
+- The k-th missing row takes the place of the k-th row of a window of the ring that may leave: one that neither b nor
+  b + 1 names. Missing rows beyond those are used where they are.
+- A guest whose turn has come is first compared with a resident, the next in a walk over all of the device: where it has
+  been named more often, the two change roles, and the resident is the one to leave. No data moves for that, so it
+  does not matter who names them. Placement thus follows frequency, by no traffic but that of missing rows.
+
+How often a row is named is counted in batches, up to 255, and halved every `halving` batches, some rows with each.
+Batches have numbers 1 .. 255 in turn, and a row has the number of the last one that named it. A row that was named 255
+batches ago, and not since, is taken for one that b or b + 1 names: it stays where it is, and no harm is done.
+
+All of it is on the device, in fixed shapes, with nothing for the host to decide, and equal batches give equal places.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels.embedding.plan_moves import NUMBERS, Moves, PlacementState, plan_moves
+
+_ROWS_AT_A_TIME = 1 << 24  # when places are first made: bounds the memory for that
+HEAD_START = 4
+"""The count with which the device's rows begin where they are known to be the most frequent ones: rows that are named
+once or twice in the first batches, before most of the device's are named at all, do not take their places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSizes:
+    """The fixed shapes of a placement."""
+
+    rows: int
+    """R."""
+    device_rows: int
+    """P, at least 2 and at most R."""
+    guests: int
+    """G, at least 1 and below P."""
+    window: int
+    """Rows that come in with a batch, at most; no more than guests."""
+    halving: int = 4096
+    """Number of batches between two halvings of a row's count."""
+
+    def __post_init__(self) -> None:
+        assert 2 <= self.device_rows <= self.rows < 1 << 31, "rows that int32 counts, two of them on the device"
+        assert 1 <= self.window <= self.guests < self.device_rows
+        assert self.halving >= 1
+
+    @classmethod
+    def of_batches(cls, rows: int, device_rows: int, ids: int) -> "PlacementSizes":
+        """Returns the sizes for batches of `ids` ids. An eighth of them may come in: of MLPerf's ids with half of the
+        rows on the device some seventieth is missing. Guests stay for four such batches, and are half of the device's
+        rows at most."""
+        guests = max(1, min(device_rows // 2, 4 * max(_LEAST_WINDOW, ids // 8)))
+        return cls(rows=rows, device_rows=device_rows, guests=guests, window=max(1, guests // 4))
+
+
+_LEAST_WINDOW = 1024
+
+
+class Placement:
+    """See above."""
+
+    COUNTED = ("batches", "misses", "moved", "in_place")
+    """Names of the state's `counters`: batches; rows that they name and that were in host memory; those of them that
+    came to the device, and those that were used in place."""
+
+    def __init__(
+        self,
+        sizes: PlacementSizes,
+        device: torch.device,
+        resident: Callable[[int, int], Tensor],
+        head_start: int = 0,
+    ) -> None:
+        """resident(start, stop): which of these rows are on the device at first, bool [stop - start]; P in all.
+        head_start: the count with which they begin."""
+        self.sizes = sizes
+        stripe = sizes.rows // sizes.halving + 1
+        ring = torch.arange(sizes.device_rows - sizes.guests, sizes.device_rows, dtype=torch.int32, device=device)
+        head, hand, batches = torch.zeros(3, 1, dtype=torch.int64, device=device).unbind()
+        self.state = PlacementState(
+            place=torch.full((sizes.rows + 1,), -1, dtype=torch.int32, device=device),
+            occupant=torch.zeros(sizes.device_rows + 1, dtype=torch.int32, device=device),
+            guest=torch.zeros(sizes.device_rows, dtype=torch.uint8, device=device),
+            ring=ring,
+            named=torch.zeros(sizes.rows + 1, dtype=torch.uint8, device=device),
+            counts=torch.zeros(sizes.halving, stripe, dtype=torch.uint8, device=device),
+            head=head,
+            hand=hand,
+            batches=batches,
+            number=torch.full((1,), NUMBERS, dtype=torch.uint8, device=device),
+            counters=torch.zeros(len(self.COUNTED), dtype=torch.int64, device=device),
+        )
+        self.state.guest[ring.long()] = 1
+        slots = torch.zeros(2, sizes.window, dtype=torch.int32, device=device)
+        bounds = torch.zeros(2, 2, dtype=torch.int32, device=device)
+        self._moves = Moves(*slots.unbind(), *bounds.unbind())
+        self._settle(resident, head_start)
+
+    @property
+    def place(self) -> Tensor:
+        """Where each row is, int32 [R]."""
+        return self.state.place[:-1]
+
+    def plan(self, rows: Tensor) -> Moves:
+        """Gives the rows of a batch their places, and returns the exchanges that bring them there; their memory is used
+        again for the next batch.
+
+        rows: int32 [N], ascending, those below 0 padding.
+        """
+        plan_moves(rows, self.state, self._moves)
+        return self._moves
+
+    def places(self, rows: Tensor, out: Tensor) -> None:
+        """Writes the places of rows, int32 [N], to `out`; -1 of those below 0."""
+        torch.index_select(self.state.place, 0, torch.where(rows < 0, self.sizes.rows, rows), out=out)
+
+    def forget(self) -> None:
+        """Sets the counters to zero."""
+        self.state.counters.zero_()
+
+    # Construction
+
+    def _settle(self, resident: Callable[[int, int], Tensor], head_start: int) -> None:
+        """Gives all rows their first places, in the order of the rows."""
+        on_device, in_host, device = 0, self.sizes.device_rows, self.place.device
+        counts = self.state.counts.view(-1)
+        for rows in pieces(self.sizes.rows, _ROWS_AT_A_TIME):
+            stays = resident(rows.start, rows.stop).to(device)
+            counts[rows] = stays.to(torch.uint8) * head_start
+            of_device, of_host = stays.cumsum(0), (~stays).cumsum(0)
+            self.place[rows] = torch.where(stays, of_device + (on_device - 1), of_host + (in_host - 1)).int()
+            staying = stays.nonzero().view(-1) + rows.start
+            self.state.occupant[on_device : on_device + len(staying)] = staying.int()
+            on_device, in_host = on_device + int(of_device[-1]), in_host + int(of_host[-1])
+        assert on_device == self.sizes.device_rows, f"{on_device} rows for {self.sizes.device_rows} places"
+
+
+def pieces(rows: int, size: int) -> Iterator[slice]:
+    """Yields ranges of `size` rows at most that make up `rows`."""
+    return (slice(first, min(first + size, rows)) for first in range(0, rows, size))
